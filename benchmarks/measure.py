@@ -178,53 +178,87 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def run(case: Case, folder: Path, *, on_gpu: bool, timeout_s: float) -> dict[str, Any]:
-    """Returns the child's answer, or an `outcome` of `failed` with the end of its output if it wrote none."""
-    spec, answer = folder / "spec.json", folder / "answer.json"
-    spec.write_text(json.dumps(spec_of(case)), encoding="utf-8")
-    answer.unlink(missing_ok=True)
-    seen: dict[str, float] = {}
-    program = [sys.executable, str(HERE / "measured_run.py"), str(spec), str(answer)]
-    try:
-        with device_bytes(seen, on_gpu=on_gpu):
-            done = subprocess.run(
-                program,
-                env=environment(on_gpu=on_gpu, port=free_port()),
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=timeout_s,
-                check=False,
-            )
-    except subprocess.TimeoutExpired:
-        return {"outcome": "failed", "error": f"took more than {timeout_s:.0f} s"}
-    if not answer.exists():
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        return {"outcome": "failed", "error": said[-1] if said else f"exit code {done.returncode}"}
-    return {**json.loads(answer.read_text(encoding="utf-8")), **seen}
+class Child:
+    """A process that measures one case: it imports its packages at once and touches the device when it is told to."""
+
+    def __init__(self, case: Case, folder: Path, *, on_gpu: bool) -> None:
+        self._folder = Path(tempfile.mkdtemp(dir=folder))
+        self._on_gpu = on_gpu
+        spec, self._answer = self._folder / "spec.json", self._folder / "answer.json"
+        spec.write_text(json.dumps(spec_of(case)), encoding="utf-8")
+        self._process = subprocess.Popen(
+            [sys.executable, str(HERE / "measured_run.py"), str(spec), str(self._answer)],
+            env=environment(on_gpu=on_gpu, port=free_port()),
+            cwd=self._folder,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def measure(self, timeout_s: float) -> dict[str, Any]:
+        """Returns the child's answer, or an `outcome` of `failed` with the end of its output if it wrote none."""
+        seen: dict[str, float] = {}
+        try:
+            with device_bytes(seen, on_gpu=self._on_gpu):
+                _, errors = self._process.communicate("start\n", timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.close()
+            return {"outcome": "failed", "error": f"took more than {timeout_s:.0f} s"}
+        if not self._answer.exists():
+            said = [line for line in errors.splitlines() if line.strip()]
+            return {"outcome": "failed", "error": said[-1] if said else f"exit code {self._process.returncode}"}
+        return {**json.loads(self._answer.read_text(encoding="utf-8")), **seen}
+
+    def close(self) -> None:
+        """Ends the process if it still runs."""
+        self._process.kill()
+        self._process.communicate()
 
 
 def measure(cases: list[Case], cluster: Cluster, minutes: float) -> Iterator[Result]:
-    """Yields a result for every case, in order; cases beyond the time limit are left out."""
+    """Yields a result for every case, in order; cases beyond the time limit are left out.
+
+    While a case runs on a GPU, the next one imports its packages, which takes as long as a case.
+    """
     on_gpu = cluster.gpu.name != "cpu"
     deadline = time.monotonic() + 60 * minutes
+    estimates = [(case, plan_of(case, cluster)) for case in cases]
+    reasons = [reason_to_leave_out(case, estimate, cluster) for case, estimate in estimates]
     with tempfile.TemporaryDirectory() as name:
-        for case in cases:
-            estimate = plan_of(case, cluster)
-            left_s = deadline - time.monotonic()
-            reason = reason_to_leave_out(case, estimate, cluster) if left_s > 0 else "no time left"
-            answer: dict[str, Any] = {"outcome": "left out", "error": reason}
-            if not reason:
-                answer = run(case, Path(name), on_gpu=on_gpu, timeout_s=min(CASE_TIMEOUT_S, left_s + 60))
-            yield Result(
-                name=case.name,
-                outcome=answer.pop("outcome"),
-                told=answer.pop("error", ""),
-                versions=answer.pop("versions", {}),
-                fits=estimate.fits,
-                planned=planned(estimate),
-                measured=answer,
-            )
+        waiting: dict[int, Child] = {}
+
+        def begin(index: int) -> Child:
+            return waiting.pop(index, None) or Child(cases[index], Path(name), on_gpu=on_gpu)
+
+        try:
+            for index, ((case, estimate), reason) in enumerate(zip(estimates, reasons, strict=True)):
+                left_s = deadline - time.monotonic()
+                told = reason or ("" if left_s > 0 else "no time left")
+                answer: dict[str, Any] = {"outcome": "left out", "error": told}
+                if not told:
+                    child = begin(index)
+                    following = next((later for later in range(index + 1, len(cases)) if not reasons[later]), None)
+                    if on_gpu and following is not None:
+                        waiting[following] = begin(following)
+                    answer = child.measure(min(CASE_TIMEOUT_S, left_s + 60))
+                yield result_of(case, estimate, answer)
+        finally:
+            for child in waiting.values():
+                child.close()
+
+
+def result_of(case: Case, estimate: Estimate, answer: dict[str, Any]) -> Result:
+    """Returns the result of a case from its child's answer."""
+    return Result(
+        name=case.name,
+        outcome=answer.pop("outcome"),
+        told=answer.pop("error", ""),
+        versions=answer.pop("versions", {}),
+        fits=estimate.fits,
+        planned=planned(estimate),
+        measured=answer,
+    )
 
 
 def short(quantity: str) -> str:
@@ -258,7 +292,9 @@ def main() -> None:
     """Measures, prints the table and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"the first {NUM_QUICK} configurations only")
-    parser.add_argument("--only", metavar="TEXT", default="", help="configurations whose name contains TEXT")
+    parser.add_argument(
+        "--only", metavar="TEXT", action="append", help="configurations whose name contains TEXT; may be repeated"
+    )
     parser.add_argument(
         "--minutes", type=float, default=10, help="start no configuration after this time (default: 10)"
     )
@@ -271,7 +307,8 @@ def main() -> None:
     machine = cluster.gpu.name if on_gpu else f"cpu-{os.cpu_count()}-cores"
     if not on_gpu:
         print("no GPU found: tiny models on the CPU, live bytes counted from tensor storages", file=sys.stderr)
-    wanted = [case for case in (GPU_CASES if on_gpu else CPU_CASES) if options.only in case.name]
+    texts = options.only or [""]
+    wanted = [case for case in (GPU_CASES if on_gpu else CPU_CASES) if any(text in case.name for text in texts)]
     cases = wanted[:NUM_QUICK] if options.quick else wanted
     quantities = list(QUANTITIES) if on_gpu else ["live_bytes", "step_s"]
     width = max((len(case.name) for case in cases), default=0)

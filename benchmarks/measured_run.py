@@ -1,8 +1,8 @@
 """Trains one configuration for a few steps on this machine and writes what it needed: the child of `measure.py`.
 
-`python benchmarks/measured_run.py SPEC ANSWER`: SPEC and ANSWER are JSON files. The engine is DeepSpeed's own with one
-rank, the model Transformers' with random weights, made where it trains. On a GPU torch and its allocator tell the peak;
-on a CPU a count of live storages does.
+`python benchmarks/measured_run.py SPEC ANSWER`: SPEC and ANSWER are JSON files, and a line on stdin starts it. The
+engine is DeepSpeed's own with one rank, the model Transformers' with random weights, made where it trains. On a GPU
+torch and its allocator tell the peak; on a CPU a count of live storages does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -196,12 +196,16 @@ def versions(names: Iterable[str]) -> dict[str, str]:
 
 
 def main(spec_file: Path, answer_file: Path) -> None:
-    """Measures, and writes the answer; out of memory is an answer too."""
+    """Measures when a line comes on stdin, and writes the answer; out of memory is an answer too."""
+    spec = json.loads(spec_file.read_text(encoding="utf-8"))
+    for package in ("deepspeed", "peft" if spec["lora"] else "transformers"):
+        import_module(package)  # before the device is touched
+    sys.stdin.readline()
     on_gpu = os.environ.get("DS_ACCELERATOR") != "cpu"
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     answer: dict[str, Any] = {"versions": versions(("torch", "transformers", "deepspeed", "peft", "liger-kernel"))}
     try:
-        answer |= {"outcome": "ok", **train(json.loads(spec_file.read_text(encoding="utf-8")), device)}
+        answer |= {"outcome": "ok", **train(spec, device)}
     except torch.OutOfMemoryError as error:
         answer |= {"outcome": "out of memory", "error": str(error).splitlines()[0]}
         answer["live_bytes"] = torch.cuda.max_memory_allocated()

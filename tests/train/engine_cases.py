@@ -311,7 +311,7 @@ def predicted(case: Case) -> Measured:
     played = planned_engine.engine_of(model, way, ranks)
     steady = played.resident.total
     phases: dict[str, int] = {}
-    for instant in planned_engine.instants(model, way, ranks, kernel_workspaces=False):
+    for instant in planned_engine.instants(model, way, ranks, on_gpu=False):
         name = _PHASES.get(instant.name, instant.name)
         phases[name] = max(phases.get(name, 0), steady + instant.total)
     host = planned_engine.host_of(model, way, ranks)

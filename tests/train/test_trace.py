@@ -120,7 +120,7 @@ LLAMA_FORM = 16 * H + 8 + 4 * Q + 4 * K + 4 * HEADS + 8 * INNER
         ("flash", LLAMA_FORM),
         ("qwen3", LLAMA_FORM + 6 * (Q + K) + 4 * (HEADS + KV)),
         ("padding", LLAMA_FORM + 4 * (Q - K) + 2 * S),
-        ("packed", LLAMA_FORM + 2 * Q),
+        ("packed", LLAMA_FORM),
         ("recomputed", 2 * H),
         ("re-entrant", 2 * H),
     ],

@@ -226,7 +226,7 @@ def _peak(workload: Workload, configuration: Configuration, detail: Detail) -> P
     if not has_layer_code(model) or (detail is Detail.QUICK and configuration.zero.stage < 3):
         return closed_form.peak(model, configuration, ranks)
     played = engine.peak if detail is Detail.REPLAYED or configuration.zero.stage < 3 else engine.brief_peak
-    return played(model, configuration, ranks, kernel_workspaces=not cluster.gpu.is_cpu)
+    return played(model, configuration, ranks, on_gpu=not cluster.gpu.is_cpu)
 
 
 def _workspace_bytes(cluster: Cluster) -> int:

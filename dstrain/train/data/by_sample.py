@@ -1,16 +1,17 @@
-"""PyTorch's attention over packed rows, one sample after the other, which so needs no mask."""
+"""PyTorch's attention over packed rows, sample by sample, which so needs no mask: in one kernel where CUDA has it."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dstrain.plan.memory.layers.attention import AT_ONCE_TOKENS, WIDEST_AT_ONCE
 from dstrain.train.data.collate import without_adapter
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
@@ -43,7 +44,8 @@ def by_sample(attention: Attend) -> Attend:
     """Returns causal attention that calls `attention` for each sample of packed rows, with a mask only for a window.
 
     It takes queries, keys and values as (batch, heads, seq, width) and `position_ids` as (batch or 1, seq), which count
-    from 0 in each sample, and returns (batch, seq, heads, width) and None. Raises TypeError without `position_ids`.
+    from 0 in each sample, and returns (batch, seq, heads, width) and None. One kernel attends all of them if
+    `is_at_once`. Raises TypeError without `position_ids`.
     """
     lengths_of = _Remembered(lambda position_ids: [sample_lengths(row) for row in position_ids])
 
@@ -52,6 +54,8 @@ def by_sample(attention: Attend) -> Attend:
     ) -> tuple[torch.Tensor, None]:
         if options.get("position_ids") is None:
             raise TypeError(f"{type(module).__name__} passes no position_ids to its attention")
+        if is_at_once(query, value, options):
+            return _at_once(query, key, value, **options), None
         window = options.get("sliding_window")
         rows = []
         row_lengths = lengths_of(options["position_ids"])
@@ -67,6 +71,57 @@ def by_sample(attention: Attend) -> Attend:
 
     eager: Attend = torch.compiler.disable(attended)  # type: ignore[no-untyped-call]  # the lengths of samples decide its shapes
     return eager
+
+
+def is_at_once(query: torch.Tensor, value: torch.Tensor, options: Mapping[str, Any]) -> bool:
+    """Returns whether one kernel attends all samples: if there is one, and the collator's borders come along.
+
+    Long rows of few samples keep PyTorch's choice, which on Hopper is cuDNN: for 8 rows of 4,096 tokens an H200 takes
+    57 ms one by one and 1.9 ms at once with 64 samples a row, 6.5 and 3.0 ms with 4, 6.3 and 7.4 ms with one.
+    Source: benchmarks/results/gpu-h200.json.
+    """
+    borders = options.get("cu_seq_lens_q")
+    if borders is None or options.get("dropout") or not has_kernel(query, value):
+        return False
+    return query.shape[2] <= AT_ONCE_TOKENS or len(borders) - 1 > 2 * len(query)
+
+
+def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Returns whether PyTorch's FlashAttention takes tensors (batch, heads, seq, width), and has their gradients.
+
+    Source: torch 2.13 ATen/native/transformers/cuda/flash_attn/flash_api.cpp: mha_varlen_fwd; cuda/sdp_utils.cpp:
+    check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120.
+    """
+    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    width, capability = query.shape[-1], torch.cuda.get_device_capability(query.device)
+    widest = 256 if capability in ((8, 0), (9, 0), (10, 0)) else WIDEST_AT_ONCE
+    return capability >= (8, 0) and width == value.shape[-1] and width % 8 == 0 and width <= widest
+
+
+def _at_once(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Returns the attention of all samples, (batch, seq, heads, width), by PyTorch's FlashAttention.
+
+    `cu_seq_lens_q`: the borders of the samples of all rows together, (samples + 1,). The operator is that of
+    `torch.nn.attention.varlen`, which PyTorch 2.9 lacks, and 2.10 for fewer keys than queries.
+    """
+    rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    borders, longest = (cu_seq_lens_q, cu_seq_lens_q), (max_length_q, max_length_q)
+    left = None if sliding_window is None else sliding_window - 1
+    output: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        *rows, *borders, *longest, 0.0, True, False, scale=scaling, window_size_left=left
+    )[0]
+    return output.view(query.shape[0], query.shape[2], *output.shape[1:])
 
 
 def _sdpa(

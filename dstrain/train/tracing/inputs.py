@@ -25,7 +25,7 @@ def make_inputs(question: Question, config: Any) -> dict[str, Any]:
     }
     if question.is_packed:
         inputs["position_ids"] = _whole_numbers(shape)
-        if question.attn is Attention.FLASH_ATTENTION_2:
+        if question.attn in (Attention.FLASH_ATTENTION_2, Attention.SDPA):
             inputs |= _borders(question)
     elif question.has_padding:
         inputs["attention_mask"] = _whole_numbers(shape)

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import masking_utils, modeling_flash_attention_utils
 from transformers.integrations import moe
 
+from dstrain.plan.memory.layers.attention import WIDEST_AT_ONCE
 from dstrain.train import loss
 from dstrain.train.data import by_sample
 from dstrain.train.tracing import linear_attention
@@ -44,6 +45,7 @@ def as_on_cuda(*, is_packed: bool) -> Iterator[None]:
             (flash, "_get_unpad_data", _unpad_data),
             (flash, "_is_packed_sequence", lambda position_ids, batch_size: False),
             (by_sample, "sample_lengths", lambda positions: [len(positions)]),
+            (by_sample, "has_kernel", _has_kernel),
             (loss, "token_losses", token_losses),
             (moe, "_can_use_grouped_mm", lambda states, weight, offs: weight.dtype is torch.bfloat16),
             *linear_attention.stand_ins(),
@@ -109,6 +111,12 @@ def _flash(
         query, key, value = (F.pad(tensor, (0, missing)) for tensor in (query, key, value))
     out = _aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     return out[..., :width] if missing else out  # type: ignore[no-any-return]
+
+
+def _has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Returns whether every GPU from compute capability 8.0 on has the kernel of `by_sample.has_kernel`."""
+    width = query.shape[-1]
+    return query.dtype in _HALF and width == value.shape[-1] and width % _ALIGNMENT == 0 and width <= WIDEST_AT_ONCE
 
 
 def flash_attn_func(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,3 +57,27 @@ def test_attention_in_bf16_is_computed_in_fp32(monkeypatch: pytest.MonkeyPatch) 
     output, _ = kernel()(None, rows, rows, rows, None, position_ids=torch.tensor([[0, 1, 0]]))
     assert dtypes == [torch.float32] * 2
     assert output.dtype == torch.bfloat16
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("width", [64, 256])
+@pytest.mark.parametrize("window", [None, 8])
+def test_the_kernel_for_all_samples_says_what_one_after_the_other_does(window: int | None, width: int) -> None:
+    torch.manual_seed(0)
+    borders = torch.tensor([0, *itertools.accumulate((*LENGTHS, *LENGTHS))], dtype=torch.int32, device="cuda")
+    options = {
+        "position_ids": torch.cat([torch.arange(length) for length in LENGTHS]).repeat(2, 1).cuda(),
+        "sliding_window": window,
+        "scaling": 0.25,
+    }
+    found = []
+    for further in ({}, {"cu_seq_lens_q": borders, "max_length_q": max(LENGTHS)}):
+        torch.manual_seed(1)
+        shapes = ((2, 4, sum(LENGTHS), width), (2, 2, sum(LENGTHS), width), (2, 2, sum(LENGTHS), width))
+        inputs = [torch.randn(shape).bfloat16().cuda().requires_grad_() for shape in shapes]
+        module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+        output, _ = kernel()(module, *inputs, None, **options, **further)
+        output.float().square().sum().backward()
+        found.append([output, *(tensor.grad for tensor in inputs)])
+    for one_by_one, at_once in zip(*found, strict=True):
+        torch.testing.assert_close(at_once, one_by_one, rtol=2**-5, atol=2**-4)

@@ -61,15 +61,13 @@ class Engine:
     """Bytes at the instants of the optimizer step, on the same ranks."""
 
 
-def brief_peak(
-    model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True
-) -> Peak:
+def brief_peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, on_gpu: bool = True) -> Peak:
     """Returns `peak` under ZeRO-3 from the passes of a few layers at each end.
 
     What is gathered, and what waits in buckets, is the same in all layers between them.
     """
     edge = _edge(model, configuration)
-    brief = record_pass.brief(model, configuration, _record_passes(configuration, kernel_workspaces), edge)
+    brief = record_pass.brief(model, configuration, _record_passes(configuration, on_gpu), edge)
     passes = Passes(
         checkpointing=configuration.checkpointing,
         is_reentrant=settings_of(configuration).is_reentrant,
@@ -90,14 +88,14 @@ def _edge(model: ModelFacts, configuration: Configuration) -> int:
     return record_pass.BRIEF_EDGE + ahead // max(1, layer)
 
 
-def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True) -> Peak:
+def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, on_gpu: bool = True) -> Peak:
     """Returns the highest peak of live bytes of any rank, without workspaces of kernel libraries.
 
     `num_ranks` share the optimizer: all GPUs, those that share sequences too, but tensor-parallel ones count once.
-    `kernel_workspaces` says whether what GPU kernels allocate inside is counted, which CPU ranks do not have.
+    `on_gpu` says whether kernels are those of CUDA, and what they allocate inside is counted.
     Source: live storages of DeepSpeed 0.19.8 on two and four CPU ranks; `benchmarks/engine.py` compares.
     """
-    found = instants(model, configuration, num_ranks, kernel_workspaces=kernel_workspaces)
+    found = instants(model, configuration, num_ranks, on_gpu=on_gpu)
     return _highest(found, engine_of(model, configuration, num_ranks).resident)
 
 
@@ -132,10 +130,10 @@ NAMES = {
 
 
 def instants(
-    model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True
+    model: ModelFacts, configuration: Configuration, num_ranks: int, *, on_gpu: bool = True
 ) -> Iterator[Instant]:
     """Yields the moments of a step that may be the peak."""
-    recording = recorded(model, configuration, kernel_workspaces=kernel_workspaces)
+    recording = recorded(model, configuration, on_gpu=on_gpu)
     return _instants(engine_of(model, configuration, num_ranks), recording)
 
 
@@ -166,17 +164,17 @@ def places(numbers: Mapping[Key, int], actions: Iterable[Action]) -> Iterator[in
         yield number
 
 
-def recorded(model: ModelFacts, configuration: Configuration, *, kernel_workspaces: bool = True) -> Recording:
+def recorded(model: ModelFacts, configuration: Configuration, *, on_gpu: bool = True) -> Recording:
     """Returns a micro-batch on the tape, whose gradients go as soon as they are made: the engine takes them."""
-    return record_pass.record(model, configuration, _record_passes(configuration, kernel_workspaces))
+    return record_pass.record(model, configuration, _record_passes(configuration, on_gpu))
 
 
-def _record_passes(configuration: Configuration, kernel_workspaces: bool) -> record_pass.Passes:
+def _record_passes(configuration: Configuration, on_gpu: bool) -> record_pass.Passes:
     return record_pass.Passes(
         release=GradRelease.AT_ONCE,
         stops_early=configuration.code.stops_early and not settings_of(configuration).is_reentrant,
         keeps_inputs=configuration.zero.stage == 3,
-        kernel_workspaces=kernel_workspaces,
+        on_gpu=on_gpu,
     )
 
 

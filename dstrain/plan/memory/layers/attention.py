@@ -13,6 +13,11 @@ INDEX = 8
 WIDEST_FLASH_HEAD = 256
 """Elements of a head above which there is no flash kernel.
 Source: torch 2.13 ATen/native/transformers/cuda/sdp_utils.cpp: check_head_dim_size_flash."""
+AT_ONCE_TOKENS = 8192
+"""Tokens of a packed row up to which its samples are attended at once, however few there are."""
+WIDEST_AT_ONCE = 192
+"""Elements of a head up to which every GPU from compute capability 8.0 on does that, with gradients. Source: torch 2.13
+cuda/sdp_utils.cpp: check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120."""
 ALIGNMENT = 8
 """Elements in half precision, half as many in fp32, to which the memory-efficient kernel aligns heads.
 Source: as above, check_head_dim_size_mem_efficient."""
@@ -33,7 +38,21 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
         output = _flash_attention_2(run, q, k, v, heads, is_cat=is_cat)
         is_cut, is_flat = v.numel != k.numel, variant.has_mask or _flattens(run)
         return ops.copy(run.tape, output) if is_cut or (is_cat and not is_flat) else output
-    return _by_sample(run, q, k, v, heads) if variant.is_by_sample else _torch(run, q, k, v, heads, is_cat=is_cat)
+    if not variant.is_by_sample:
+        return _torch(run, q, k, v, heads, is_cat=is_cat)
+    if _is_at_once(run, q, values, heads):
+        return _flash_attention_2(run, q, k, v, heads, is_cat=is_cat)
+    return _by_sample(run, q, k, v, heads)
+
+
+def _is_at_once(run: Context, q: Tensor, values: int, heads: int) -> bool:
+    """Whether one kernel attends all samples of packed rows, however long they are.
+
+    Source: dstrain/train/data/by_sample.py: is_at_once.
+    """
+    width = q.numel // (run.rows * heads)
+    has_kernel = q.item == 2 and q.numel == values and width <= WIDEST_AT_ONCE and width % ALIGNMENT == 0
+    return run.variant.on_gpu and has_kernel and run.variant.batch.seq_len <= AT_ONCE_TOKENS
 
 
 def _by_sample(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:

@@ -13,6 +13,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.layers.activations import Instant, of_variant, peaks, profile
+from dstrain.plan.memory.layers.attention import WIDEST_AT_ONCE
 from dstrain.plan.memory.layers.context import variant_of
 from dstrain.plan.memory.layers.families import LAYER_CODE
 from dstrain.plan.training_code import TrainingCode
@@ -110,10 +111,13 @@ def test_a_padding_mask_under_sdpa_repeats_keys_and_becomes_a_bias() -> None:
     assert more == (4 * q - 4 * k) + 2 * T
 
 
-def test_samples_of_packed_rows_are_put_together_under_sdpa_alone() -> None:
+def test_samples_of_packed_rows_are_put_together_under_sdpa_alone_where_no_kernel_attends_them_at_once() -> None:
     packed = changed(WAY, packing=True)
-    assert kept_per_layer(model("llama"), packed) == LLAMA_LAYER
-    assert kept_per_layer(model("llama"), changed(packed, attn=Attention.SDPA)) == LLAMA_LAYER + 2 * q
+    by_sdpa = changed(packed, attn=Attention.SDPA)
+    assert kept_per_layer(model("llama"), packed) == kept_per_layer(model("llama"), by_sdpa) == LLAMA_LAYER
+    wide = model("llama", head_dim=WIDEST_AT_ONCE + 8)
+    kept = {attn: kept_per_layer(wide, changed(packed, attn=attn)) for attn in Attention}
+    assert kept[Attention.SDPA] == kept[Attention.FLASH_ATTENTION_2] + 2 * H * (WIDEST_AT_ONCE + 8)
 
 
 def test_code_that_masks_packed_rows_repeats_keys_and_has_a_bias() -> None:
