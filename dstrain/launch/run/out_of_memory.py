@@ -38,14 +38,22 @@ class Diagnosis:
     """Lines of the report."""
     remedies: tuple[Remedy, ...]
     """The fastest first; empty if none is known."""
+    others_bytes: int
+    """What other programs hold of the GPU, as far as it is more than the plan can be off by; else 0."""
     document: Mapping[str, Any]
     """All of that as data: what is in `oom.json`."""
 
     def hint(self, *, resumes: bool) -> list[str]:
         """Returns the lines that say what to type."""
+        lines = []
+        if self.others_bytes:
+            lines.append(
+                f"Other programs hold {format_bytes(self.others_bytes)} of the GPU: end them (`nvidia-smi` lists them),"
+                " or name free GPUs in CUDA_VISIBLE_DEVICES."
+            )
         if not self.remedies:
-            return []
-        lines = ["Changes that fit, by the plan and by what was measured:"]
+            return lines
+        lines += ["Changes that fit, by the plan and by what was measured:"]
         for number, one in enumerate(self.remedies, 1):
             price = f": {one.price}" if one.price else ""
             lines += [f"  {number}. {one.words}{price}", f"     {one.typed(resumes=resumes)}"]
@@ -73,7 +81,7 @@ def diagnose(prepared: PreparedRun) -> Diagnosis | None:
             remedies = _remedies(prepared, workload, estimate, short)
     evidence = [_where(record), *(_held(measured) if measured is not None else [])]
     if workload is not None and estimate is not None and short is not None:
-        evidence += _compared(workload, estimate, short, measured)
+        evidence.append(_planned(estimate, short))
     document = {
         **to_data(record),
         "predicted": None if estimate is None else _predicted(estimate),
@@ -81,7 +89,10 @@ def diagnose(prepared: PreparedRun) -> Diagnosis | None:
     }
     with suppress(DstrainError):  # a full disk: the report says the same
         write_atomic(run_dir.oom, json.dumps(document, indent=2) + "\n")
-    return Diagnosis(run_dir=run_dir, evidence=tuple(evidence), remedies=remedies, document=document)
+    others = _held_by_others(workload, estimate, measured) if workload and estimate and measured else 0
+    return Diagnosis(
+        run_dir=run_dir, evidence=tuple(evidence), remedies=remedies, others_bytes=others, document=document
+    )
 
 
 def _remedies(prepared: PreparedRun, workload: Workload, estimate: Estimate, short: Shortage) -> tuple[Remedy, ...]:
@@ -113,7 +124,7 @@ def _stages(run_dir: RunDir) -> tuple[int, ...]:
 def _where(record: OutOfMemory) -> str:
     """Returns the phase and the micro-batch in words."""
     place = {
-        Phase.LOAD: "while the model was loaded",
+        Phase.LOAD: "while model and optimizer were set up",
         Phase.SAVE: f"saving after step {record.step}",
         Phase.EVALUATION: f"evaluation after step {record.step}",
     }
@@ -135,22 +146,23 @@ def _held(measured: Allocator) -> list[str]:
     ]
 
 
-def _compared(workload: Workload, estimate: Estimate, short: Shortage, measured: Allocator | None) -> list[str]:
-    """Returns the plan's figures beside the measured ones."""
+def _planned(estimate: Estimate, short: Shortage) -> str:
+    """Returns the plan's figures, to stand below the measured ones."""
     parts = estimate.memory.breakdown_bytes
     largest = sorted(((getattr(parts, field.name), field.name) for field in fields(parts)), reverse=True)[:4]
     named = ", ".join(f"{name} {format_bytes(count)}" for count, name in largest if count)
+    at_peak = "" if short.phase is Phase.LOAD else f" ({named})"
     excess = f"; at least {format_bytes(short.excess_bytes)} more were needed" if short.excess_bytes else ""
-    lines = [f"  planned: {format_bytes(short.predicted_bytes)} in PyTorch ({named}){excess}"]
-    if measured is not None and not workload.cluster.gpu.is_cpu:
-        outside = measured.device_bytes - measured.limit_bytes
-        expected = outside_bytes(workload.cluster, estimate.configuration, workload.measured)
-        if outside > expected + _UNEXPLAINED_BYTES:
-            lines.append(
-                f"  {format_bytes(outside)} of the GPU are held outside of PyTorch, {format_bytes(expected)} planned:"
-                " `dstrain doctor` names other processes"
-            )
-    return lines
+    return f"  planned: {format_bytes(short.predicted_bytes)} in PyTorch{at_peak}{excess}"
+
+
+def _held_by_others(workload: Workload, estimate: Estimate, measured: Allocator) -> int:
+    """Returns the bytes outside of PyTorch beyond the plan's, if they are more than it can be off by; else 0."""
+    if workload.cluster.gpu.is_cpu:
+        return 0
+    expected = outside_bytes(workload.cluster, estimate.configuration, workload.measured)
+    held = measured.device_bytes - measured.limit_bytes - expected
+    return held if held > _UNEXPLAINED_BYTES else 0
 
 
 def _predicted(estimate: Estimate) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from dstrain.facts.cluster.calibration import NOTHING, Measured
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.gpus import Gpu
+from dstrain.facts.cluster.multiprocessors import MULTIPROCESSORS
 from dstrain.plan.configuration import Configuration
 from dstrain.units import MIB
 
@@ -16,25 +17,15 @@ LOADED_BYTES = 450 * MIB
 the stack below, 0.65 GiB on an A100; stas00/ml-engineering finds 0.47 to 0.92 GiB on A100 and H100, pytorch#107667 300
 MB before any training. Published runs on A100 (fms-acceleration a100_80gb.csv) have 1.7 GiB, perhaps with all kernels
 loaded at the start: a property of the machine, to be calibrated."""
+HOPPER_LOADED_BYTES = 1499 * MIB
+"""The same on Hopper. Source: `dstrain run` on an H200 (PyTorch 2.11, CUDA 13.0, driver 580.159): 1,355 MiB outside of
+PyTorch after the first step and 1,763 MiB from the eighth on, the stack below included."""
 STACK_BYTES = 1024
 """Local memory that a context reserves for each thread that can be resident. Source: CUDA Programming Guide,
 cudaLimitStackSize."""
 UNLISTED_BYTES = 666 * MIB
 """The context of any other GPU: that of an A100."""
 
-MULTIPROCESSORS: Mapping[str, int] = MappingProxyType(
-    {
-        "a100-80g": 108, "a100-40g": 108, "a100-80g-pcie": 108, "a100-40g-pcie": 108,
-        "a800-80g": 108, "a800-40g": 108, "a800-80g-pcie": 108, "a30": 56,
-        "h100-sxm": 132, "h800": 132, "h200": 132, "gh200": 132, "h100-pcie": 114, "h800-pcie": 114,
-        "h100-nvl": 132, "h200-nvl": 132, "h20": 78, "h20-141g": 78, "b200": 148, "b300": 148,
-        "a10": 72, "a10g": 80, "a40": 84, "rtx-a6000": 84, "rtx-3090": 82,
-        "l4": 58, "l20": 92, "l40": 142, "l40s": 142, "rtx-6000-ada": 142, "rtx-4090": 128, "rtx-4090-d": 114,
-        "rtx-5090": 170, "rtx-pro-6000": 188, "t4": 40,
-        "v100-32g": 80, "v100-16g": 80, "v100-32g-pcie": 80, "v100-16g-pcie": 80,
-    }
-)  # fmt: skip
-"""Streaming multiprocessors of each GPU. Source: the whitepapers named in `facts.cluster.gpus`."""
 _RESIDENT_THREADS: Mapping[tuple[int, int], int] = MappingProxyType(
     {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
 )
@@ -75,12 +66,13 @@ def context_bytes(gpu: Gpu) -> int:
 
     >>> from dstrain.facts.cluster.gpus import gpu
     >>> [context_bytes(gpu(name)) // MIB for name in ("a100-80g", "h100-sxm", "rtx-3090", "t4")]
-    [666, 714, 573, 490]
+    [666, 1763, 573, 490]
     """
     count = MULTIPROCESSORS.get(gpu.name)
     if count is None:
         return UNLISTED_BYTES
-    return LOADED_BYTES + STACK_BYTES * count * _RESIDENT_THREADS.get(gpu.compute_capability, 2048)
+    loaded = HOPPER_LOADED_BYTES if gpu.compute_capability == (9, 0) else LOADED_BYTES
+    return loaded + STACK_BYTES * count * _RESIDENT_THREADS.get(gpu.compute_capability, 2048)
 
 
 def nccl_bytes(cluster: Cluster, configuration: Configuration) -> int:

@@ -94,12 +94,16 @@ class _Change(NamedTuple):
 
 def shortage(workload: Workload, estimate: Estimate, phase: Phase, measured: Allocator) -> Shortage:
     """Returns what was missing. What an allocation needs at last is unknown: the measured need is the least."""
-    device = estimate.memory.load.device_bytes_per_gpu if phase is Phase.LOAD else estimate.memory.device_bytes_per_gpu
+    memory, parts = estimate.memory, estimate.memory.breakdown_bytes
+    predicted = memory.device_bytes_per_gpu - _outside_bytes(workload, estimate.configuration)
+    if phase is Phase.LOAD:  # the engine makes its states before the first step
+        loaded = memory.load.device_bytes_per_gpu - _outside_bytes(workload, estimate.configuration)
+        predicted = max(loaded, parts.params + parts.grads + parts.optimizer + parts.buffers)
     return Shortage(
         phase=phase,
         limit_bytes=measured.limit_bytes,
         needed_bytes=max(measured.needed_bytes, measured.limit_bytes),
-        predicted_bytes=device - _outside_bytes(workload, estimate.configuration),
+        predicted_bytes=predicted,
     )
 
 

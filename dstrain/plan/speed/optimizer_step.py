@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from dstrain.choices import Offload, Optimizer, StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.cluster.multiprocessors import MULTIPROCESSORS
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.speed.efficiency import CPU_ADAM_BYTES_PER_PARAM, PAGEABLE_RATIO, Efficiency
 from dstrain.plan.speed.traffic import Work
@@ -25,6 +26,10 @@ KERNEL_BYTES_PER_PARAM: Mapping[Optimizer, float] = MappingProxyType(
 )
 """Bytes that the optimizer's kernel moves for each parameter in fp32. Source: torch 2.13 FusedAdamW; bitsandbytes
 kOptimizerStatic8bit2StateBlockwise; Transformers 5.23 optimization.py: Adafactor.step."""
+
+EIGHT_BIT_PARAMS_PER_S = 36.6e9 / 132
+"""Parameters that one multiprocessor steps with moments of 8 bits in a second, where memory is no limit. Source: an
+H200 takes 14.7 ms for 2^29, three times as long as for fused AdamW (benchmarks/results/gpu_kernels-h200.json)."""
 
 UNFUSED_FACTOR = 3.0
 """Bytes of PyTorch's foreach AdamW over those of its fused one: eight passes of two to four tensors each. DeepSpeed has
@@ -105,7 +110,8 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
     read = NVME_READ_BYTES_PER_PARAM * per_node + params_read if on_drives else 0.0
     written = NVME_WRITE_BYTES_PER_PARAM * per_node if on_drives else 0.0
     return Stepping(
-        optimizer=_gpu_bytes(c, work, share - offloaded, ranks, rates.overlap_slowdown) / rates.hbm_bytes_per_s,
+        optimizer=_gpu_bytes(c, work, share - offloaded, ranks, rates.overlap_slowdown) / rates.hbm_bytes_per_s
+        + _counting_seconds(cluster, c, share - offloaded, rates),
         cpu_optimizer=per_node * _cpu_bytes_per_param(c) / rates.cpu_adam_bytes_per_s,
         nvme=read / rates.nvme_read_bytes_per_s + written / rates.nvme_write_bytes_per_s,
         pcie_step=up / pcie,
@@ -133,6 +139,15 @@ def _cpu_bytes_per_param(c: Configuration) -> float:
     """Returns the DRAM traffic of a parameter's step on the CPU: CPU Adam's, less with fewer or smaller states."""
     ratio = KERNEL_BYTES_PER_PARAM[c.step.optimizer] / KERNEL_BYTES_PER_PARAM[Optimizer.ADAMW]
     return CPU_ADAM_BYTES_PER_PARAM * ratio * (0.5 if c.model.state_dtypes is StateDtypes.PURE_BF16 else 1.0)
+
+
+def _counting_seconds(cluster: Cluster, c: Configuration, stepped: float, rates: Efficiency) -> float:
+    """Returns by how much the arithmetic of 8-bit moments takes longer than their bytes."""
+    count = MULTIPROCESSORS.get(cluster.gpu.name)
+    if c.step.optimizer is not Optimizer.ADAMW_8BIT or count is None:
+        return 0.0
+    moving = KERNEL_BYTES_PER_PARAM[Optimizer.ADAMW_8BIT] / rates.hbm_bytes_per_s
+    return stepped * max(0.0, 1 / (EIGHT_BIT_PARAMS_PER_S * count) - moving)
 
 
 def _gpu_bytes(c: Configuration, work: Work, stepped: float, ranks: int, slowdown: float) -> float:

@@ -78,7 +78,7 @@ def is_at_once(query: torch.Tensor, value: torch.Tensor, options: Mapping[str, A
 
     Long rows of few samples keep PyTorch's choice, which on Hopper is cuDNN: for 8 rows of 4,096 tokens an H200 takes
     57 ms one by one and 1.9 ms at once with 64 samples a row, 6.5 and 3.0 ms with 4, 6.3 and 7.4 ms with one.
-    Source: benchmarks/results/gpu-h200.json.
+    Source: benchmarks/results/gpu_kernels-h200.json.
     """
     borders = options.get("cu_seq_lens_q")
     if borders is None or options.get("dropout") or not has_kernel(query, value):

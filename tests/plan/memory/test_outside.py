@@ -11,8 +11,9 @@ from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.calibration import Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.cluster.multiprocessors import MULTIPROCESSORS
 from dstrain.plan.configuration import DEFAULTS, changed
-from dstrain.plan.memory.outside import MULTIPROCESSORS, context_bytes, nccl_bytes, outside_bytes
+from dstrain.plan.memory.outside import context_bytes, nccl_bytes, outside_bytes
 from dstrain.units import MIB
 
 
@@ -28,8 +29,12 @@ def test_every_gpu_of_the_table_has_its_multiprocessors() -> None:
     assert {*gpus.GPUS} - {*MULTIPROCESSORS} == {gpus.CPU, "mi300x"}
 
 
+def test_a_context_on_hopper_is_that_of_an_h200_that_trained() -> None:
+    assert context_bytes(gpus.gpu("h200")) == pytest.approx(1763 * MIB, rel=0.001)
+
+
 def test_more_resident_threads_need_more_stack() -> None:
-    sizes = [context_bytes(gpus.gpu(name)) for name in ("t4", "rtx-3090", "v100-32g", "a100-80g", "h100-sxm", "b200")]
+    sizes = [context_bytes(gpus.gpu(name)) for name in ("t4", "rtx-3090", "v100-32g", "a100-80g", "b200")]
 
     assert sizes == sorted(sizes)
 

@@ -211,6 +211,16 @@ def test_smaller_states_step_faster_on_the_cpu() -> None:
     assert sgd.parts_s[CPU] == pytest.approx(adam.parts_s[CPU] * 12 / 28)
 
 
+def test_moments_of_8_bits_take_the_arithmetic_of_their_blocks() -> None:
+    """An H200 steps 2^29 parameters in 14.7 ms with bitsandbytes, in 4.8 ms with fused AdamW."""
+    way = changed(BASE, zero_stage=0, method=Method.FULL)
+    adam, counted = (
+        _speed(changed(way, optimizer=optimizer), num_gpus=1, gpu="h200").parts_s[OPTIMIZER]
+        for optimizer in (Optimizer.ADAMW_FUSED, Optimizer.ADAMW_8BIT)
+    )
+    assert counted - adam == pytest.approx(QWEN3_8B.num_params * (14.7e-3 / 2**29 - 28 / (0.85 * 4.8e12)), rel=0.01)
+
+
 def test_drives_read_16_and_write_14_bytes_of_each_parameter() -> None:
     found = _speed(changed(BASE, offload=Offload.NVME))
 
