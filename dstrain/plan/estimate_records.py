@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.memory import Memory
+from dstrain.plan.memory.zero import optimizer_bytes_per_param
 from dstrain.records import type_config
 from dstrain.units import format_bytes
 
@@ -78,12 +79,13 @@ class Estimate:
     def saved_bytes(self, *, only_model: bool) -> int:
         """Returns the bytes of one checkpoint, or of the saved model in it alone (`save_only_model`).
 
-        ZeRO's shards are the weights in the training precision, and a master copy and two moments of trained ones.
+        ZeRO's shards are the weights in the training precision, and the master copy and states of trained ones.
         """
         if not only_model:
             return self.memory.checkpoint_bytes
         trained, kind = self.num_trainable_params, self.configuration.model
-        return self.memory.checkpoint_bytes - kind.item * (self.num_params if kind.is_full else trained) - 12 * trained
+        stepped = round(optimizer_bytes_per_param(self.configuration.step.optimizer) * trained)
+        return self.memory.checkpoint_bytes - kind.item * (self.num_params if kind.is_full else trained) - stepped
 
     @property
     def fits(self) -> bool:

@@ -18,7 +18,7 @@ from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import Trained, trained, trained_on_rank
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.reserved import reserved
-from dstrain.plan.memory.zero import States, pinned, pinned_waste, states
+from dstrain.plan.memory.zero import States, optimizer_bytes_per_param, pinned, pinned_waste, states
 from dstrain.units import GIB, MIB
 
 BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
@@ -280,7 +280,8 @@ def _checkpoint_bytes(model: ModelFacts, configuration: Configuration) -> int:
     """
     s = configuration.model.item
     counts = trained(model, configuration.model.method, configuration.model.lora)
+    stepped = round(optimizer_bytes_per_param(configuration.step.optimizer) * counts.trainable)
     if not configuration.model.is_full:
-        return 2 * s * counts.trainable + 12 * counts.trainable
+        return 2 * s * counts.trainable + stepped
     base = 4 if model.dtype == "float32" else 2
-    return (s + base) * (counts.trainable + counts.frozen) + 12 * counts.trainable
+    return (s + base) * (counts.trainable + counts.frozen) + stepped
