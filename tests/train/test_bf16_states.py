@@ -14,8 +14,9 @@ from dstrain.choices import Optimizer
 from dstrain.config.resolve_auto import for_trainer, with_bf16_states
 from dstrain.job.schema import Job
 from dstrain.job.yaml_source import parse_yaml
+from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import BF16_STATES
-from dstrain.plan.memory.zero import optimizer_bytes_per_param
+from dstrain.plan.memory.memory import shard_bytes
 from tests.cases import files
 from tests.train.engine import Engine
 from tests.train.launching import codes, losses, make_run, said, tensors, without_dropout
@@ -24,6 +25,7 @@ from tests.train.test_elastic import go_on
 RANKS = {2: 2, 3: 1}
 """ZeRO stage → ranks that go on with a checkpoint of two."""
 ASKED = Job(model="m", output_dir="o", optimizer=Optimizer.ADAMW_BF16)
+CONFIGURATION = changed(DEFAULTS, optimizer=Optimizer.ADAMW_BF16)
 JOB: dict[str, Any] = {"max_steps": 4, "save_steps": 2, "resume": "auto", "precision": "bf16", "adam_beta2": 0.95}
 
 
@@ -65,10 +67,10 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(runs: Path, stage: int) -> Non
 @pytest.mark.parametrize("stage", RANKS)
 def test_what_is_saved_of_master_weights_and_moments_is_planned_and_bf16(runs: Path, stage: int) -> None:
     num_params = sum(tensor.numel() for tensor in tensors(runs / f"whole-{stage}" / "final").values())
-    shards = list((runs / f"whole-{stage}" / "checkpoint-4").glob("global_step*/*optim_states.pt"))
-    planned = optimizer_bytes_per_param(Optimizer.ADAMW_BF16) * num_params
-    assert sum(shard.stat().st_size for shard in shards) == pytest.approx(planned, rel=0.02)
-    saved = torch.load(shards[0], weights_only=False)["optimizer_state_dict"]
+    folder = next((runs / f"whole-{stage}" / "checkpoint-4").glob("global_step*"))
+    planned = shard_bytes(changed(CONFIGURATION, zero_stage=stage), trainable=num_params, frozen=0)
+    assert sum(shard.stat().st_size for shard in folder.glob("*.pt")) == pytest.approx(planned, rel=0.03)
+    saved = torch.load(next(folder.glob("*optim_states.pt")), weights_only=False)["optimizer_state_dict"]
     assert {tensor.dtype for tensor in _tensors(saved) if tensor.numel() > 1} == {torch.bfloat16}
 
 
