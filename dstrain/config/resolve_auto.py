@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import Optimizer
 from dstrain.config.jsonc import Pointer
+from dstrain.plan.estimate import BF16_STATES
 
 if TYPE_CHECKING:
     from dstrain.facts.model.model_facts import ModelFacts
@@ -33,6 +34,7 @@ def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *
             effective[section] = {**given, "enabled": "auto"}
     if job.optimizer is Optimizer.MUON:
         effective.setdefault("optimizer", _muon(job))
+    effective = with_bf16_states(effective, job)
     for pointer, value in filled(job, model, num_ranks=num_ranks).items():
         _fill(effective, pointer, value)
     if job.ranks_per_batch > 1 and "train_batch_size" in effective:
@@ -45,6 +47,13 @@ def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *
     if job.tp > 1 or job.ep > 1:
         effective.setdefault("zero_optimization", {}).setdefault(GATHERS, True)
     return effective
+
+
+def with_bf16_states(config: Mapping[str, Any], job: Job) -> dict[str, Any]:
+    """Returns the configuration with the keys of the job's optimizer, if its states are in bf16."""
+    if job.optimizer is not Optimizer.ADAMW_BF16:
+        return dict(config)
+    return {**config, "bf16": {**dict.fromkeys(BF16_STATES, True), **(config.get("bf16") or {})}}
 
 
 def _muon(job: Job) -> dict[str, Any]:

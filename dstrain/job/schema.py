@@ -175,8 +175,8 @@ class Job:
     """AdamW's second beta."""
     adam_epsilon: NonNegative = 1e-8
     """AdamW's epsilon."""
-    optimizer: Literal[Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.MUON] = Optimizer.ADAMW
-    """`adamw`; `adamw_8bit`, bitsandbytes' with moments of a quarter of the memory; or `muon`, DeepSpeed's."""
+    optimizer: Literal[Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_BF16, Optimizer.MUON] = Optimizer.ADAMW
+    """`adamw`, `adamw_8bit` (moments of a byte), `adamw_bf16` (all states in bf16; lossy) or DeepSpeed's `muon`."""
     muon_learning_rate: PositiveFloat | None = None
     """Peak learning rate of the matrices under `muon`, whose updates are orthogonal; default: `learning_rate`."""
     max_grad_norm: NonNegative = 1.0

@@ -10,6 +10,7 @@ from dstrain import paths
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.cluster.hostfile import Host, Hosts, render
 from dstrain.facts.this_machine import LOCAL
+from dstrain.launch import cores
 from dstrain.rundir import RunDir
 
 MODULE = "dstrain.train"
@@ -33,6 +34,8 @@ class LaunchSite:
     """The program of every rank."""
     cores: str | None = None
     """Cores of this machine that its ranks share out; None: they are bound to none."""
+    binds: bool = False
+    """Whether each of several nodes looks for cores that its ranks share out."""
 
 
 def chosen_devices(hosts: Hosts, ids: Sequence[int] | None) -> tuple[int, ...] | None:
@@ -72,13 +75,14 @@ def local(site: LaunchSite, device_ids: Sequence[int] | None) -> list[str]:
     """
     chosen = chosen_devices(site.hosts, device_ids)
     include = [] if chosen is None else ["--include", f"{LOCAL}:{','.join(map(str, chosen))}"]
-    bound = [] if site.cores is None else ["--bind_cores_to_rank", f"--bind_core_list={site.cores}"]
+    bound = cores.options(site.cores)
     return _line(site, "--no_ssh", "--node_rank", "0", "--master_addr", "127.0.0.1", *include, *bound)
 
 
 def of_node(site: LaunchSite, number: int) -> list[str]:
     """Returns the launcher's command line for one of several nodes, each of which starts its own ranks."""
-    return _line(site, "--no_ssh", "--node_rank", str(number), "--master_addr", master(site.hosts))
+    through = (cores.__name__, str(site.run_dir.path), str(site.hosts.hosts[number].slots)) if site.binds else ()
+    return _line(site, "--no_ssh", "--node_rank", str(number), "--master_addr", master(site.hosts), through=through)
 
 
 def pdsh(site: LaunchSite) -> list[str]:
@@ -104,9 +108,12 @@ def master(hosts: Hosts) -> str:
     return hosts.hosts[0].name.rpartition("@")[2]
 
 
-def _line(site: LaunchSite, *options: str, logs: bool = True, program: str | None = None) -> list[str]:
+def _line(
+    site: LaunchSite, *options: str, logs: bool = True, program: str | None = None, through: Sequence[str] = ()
+) -> list[str]:
+    """Returns a command line of the launcher, or of a module that becomes it, with the module's own arguments."""
     hostfile = ["--hostfile", str(site.run_dir.hostfile)]
-    words = paths.python("-m", "deepspeed.launcher.runner", *hostfile, *options, program=site.python)
+    words = paths.python("-m", *(through or [cores.LAUNCHER]), *hostfile, *options, program=site.python)
     words += ["--master_port", str(site.master_port)]
     words += ["--enable_each_rank_log", str(site.run_dir.logs)] if logs else []
     return [*words, "--no_local_rank", *([program] if program else ["--module", site.module]), str(site.run_dir.path)]

@@ -1,18 +1,29 @@
-"""Binds the ranks of this machine to cores of their own, if the CPU steps the optimizer."""
+"""Binds the ranks of a machine to cores of their own, if the CPU steps the optimizer.
+
+`python -m dstrain.launch.cores RUN_DIR RANKS OPTION …` becomes DeepSpeed's launcher with these options, on
+one of several nodes, with that many ranks: cores and numactl are its own.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import psutil
 
 from dstrain.child_process import run
 from dstrain.facts.deepspeed_ops import section
+from dstrain.paths import python
+from dstrain.rundir import RunDir
 
+LAUNCHER = "deepspeed.launcher.runner"
+"""The module of DeepSpeed's launcher."""
 _PROBE_S = 5.0
 _SLOWER = "ranks share all cores, which made steps with CPU Adam 1.16 × as long in DeepSpeed's measurement"
 """Source: DeepSpeed blogs/zenflow-corebinding: Qwen2.5-3B on 2 × A100, ZeRO-2, 2,887 ms without and 2,497 ms with."""
@@ -53,6 +64,11 @@ def binding(ds_config: Mapping[str, Any], environment: Mapping[str, str], num_ra
     return Binding(cores=ranges(cores))
 
 
+def options(cores: str | None) -> list[str]:
+    """Returns the launcher's options that share out cores. Source: deepspeed 0.19.8 launcher/runner.py: parse_args."""
+    return [] if cores is None else ["--bind_cores_to_rank", f"--bind_core_list={cores}"]
+
+
 def is_on_cpu(ds_config: Mapping[str, Any]) -> bool:
     """Returns whether a configuration keeps optimizer states or parameters on the CPU."""
     zero = section(ds_config, "zero_optimization")
@@ -81,3 +97,18 @@ def ranges(cores: list[int]) -> str:
         else:
             parts.append([core])
     return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def main(words: Sequence[str]) -> None:
+    """Becomes the launcher; its log has what keeps ranks from being bound."""
+    folder, num_ranks, *rest = words
+    config = json.loads(RunDir(Path(folder)).ds_config.read_text(encoding="utf-8"))
+    bound = binding(config, os.environ, int(num_ranks))
+    if bound.note is not None:
+        print(f"dstrain: {bound.note}", file=sys.stderr, flush=True)
+    line = python("-m", LAUNCHER, *options(bound.cores), *rest)
+    os.execv(line[0], line)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

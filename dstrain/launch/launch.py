@@ -17,7 +17,7 @@ from dstrain.heartbeat import MARK, SAVE_ON_TERM
 from dstrain.job.schema import Job
 from dstrain.launch import environment
 from dstrain.launch.command import LaunchSite, launch_hostfile, local, master
-from dstrain.launch.cores import binding
+from dstrain.launch.cores import binding, is_on_cpu
 from dstrain.launch.nodes import launchers
 from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.nodes.layout import Node, per_node
@@ -138,7 +138,8 @@ def _way(prepared: PreparedRun, launcher: str | None, master_port: int) -> _Way:
     launchers.check_hosts(name, prepared.hosts)
     names = machine_names()
     here = tuple(is_this_machine(host.name, names) for host in prepared.hosts.hosts)
-    return _Way(launcher=name, note=note, nodes=LAUNCHERS[name].nodes(replace(site, here=here)))
+    site = replace(site, here=here, binds=is_on_cpu(prepared.ds_config))
+    return _Way(launcher=name, note=note, nodes=LAUNCHERS[name].nodes(site))
 
 
 def _job_environment(prepared: PreparedRun, way: _Way, *, saves_on_term: bool) -> dict[str, str]:

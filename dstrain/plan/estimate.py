@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from dstrain.choices import Offload, Precision
+from dstrain.choices import Offload, Optimizer, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import DEFAULTS, Configuration, Zero
+from dstrain.plan.configuration import DEFAULTS, Configuration, OptimizerStep, Zero
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.memory import Detail, memory
 from dstrain.plan.memory.params import trained
@@ -83,6 +83,8 @@ def estimate(workload: Workload, request: Request, ds_config: Mapping[str, Any])
     return assess(workload, effective(workload.model, request, ds_config))
 
 
+BF16_STATES = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+"""Keys of `bf16` that, together, keep what steps the optimizer in bf16."""
 _LARGEST = 2**62
 """No size of a buffer is more, in elements: beyond it there is no address."""
 
@@ -103,20 +105,20 @@ def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any])
 
 
 def _effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]) -> Configuration:
-    zero = ds_config.get("zero_optimization") or {}
+    zero = _zero(model, ds_config.get("zero_optimization") or {})
     asked = request.of_model(model)
     tp = int((ds_config.get("tensor_parallel") or {}).get("autotp_size") or asked.parallel.tp)
     experts = ds_config.get("expert_parallel") or {}
     ep = int((experts.get("enabled") and experts.get("autoep_size")) or asked.parallel.ep)
     return replace(
         asked,
-        step=replace(asked.step, grad_accum_dtype=_accumulation(ds_config)),
+        step=_step(asked, ds_config, zero),
         parallel=replace(
             asked.parallel,
             tp=_within("autotp_size", tp, 1, _LARGEST),
             ep=_within("autoep_size", ep, 1, _LARGEST),
         ),
-        zero=_zero(model, zero),
+        zero=zero,
     )
 
 
@@ -162,10 +164,23 @@ def _within(name: str, value: N, least: float, most: float) -> N:
     return value
 
 
-def _accumulation(ds_config: Mapping[str, Any]) -> Precision | None:
-    """Returns the dtype in which gradients are summed, if the configuration names one."""
+def _step(asked: Configuration, ds_config: Mapping[str, Any], zero: Zero) -> OptimizerStep:
+    """Returns the step with the dtypes in which gradients are summed and AdamW's states are kept, as far as the
+    configuration names them.
+
+    Of the other optimizers states in bf16 are counted as if they were not: more than they take. ZeRO-1 that adds up in
+    fp32 has another engine, without them. Source: deepspeed 0.19.8 runtime/engine.py: _do_optimizer_sanity_check.
+    """
     named = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
-    return Precision(named) if named in tuple(Precision) else None
+    summed = Precision(named) if named in tuple(Precision) else None
+    bf16, optimizer = ds_config.get("bf16") or {}, asked.step.optimizer
+    keeps_bf16 = {Optimizer.ADAMW: False, Optimizer.ADAMW_BF16: True}.get(optimizer)
+    if keeps_bf16 is not None:
+        least = 2 if summed is Precision.FP32 and not zero.is_offloaded else 1
+        has_keys = all(bf16.get(key, keeps_bf16) is True for key in BF16_STATES)
+        keeps_bf16 = has_keys and asked.model.precision is Precision.BF16 and zero.stage >= least
+        optimizer = Optimizer.ADAMW_BF16 if keeps_bf16 else Optimizer.ADAMW
+    return replace(asked.step, grad_accum_dtype=summed, optimizer=optimizer)
 
 
 def _offload(zero: Mapping[str, Any], stage: int) -> Offload:

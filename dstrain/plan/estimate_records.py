@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.memory import Memory
+from dstrain.plan.memory.memory import Memory, shard_bytes
 from dstrain.records import type_config
 from dstrain.units import format_bytes
 
@@ -76,14 +76,10 @@ class Estimate:
     """Parameters with gradients."""
 
     def saved_bytes(self, *, only_model: bool) -> int:
-        """Returns the bytes of one checkpoint, or of the saved model in it alone (`save_only_model`).
-
-        ZeRO's shards are the weights in the training precision, and a master copy and two moments of trained ones.
-        """
-        if not only_model:
-            return self.memory.checkpoint_bytes
-        trained, kind = self.num_trainable_params, self.configuration.model
-        return self.memory.checkpoint_bytes - kind.item * (self.num_params if kind.is_full else trained) - 12 * trained
+        """Returns the bytes of one checkpoint, or of the saved model in it alone (`save_only_model`)."""
+        trainable, frozen = self.num_trainable_params, self.num_params - self.num_trainable_params
+        shards = shard_bytes(self.configuration, trainable=trainable, frozen=frozen) if only_model else 0
+        return self.memory.checkpoint_bytes - shards
 
     @property
     def fits(self) -> bool:

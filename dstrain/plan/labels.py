@@ -63,6 +63,7 @@ OPTIMIZER_WORDS = {
     Optimizer.ADAMW: "AdamW",
     Optimizer.ADAMW_FUSED: "fused AdamW",
     Optimizer.ADAMW_8BIT: "8-bit AdamW",
+    Optimizer.ADAMW_BF16: "AdamW with bf16 states",
     Optimizer.ADAFACTOR: "Adafactor",
     Optimizer.LION: "Lion",
     Optimizer.SGD: "SGD",
@@ -78,3 +79,22 @@ def arithmetic(precision: Precision, optimizer: Optimizer) -> str:
     ('bf16', 'bf16, 8-bit AdamW')
     """
     return str(precision) if optimizer is Optimizer.ADAMW else f"{precision}, {OPTIMIZER_WORDS[optimizer]}"
+
+
+def bf16_losses(learning_rate: float | None, beta2: float | None) -> str:
+    """Returns what is lost where AdamW steps weights in bf16, and its second moments if `beta2` is theirs.
+
+    Numbers of 8 significant bits are 2⁻⁸ to 2⁻⁷ of their size apart, and rounding to the nearest drops a change of less
+    than half of that: a step of Adam is about the learning rate, and an old second moment falls by 1 - beta2 at most.
+    Source: Zamirai et al. (arXiv 2010.06192), 3.1; Kingma and Ba (arXiv 1412.6980), 2.1.
+
+    >>> bf16_losses(1e-5, 0.999)
+    'a change below 1/512 of a weight is lost: at learning rate 1e-05, weights above 0.0051 stay as they are; with \
+adam_beta2 0.999 second moments never fall (0.995 or less lets them)'
+    """
+    weights = "a change below 1/512 of a weight is lost"
+    if learning_rate is not None:
+        weights += f": at learning rate {learning_rate:g}, weights above {512 * learning_rate:.2g} stay as they are"
+    if beta2 is None or 1 - beta2 >= 1 / 256:
+        return weights
+    return f"{weights}; with adam_beta2 {beta2:g} second moments never fall (0.995 or less lets them)"

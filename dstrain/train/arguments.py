@@ -90,6 +90,7 @@ def _parallelism(job: Job, num_ranks: int) -> ParallelismConfig | None:
 _OPTIM = {
     Optimizer.ADAMW: "adamw_torch_fused",
     Optimizer.ADAMW_8BIT: "adamw_8bit",
+    Optimizer.ADAMW_BF16: "adamw_torch_fused",  # of bf16 master weights
     Optimizer.MUON: "adamw_torch_fused",  # not used: the engine makes its own
 }
 """Transformers' name of each optimizer of a job."""

@@ -137,6 +137,7 @@ def test_it_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
     [
         ("--zero-stage", "0"),
         ("--optimizer", "adamw_8bit"),
+        ("--optimizer", "adamw_bf16"),
         ("--optimizer", "lion"),
         ("--loss", "liger"),
         ("--loss", "chunked", "--host-memory", "64GiB", "--gpu-memory-limit", "20.5GiB"),
@@ -165,6 +166,12 @@ def test_another_optimizer_than_adamw_is_said(dstrain: Type) -> None:
         r"^chosen .* bf16, 8-bit AdamW, 4096 tokens$", " ".join(done.stdout.split("\n         ")), re.MULTILINE
     )
     assert "adamw_8bit needs bitsandbytes" in done.stdout
+
+
+def test_what_states_in_bf16_lose_is_said_once(dstrain: Type) -> None:
+    done = dstrain(*PLAN, "--optimizer", "adamw_bf16", "--top", "1")
+    said = " ".join(done.stdout.split())
+    assert said.count("1/512 of a weight is lost: at learning rate 1e-05, weights above 0.0051 stay as they are") == 1
 
 
 def test_top_is_how_many_plans_there_are(dstrain: Type) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -82,6 +83,16 @@ def test_a_killed_launcher_on_the_far_node_ends_everything(light_job: Job, launc
     ended = light_job.end_of(process)
     assert (ended.code, ended.wall_s < 60) == (1, True), ended
     assert light_job.left_over() == []
+
+
+def test_launchers_that_bind_ranks_say_why_not_on_every_node(light_job: Job) -> None:
+    config = light_job.folder / "ds_config.json"
+    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | zero))
+    ended = light_job.call("run", "--launcher", "ssh", "--set", "max_steps=4")
+    assert ended.code == 0, ended.said
+    logs = [path.read_text() for path in light_job.place.logs.glob("*_launcher_node*.log")]
+    assert ["OMP_NUM_THREADS set: ranks are not bound" in text for text in logs] == [True, True]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from cases import ask
 from dstrain.choices import Offload, Optimizer, Precision
 from dstrain.facts.cluster.calibration import SCHEMA, Calibration, Measured
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.estimate import assess, effective
+from dstrain.plan.estimate import BF16_STATES, assess, effective
 from dstrain.plan.request import Request
 from dstrain.units import GIB
 
@@ -76,6 +76,28 @@ def test_what_only_stage_3_knows_means_nothing_below() -> None:
 def test_tensor_parallelism_and_the_dtype_of_sums_are_read() -> None:
     found = read(tensor_parallel={"autotp_size": 2}, data_types={"grad_accum_dtype": "fp32"})
     assert (found.parallel.tp, found.step.grad_accum_dtype) == (2, Precision.FP32)
+
+
+@pytest.mark.parametrize(
+    ("keys", "stage", "others", "expected"),
+    [
+        (BF16_STATES, 1, {}, Optimizer.ADAMW_BF16),
+        (BF16_STATES, 0, {}, Optimizer.ADAMW),
+        (BF16_STATES[:1], 2, {}, Optimizer.ADAMW),
+        (BF16_STATES, 1, {"data_types": {"grad_accum_dtype": "fp32"}}, Optimizer.ADAMW),
+        (BF16_STATES, 2, {"data_types": {"grad_accum_dtype": "fp32"}}, Optimizer.ADAMW_BF16),
+    ],
+)
+def test_states_are_in_bf16_where_the_engine_keeps_them_so(
+    keys: tuple[str, ...], stage: int, others: dict[str, Any], expected: Optimizer
+) -> None:
+    zero = {"stage": stage}
+    assert read(bf16=dict.fromkeys(keys, True), zero_optimization=zero, **others).step.optimizer is expected
+    asked = replace(ASKED.request, optimizer=Optimizer.ADAMW_BF16)
+    assert read(asked, zero_optimization={"stage": 2}).step.optimizer is Optimizer.ADAMW_BF16
+    assert read(asked, bf16={keys[0]: False}, zero_optimization={"stage": 2}).step.optimizer is Optimizer.ADAMW
+    eight_bit = read(Request(optimizer=Optimizer.ADAMW_8BIT), bf16=dict.fromkeys(keys, True), zero_optimization=zero)
+    assert eight_bit.step.optimizer is Optimizer.ADAMW_8BIT
 
 
 def test_the_rest_is_the_requests() -> None:

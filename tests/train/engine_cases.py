@@ -12,6 +12,7 @@ from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, T
 from dstrain.facts.model.families import from_config
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
+from dstrain.plan.estimate import BF16_STATES
 from dstrain.plan.memory.deepspeed import engine as planned_engine
 from dstrain.plan.memory.deepspeed.settings import settings_of
 from tests.train.engine import Engine
@@ -111,6 +112,7 @@ def gathers(prefetch: int, reuse: int, live: int = DEFAULTS.zero.max_live_parame
 CPU: dict[str, Any] = {"offload": Offload.OPTIMIZER}
 BOTH: dict[str, Any] = {"offload": Offload.PARAMS}
 FP32: dict[str, Any] = {"grad_accum_dtype": Precision.FP32}
+BF16: dict[str, Any] = {"optimizer": Optimizer.ADAMW_BF16}
 CKPT: dict[str, Any] = {"grad_ckpt": True}
 FULL_LORA: dict[str, Any] = {"method": Method.LORA, "lora": Lora(rank=8, dropout=0.0, targets=("all-linear",))}
 SOME_LORA: dict[str, Any] = {
@@ -154,6 +156,21 @@ CASES = (
     case("parameters sent in 8 bits", 3, **NARROW, qwz=True, **gathers(300_000, 500_000, 2_000_000)),
     case("parameters sent in 8 bits, checkpointing", 3, qwz=True, **CKPT, **gathers(0, 0)),
     case("parameters on the host, checkpointing", 3, **NARROW, **CKPT, **gathers(300_000, 500_000), **BOTH),
+    case("states in bf16, overlapping", 1, overlap_comm=True, **BF16),
+    case("states in bf16", 2, seq_len=64, **BF16),
+    case("states in bf16, fp32 accumulation", 2, **BF16, **FP32),
+    case("states in bf16, on the host, accumulating", 2, seq_len=64, grad_accum=2, **BF16, **CPU),
+    case("states in bf16, small sub-groups", 3, **NARROW, sub_group_size=500_000, **BF16, **gathers(300_000, 0)),
+    case("states in bf16, adapters", 3, **SOME_LORA, **BF16),
+    case(
+        "states in bf16, half of them on the host",
+        3,
+        **NARROW,
+        sub_group_size=500_000,
+        offload_ratio=0.5,
+        **BF16,
+        **CPU,
+    ),
     case("two sequence-parallel ranks", 2, sp=2),
     case("two sequence-parallel ranks, checkpointing", 3, sp=2, **NARROW, **CKPT, **gathers(200_000, 0, 1_500_000)),
     case("two sequence-parallel ranks, padded rows", 1, sp=2, micro_batch=2),
@@ -230,6 +247,8 @@ def ds_config(configuration: Configuration) -> dict[str, Any]:
     }
     if configuration.zero.qgz:
         found["communication_data_type"] = "fp16"
+    if configuration.step.optimizer is Optimizer.ADAMW_BF16:
+        found["bf16"] = {"enabled": True, **dict.fromkeys(BF16_STATES, True)}
     if configuration.step.optimizer is Optimizer.MUON:
         zero["reduce_scatter"] = zero["stage"] < 3
         found |= {"gradient_clipping": 0.0, "optimizer": {"type": "Muon", "params": {"lr": 1e-4}}}

@@ -54,15 +54,15 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
         engine.train(make_run(folder / f"{name}-whole", demo, zero=zero, **job))
         run = make_run(folder / f"{name}-elastic", demo, zero=zero, **job)
         engine.train(run, kill_at=5)
-        _go_on(run, engine, ranks=1, in_child=name == "zero2")
+        go_on(run, engine, ranks=1, in_child=name == "zero2")
         engine.train(run, ranks=1, kill_at=9)
-        _go_on(run, engine, ranks=2)
+        go_on(run, engine, ranks=2)
         engine.train(run)
     engine.train(folder / "zero2-elastic")
     return folder
 
 
-def _go_on(run: Path, engine: Engine, *, ranks: int, in_child: bool = False) -> None:
+def go_on(run: Path, engine: Engine, *, ranks: int, in_child: bool = False) -> None:
     """Does what `dstrain run` does before the launch; without `in_child` the copy is there already."""
     job = load_json(Job, run / "request.json")
     resuming = resume.resuming(job, num_ranks=ranks)

@@ -72,7 +72,7 @@ def optimizer_for(model: Any, case: dict[str, Any]) -> Any:
     groups = [group for group in groups if group["params"]]
     zero, shared = case["ds_config"]["zero_optimization"], case["ds_config"].get("expert_parallel")
     if "offload_optimizer" in zero:
-        return DeepSpeedCPUAdam(groups, lr=1e-4)
+        return DeepSpeedCPUAdam(groups, lr=1e-4, fp32_optimizer_states=case["optimizer"] != Optimizer.ADAMW_BF16)
     if case["optimizer"] == Optimizer.ADAMW_8BIT:
         from bitsandbytes.optim import AdamW8bit
 

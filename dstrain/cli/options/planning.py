@@ -172,7 +172,7 @@ def facts_options(function: F) -> F:
             *_REQUEST,
             *_CHOICES,
             _loss(LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED),
-            _optimizer(Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.MUON),
+            _optimizer(Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_BF16, Optimizer.MUON),
         ),
         function,
     )

@@ -20,7 +20,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.effect import Effect, effect
-from dstrain.plan.estimate import assess, effective
+from dstrain.plan.estimate import BF16_STATES, assess, effective
 from dstrain.plan.estimate_records import Estimate, Reason, Topic
 from dstrain.plan.request import Request
 from dstrain.plan.search.decide import plan_of, survey
@@ -34,6 +34,7 @@ COUNTED = (
         "offload_optimizer.device", "offload_optimizer.ratio", "offload_optimizer.pin_memory", "offload_param.device",
     )),
     "data_types.grad_accum_dtype",
+    *(f"bf16.{name}" for name in BF16_STATES),
 )  # fmt: skip
 """Keys that the planner reads from a configuration."""
 OF_JOB = {

@@ -10,6 +10,7 @@ from dstrain.choices import Attention, DpoLoss, Method, Schedule, SinkName
 from dstrain.config.imports.rows import ABSENT, Convert, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.errors import InvalidConfig
+from dstrain.plan.labels import bf16_losses
 
 
 def number(value: Any, _: Source) -> float | int:
@@ -110,7 +111,13 @@ OPTIMIZERS = {
 """The optimizer by Transformers' names."""
 
 
-def optimizer(value: Any, _: Source) -> Any:
+def is_pure_bf16(source: Source) -> bool:
+    """Returns whether the tool keeps master weights in bf16 too, as DeepSpeed does not at its word alone."""
+    is_pure = source.value("bf16") == "full" or str(source.value("pure_bf16")).lower() == "true"
+    return is_pure and source.value("deepspeed") is None
+
+
+def optimizer(value: Any, source: Source) -> Any:
     """Returns the optimizer."""
     name = str(value).lower()
     if name in ("paged_adamw_8bit", "paged_adamw_32bit", "paged_adamw"):
@@ -118,7 +125,10 @@ def optimizer(value: Any, _: Source) -> Any:
         note = "without paging to host RAM; for that, offload the optimizer in ds_config.json"
         return Converted(values={"optimizer": plain}, note=f"`{plain}` is written, {note}")
     if name not in OPTIMIZERS:
-        raise OtherTraining(f"`{value}`: dstrain trains with adamw, adamw_8bit and muon")
+        raise OtherTraining(f"`{value}`: dstrain trains with adamw, adamw_8bit, adamw_bf16 and muon")
+    if OPTIMIZERS[name] == "adamw" and is_pure_bf16(source):
+        note = f"`adamw_bf16` is written, as weights and moments are in bf16: {bf16_losses(None, None)}"
+        return Converted(values={"optimizer": "adamw_bf16"}, note=note)
     return OPTIMIZERS[name]
 
 

@@ -88,7 +88,12 @@ ROWS = table(
     to("rope_scaling", "", convert.rope_scaling),
     to("disable_gradient_checkpointing", "grad_ckpt", convert.opposite, default=False),
     read_with("gradient_checkpointing", "disable_gradient_checkpointing"),
-    to("pure_bf16", "precision", convert.always("bf16"), note="bf16 with fp32 master weights is written"),
+    to(
+        "pure_bf16",
+        "precision",
+        convert.always("bf16"),
+        note="beside `adamw` without DeepSpeed, `adamw_bf16` too",
+    ),
     to("use_swanlab", "monitor.sinks", _swanlab),
     to("swanlab_project", "monitor.project"),
     to("swanlab_run_name", "monitor.name"),

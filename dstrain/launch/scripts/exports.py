@@ -21,6 +21,7 @@ from dstrain.choices import (
     Task,
     Thinking,
 )
+from dstrain.config.resolve_auto import with_bf16_states
 from dstrain.config.schema import SCHEMA_KEY
 from dstrain.config.templates.files import config_text
 from dstrain.config.templates.templates import render_script, render_yaml
@@ -86,6 +87,8 @@ def _require_counterparts(job: Job, target: Target) -> None:
     if target is Target.LLAMAFACTORY:
         own |= {"val_split", "system", "max_samples", "adapter"}
     keys = [key for key in _PLAIN if getattr(job, key) != getattr(default, key) and key not in own]
+    if job.optimizer is Optimizer.MUON or (job.optimizer is Optimizer.ADAMW_BF16 and target in _WITHOUT_DEEPSPEED):
+        keys.append("optimizer")
     if job.method is Method.QLORA and target is not Target.LLAMAFACTORY:
         keys.append("method")
     if keys:
@@ -121,13 +124,13 @@ def _accelerate(job: Job, config: Mapping[str, Any], hosts: Hosts, *, is_deepspe
     files = _script(job, is_deepspeed=is_deepspeed)
     files["accelerate.yaml"] = render_yaml("accelerate.yaml.j2", values)
     if is_deepspeed:
-        files["ds_config.json"] = _config(config)
+        files["ds_config.json"] = _config(job, config)
     return Export(files=files, command=command, notes=_notes(job, hosts))
 
 
-def _config(config: Mapping[str, Any]) -> str:
-    """Returns a DeepSpeed configuration as strict JSON, without the schema for editors."""
-    return config_text({key: value for key, value in config.items() if key != SCHEMA_KEY})
+def _config(job: Job, config: Mapping[str, Any]) -> str:
+    """Returns a DeepSpeed configuration as strict JSON, without the schema for editors, with the keys of the job."""
+    return config_text(with_bf16_states({key: value for key, value in config.items() if key != SCHEMA_KEY}, job))
 
 
 def _torchrun(job: Job, hosts: Hosts) -> Export:
@@ -176,7 +179,6 @@ def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
         "gradient_checkpointing": job.grad_ckpt,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if job.grad_ckpt else None,
         "warmup_steps": job.warmup_ratio if job.warmup_steps is None else job.warmup_steps,
-        "optim": _OPTIM[job.optimizer],
         "use_liger_kernel": job.liger or None,
         "data_seed": job.seed,
         "average_tokens_across_devices": True,
@@ -189,8 +191,8 @@ def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
     }
 
 
+_WITHOUT_DEEPSPEED = (Target.FSDP2, Target.TORCHRUN)
 _DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
-_OPTIM = {Optimizer.ADAMW: "adamw_torch_fused", Optimizer.ADAMW_8BIT: "adamw_8bit"}
 
 
 def _targets(job: Job) -> Any:
@@ -205,6 +207,7 @@ def _arguments(job: Job) -> dict[str, Any]:
         "gradient_accumulation_steps": job.grad_accum,
         "num_train_epochs": job.num_train_epochs,
         "max_steps": -1 if job.max_steps is None else job.max_steps,
+        "optim": "adamw_8bit" if job.optimizer is Optimizer.ADAMW_8BIT else "adamw_torch_fused",
         "learning_rate": job.learning_rate,
         "lr_scheduler_type": job.lr_scheduler_type.value,
         "weight_decay": job.weight_decay,
@@ -243,7 +246,7 @@ def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
         files={
             "train.yaml": "\n".join([f"# {command}", *lines, ""]),
             "dataset_info.json": json.dumps(data, indent=2, ensure_ascii=False) + "\n",
-            "ds_config.json": _config(config),
+            "ds_config.json": _config(job, config),
         },
         command=command,
         notes=(*_notes(job, hosts, names_auto=True), note),
@@ -274,7 +277,6 @@ def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
         "max_samples": job.max_samples,
         "default_system": job.system,
         "mask_history": job.loss_on is LossOn.LAST,
-        "optim": _OPTIM[job.optimizer],
         "enable_liger_kernel": job.liger or None,
         "deepspeed": "ds_config.json",
     }

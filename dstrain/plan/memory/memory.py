@@ -18,7 +18,7 @@ from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import Trained, trained, trained_on_rank
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.reserved import reserved
-from dstrain.plan.memory.zero import States, pinned, pinned_waste, states
+from dstrain.plan.memory.zero import States, optimizer_bytes_per_param, pinned, pinned_waste, states
 from dstrain.units import GIB, MIB
 
 BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
@@ -273,14 +273,21 @@ def _nvme_bytes(workload: Workload, configuration: Configuration, model_states: 
 
 
 def _checkpoint_bytes(model: ModelFacts, configuration: Configuration) -> int:
-    """Returns the bytes of one checkpoint: parameters, master copy and moments, and the model, in its base's dtype.
-
-    Frozen weights are left out under an adapter, which has the dtype of training.
-    Source: deepspeed 0.19.8 runtime/engine.py: save_checkpoint; Transformers 5.23 trainer.py: _save_checkpoint.
-    """
-    s = configuration.model.item
+    """Returns the bytes of one checkpoint: DeepSpeed's files, and the model in its base's dtype, or the adapter in that
+    of training. Source: Transformers 5.23 trainer.py: _save_checkpoint."""
     counts = trained(model, configuration.model.method, configuration.model.lora)
-    if not configuration.model.is_full:
-        return 2 * s * counts.trainable + 12 * counts.trainable
-    base = 4 if model.dtype == "float32" else 2
-    return (s + base) * (counts.trainable + counts.frozen) + 12 * counts.trainable
+    saved = configuration.model.item * counts.trainable
+    if configuration.model.is_full:
+        saved = (4 if model.dtype == "float32" else 2) * (counts.trainable + counts.frozen)
+    return saved + shard_bytes(configuration, trainable=counts.trainable, frozen=counts.frozen)
+
+
+def shard_bytes(configuration: Configuration, *, trainable: int, frozen: int) -> int:
+    """Returns the bytes of DeepSpeed's files in a checkpoint: master copy, states, and weights in the training
+    precision, which ZeRO-3 omits of trained ones, and the Trainer of frozen ones under an adapter.
+
+    Source: deepspeed 0.19.8 runtime/engine.py: save_checkpoint; files of runs on two CPU ranks.
+    """
+    whole = (trainable if configuration.zero.stage < 3 else 0) + (frozen if configuration.model.is_full else 0)
+    stepped = round(optimizer_bytes_per_param(configuration.step.optimizer) * trainable)
+    return configuration.model.item * whole + stepped

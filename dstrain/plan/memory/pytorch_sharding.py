@@ -111,6 +111,7 @@ def _sizes(configuration: Configuration) -> _Sizes:
         Optimizer.ADAMW: 2.0 * param,
         Optimizer.ADAMW_FUSED: 2.0 * param,
         Optimizer.ADAMW_8BIT: 2 + 8 / 256,  # two bytes, and an fp32 scale of each for a block of 256
+        Optimizer.ADAMW_BF16: 2.0 * param,  # no configuration: a rule
         Optimizer.ADAFACTOR: 0.0,
         Optimizer.LION: 1.0 * param,
         Optimizer.SGD: 0.0,

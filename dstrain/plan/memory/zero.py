@@ -34,36 +34,43 @@ class States:
         return self.params + self.grads + self.optimizer
 
 
-OPTIMIZER_BYTES_PER_PARAM = 12
-"""AdamW in mixed precision: fp32 master copy 4, first moment 4, second moment 4. Source: ZeRO (arXiv 1910.02054), 3.1;
-DeepSpeed keeps the separate fp32 copy for an fp32 model too (stage_1_and_2.py: __init__, clone().float())."""
-
-
 STATES: dict[Optimizer, int] = {
     Optimizer.ADAMW: 2,
     Optimizer.ADAMW_FUSED: 2,
     Optimizer.ADAMW_8BIT: 2,  # in fp32 where it is offloaded: CPU Adam takes its place
+    Optimizer.ADAMW_BF16: 2,
     Optimizer.ADAFACTOR: 1,
     Optimizer.LION: 1,
     Optimizer.SGD: 0,
     Optimizer.MUON: 2,  # AdamW's, less what `saved_by_muon` says of matrices
 }
-"""fp32 tensors that an optimizer keeps beside the master copy. Adafactor keeps one: DeepSpeed gives it flat partitions,
-and only matrices can be factored. Source: torch 2.13 optim; transformers 5.23 optimization.py: Adafactor._get_options;
-bitsandbytes 0.49 optim/lion.py."""
+"""Tensors in the dtype of the master copy that an optimizer keeps beside it. Adafactor keeps one: DeepSpeed gives it
+flat partitions, and only matrices can be factored. Source: torch 2.13 optim; transformers 5.23 optimization.py:
+Adafactor._get_options; bitsandbytes 0.49 optim/lion.py."""
 EIGHT_BIT_STATE = 1 + 4 / 256
 """Bytes of an element of an 8-bit state: one, and an fp32 scale for 256. Source: bitsandbytes 0.49
 optim/optimizer.py: Optimizer2State.init_state."""
 
 
-def optimizer_bytes_per_param(optimizer: Optimizer) -> float:
-    """Returns the bytes of the fp32 master copy and of what the optimizer keeps beside it, for each trained parameter.
+def master_item(optimizer: Optimizer) -> int:
+    """Returns the bytes of an element of master weights, and of the gradients and moments that step them.
 
-    >>> optimizer_bytes_per_param(Optimizer.ADAMW), optimizer_bytes_per_param(Optimizer.ADAMW_8BIT)
-    (12, 6.03125)
+    Source: deepspeed 0.19.8 runtime/base_optimizer.py: _configure_master_weights.
     """
-    moment = EIGHT_BIT_STATE if optimizer is Optimizer.ADAMW_8BIT else 4
-    return 4 + STATES[optimizer] * moment
+    return 2 if optimizer is Optimizer.ADAMW_BF16 else 4
+
+
+def optimizer_bytes_per_param(optimizer: Optimizer) -> float:
+    """Returns the bytes of the master copy and of what the optimizer keeps beside it, for each trained parameter.
+
+    With AdamW in mixed precision: fp32 master copy 4, first moment 4, second moment 4. DeepSpeed keeps a separate copy
+    for a model in that dtype too. Source: ZeRO (arXiv 1910.02054), 3.1; deepspeed 0.19.8 stage_1_and_2.py: __init__.
+
+    >>> [optimizer_bytes_per_param(each) for each in (Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_BF16)]
+    [12, 6.03125, 6]
+    """
+    moment = EIGHT_BIT_STATE if optimizer is Optimizer.ADAMW_8BIT else master_item(optimizer)
+    return master_item(optimizer) + STATES[optimizer] * moment
 
 
 def states(counts: Trained, configuration: Configuration, num_ranks: int) -> States:
@@ -74,7 +81,7 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     Under ZeRO-1 and 2 a gradient that lies across two partitions is whole on both ranks; the largest share is returned.
     Frozen parameters cost sF, sF/N under ZeRO-3. An optimizer on the CPU takes gradients and optimizer states there:
     16P/N in host RAM (master 4, gradient 4, moments 8) and sP/N of staging; parameters on the CPU another sP/N. What
-    `staying` leaves on the GPU has 12 bytes and an fp32 gradient there.
+    `staying` leaves on the GPU has 12 bytes and an fp32 gradient there. All of these are half as large in bf16.
     Source: ZeRO (arXiv 1910.02054), table 1; the engine's own tensors on 2 CPU ranks are compared with it in the tests.
 
     >>> from dstrain.plan.configuration import DEFAULTS, changed
@@ -88,21 +95,22 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     trainable = counts.everywhere if stage == 3 else counts.trainable
     params = round((s * (trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / share)
     partition = partition_of(counts, configuration, num_ranks)
+    per_param, item = optimizer_bytes_per_param(configuration.step.optimizer), master_item(configuration.step.optimizer)
     if offload is Offload.NONE:
-        optimizer = round(optimizer_bytes_per_param(configuration.step.optimizer) * partition)
+        optimizer = round(per_param * partition)
         kept = max(counts.gradient_shares(num_ranks)) if stage in (1, 2) else partition
         return States(params=params, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:
         # files hold master, gradient, moments and parameters; RAM the flat gradient and four sub-groups in work
-        work = s * partition + 4 * 16 * min(partition, configuration.zero.sub_group_size)
-        return States(params=0, grads=0, optimizer=0, staging=round(work), nvme=round(16 * partition) + params)
+        work = s * partition + 4 * 4 * item * min(partition, configuration.zero.sub_group_size)
+        return States(params=0, grads=0, optimizer=0, staging=round(work), nvme=round(4 * item * partition) + params)
     stays = staying(configuration, partition)
-    host = round((OPTIMIZER_BYTES_PER_PARAM + 4) * (partition - stays))
+    host = round(4 * item * (partition - stays))
     copies = 2 if stage < 3 and configuration.step.grad_accum > 1 else 1
     staging = round(copies * s * partition)
     if offload is Offload.PARAMS:
         return States(params=0, grads=0, optimizer=0, host=host + params, staging=staging)
-    on_gpu = {"grads": round(4 * stays), "optimizer": round(OPTIMIZER_BYTES_PER_PARAM * stays)}
+    on_gpu = {"grads": round(item * stays), "optimizer": round(per_param * stays)}
     return States(params=params, **on_gpu, host=host, staging=staging)
 
 
@@ -168,14 +176,17 @@ def bucket_bytes(configuration: Configuration, trainable: int | None) -> int:
 
 
 def sub_group_bytes(configuration: Configuration, partition: float | None) -> int:
-    """Returns the bytes that stepping one sub-group of ZeRO-3 takes: its gradients flat (s) and in fp32 on the GPU;
-    where the optimizer is offloaded only the fp32 gradients, in host RAM. A rank has `partition` elements.
+    """Returns the bytes that stepping one sub-group of ZeRO-3 takes: its gradients flat (s) and, unless it is that,
+    in the dtype of the master copy on the GPU; where the optimizer is offloaded only the latter, in host RAM. A rank
+    has `partition` elements.
 
     Source: deepspeed 0.19.8 runtime/zero/stage3.py: _prepare_sub_group, _create_fp32_partitions.
     """
     elements = configuration.zero.sub_group_size
-    item = configuration.model.item if not configuration.zero.is_offloaded else 0
-    return round((item + 4) * (elements if partition is None else min(elements, partition)))
+    item, master = configuration.model.item, master_item(configuration.step.optimizer)
+    flat = 0 if configuration.zero.is_offloaded else item
+    copied = 0 if flat == master else master
+    return round((flat + copied) * (elements if partition is None else min(elements, partition)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,8 +207,8 @@ def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int
     """Returns the engine's own memory, with rb = reduce_bucket_size and N ranks.
 
     Buckets as `bucket_bytes`; ZeRO-3 has its bucket from the start. ZeRO-1: the full gradient sP through the backward
-    pass; at the step (s + 4)P/N. ZeRO-2: the partition sP/N (again, when accumulating) and the largest gradient.
-    ZeRO-3: at the step `sub_group_bytes`.
+    pass; at the step (s + 4)P/N, of states in bf16 2sP/N. ZeRO-2: the partition sP/N (again, when accumulating) and
+    the largest gradient. ZeRO-3: at the step `sub_group_bytes`.
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets, step; runtime/zero/stage3.py: __init__,
     _prepare_sub_group; counted from live tensors of the engine on CPU ranks.
     """
@@ -218,7 +229,7 @@ def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int
     if offloaded:
         whole = full if stage == 1 else 0
         return EngineBuffers(resident=0, backward_grads=whole, backward=bucket + 2 * largest, step=2 * largest)
-    step = round(4 * partition)
+    step = round(master_item(configuration.step.optimizer) * partition)
     if stage == 1:
         return EngineBuffers(resident=0, backward_grads=full, backward=bucket, step=step)
     again = round(s * partition) if configuration.step.grad_accum > 1 else 0
@@ -251,17 +262,17 @@ def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) 
     adds to frozen ones, which are pinned one by one, is not counted.
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py and stage3.py: __init__, pin_memory.
     """
-    s, stage = configuration.model.item, configuration.zero.stage
+    s, stage, master = configuration.model.item, configuration.zero.stage, master_item(configuration.step.optimizer)
     partition = partition_of(counts, configuration, num_ranks)
     sizes: list[float] = []
     if not configuration.zero.is_offloaded:
         return 0
     if configuration.zero.pin_memory and stage < 3:
-        sizes += [4 * partition, 4 * partition, s * partition]
+        sizes += [master * partition, master * partition, s * partition]
     elif configuration.zero.pin_memory:
         step = min(partition, configuration.zero.sub_group_size)
         away = partition - staying(configuration, partition)
-        sizes += [s * partition, *[4 * step] * round(away // step if step else 0)]
+        sizes += [s * partition, *[master * step] * round(away // step if step else 0)]
     if configuration.zero.offload is Offload.PARAMS:
         sizes.append(s * partition)
     return sum(pinned(size) - round(size) for size in sizes)

@@ -11,7 +11,7 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, trained_on_rank
-from dstrain.plan.memory.zero import partition_of
+from dstrain.plan.memory.zero import master_item, partition_of
 from dstrain.plan.speed.compute import passes
 from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.flops import peak_flops_per_s
@@ -24,6 +24,7 @@ MOMENT_BYTES_PER_PARAM = {
         Optimizer.ADAMW: 8,
         Optimizer.ADAMW_FUSED: 8,
         Optimizer.ADAMW_8BIT: 2,
+        Optimizer.ADAMW_BF16: 4,
         Optimizer.ADAFACTOR: 0,
         Optimizer.LION: 4,
         Optimizer.SGD: 0,
@@ -33,6 +34,7 @@ MOMENT_BYTES_PER_PARAM = {
         Optimizer.ADAMW: 4,
         Optimizer.ADAMW_FUSED: 4,
         Optimizer.ADAMW_8BIT: 2,
+        Optimizer.ADAMW_BF16: 4,
         Optimizer.ADAFACTOR: 0,
         Optimizer.LION: 2,
         Optimizer.SGD: 0,
@@ -42,6 +44,7 @@ MOMENT_BYTES_PER_PARAM = {
         Optimizer.ADAMW: 8,
         Optimizer.ADAMW_FUSED: 8,
         Optimizer.ADAMW_8BIT: 2,
+        Optimizer.ADAMW_BF16: 4,
         Optimizer.ADAFACTOR: 0,
         Optimizer.LION: 4,
         Optimizer.SGD: 0,
@@ -146,7 +149,8 @@ def _step_s(workload: Workload, way: Configuration) -> float:
 
 def _optimizer_bytes(way: Configuration) -> int:
     """Returns bytes of master copy and moments for each trained parameter."""
-    master = 4 if way.model.is_deepspeed and way.model.precision is not Precision.FP32 else 0
+    is_copied = way.model.is_deepspeed and way.model.precision is not Precision.FP32
+    master = master_item(way.step.optimizer) if is_copied else 0
     return master + MOMENT_BYTES_PER_PARAM[way.model.state_dtypes][way.step.optimizer]
 
 

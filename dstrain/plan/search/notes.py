@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dstrain.choices import Method, Optimizer, Precision
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.cluster.cpu import limits_of
@@ -12,6 +14,7 @@ from dstrain.plan import rope_scaling
 from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.estimate import USABLE_GPU_RATIO
 from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.labels import bf16_losses
 from dstrain.plan.request import Request
 from dstrain.plan.search import attention, compile_rules, learning_rate
 from dstrain.plan.search.alternatives import liger_gain_ratio
@@ -54,12 +57,7 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
         found.append(f"{limit.key} {limit.value} trains on a CPU only if {limit.unless}: {limit.why}")
     if request.task.has_own_loss:
         found += _reference_notes(workload, chosen)
-    for choice in (request.method, request.optimizer):
-        if choice in (Method.QLORA, Optimizer.ADAMW_8BIT):
-            found.append(f"{choice} needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'")
-    found += _liger_notes(workload, request, chosen)
-    if request.optimizer is Optimizer.MUON:
-        found.append(_MUON)
+    found += [*_optimizer_notes(workload, request, chosen), *_liger_notes(workload, request, chosen)]
     if model.vision is not None and not request.image_patches:
         frozen = format_count(model.num_params_of(Kind.VISION))
         found.append(f"no images are counted (--image-patches); the vision tower ({frozen} parameters) is frozen")
@@ -72,6 +70,18 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
     if model.moe is not None and request.method is not Method.FULL:
         found.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
     return tuple(found)
+
+
+def _optimizer_notes(workload: Workload, request: Request, chosen: Estimate) -> Iterator[str]:
+    """Yields what the optimizer and 4-bit weights need, and what is not counted or lost."""
+    for choice in (request.method, request.optimizer):
+        if choice in (Method.QLORA, Optimizer.ADAMW_8BIT):
+            yield f"{choice} needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'"
+    if request.optimizer is Optimizer.MUON:
+        yield _MUON
+    if request.optimizer is Optimizer.ADAMW_BF16:
+        rate = learning_rate.of_request(request, global_batch(workload.cluster, chosen.configuration))
+        yield f"in bf16 {bf16_losses(rate, None)} (arXiv 2010.06192); adamw_8bit is as small and keeps fp32 weights"
 
 
 def _liger_notes(workload: Workload, request: Request, chosen: Estimate) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dstrain.choices import Method, Offload, Optimizer
+from dstrain.choices import Method, Offload, Optimizer, Precision
 from dstrain.plan.quantized_gradients import garbled, quantized_share
 from dstrain.plan.search.rule import Rule
 
@@ -36,6 +36,15 @@ ZERO_RULES: tuple[Rule, ...] = (
          breaks=lambda m, k, c: c.zero.is_offloaded and c.step.optimizer is not Optimizer.ADAMW
          and c.model.is_deepspeed,
          source="accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed makes CPUAdam of all, or raises"),
+    Rule(name="bf16 states need ZeRO", options=("optimizer", "zero_stage"),
+         says="states of AdamW are in bf16 under ZeRO-1 to 3 only",
+         breaks=lambda m, k, c: c.step.optimizer is Optimizer.ADAMW_BF16 and c.zero.stage == 0,
+         source=_DS + "runtime/config.py: _do_error_check"),
+    Rule(name="bf16 states of bf16 weights", options=("optimizer", "precision", "state_dtypes"),
+         says="DeepSpeed keeps master weights in bf16 of weights in bf16",
+         breaks=lambda m, k, c: c.step.optimizer is Optimizer.ADAMW_BF16
+         and (c.model.precision is not Precision.BF16 or not c.model.is_deepspeed),
+         source=_DS + "runtime/base_optimizer.py: _configure_master_weights"),
     Rule(name="Adafactor factors matrices", options=("optimizer", "zero_stage"),
          says="ZeRO steps flat shards, in which Adafactor finds no rows and columns",
          breaks=lambda m, k, c: c.zero.stage > 0 and c.step.optimizer is Optimizer.ADAFACTOR and c.model.is_deepspeed,

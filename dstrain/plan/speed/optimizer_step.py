@@ -10,6 +10,7 @@ from dstrain.choices import Offload, Optimizer, StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.multiprocessors import MULTIPROCESSORS
 from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.zero import master_item
 from dstrain.plan.speed.efficiency import CPU_ADAM_BYTES_PER_PARAM, PAGEABLE_RATIO, Efficiency
 from dstrain.plan.speed.traffic import Work
 
@@ -18,14 +19,15 @@ KERNEL_BYTES_PER_PARAM: Mapping[Optimizer, float] = MappingProxyType(
         Optimizer.ADAMW: 28.0,  # parameter, both moments read and written, gradient read
         Optimizer.ADAMW_FUSED: 28.0,
         Optimizer.ADAMW_8BIT: 16.0,  # moments of one byte
+        Optimizer.ADAMW_BF16: 14.0,  # AdamW's in bf16
         Optimizer.ADAFACTOR: 60.0,  # unfused: some fifteen passes over fp32
         Optimizer.LION: 20.0,  # one moment
         Optimizer.SGD: 12.0,  # none
         Optimizer.MUON: 28.0,  # moment and its copy; the products of the orthogonalisation are not counted
     }
 )
-"""Bytes that the optimizer's kernel moves for each parameter in fp32. Source: torch 2.13 FusedAdamW; bitsandbytes
-kOptimizerStatic8bit2StateBlockwise; Transformers 5.23 optimization.py: Adafactor.step."""
+"""Bytes that the optimizer's kernel moves for each parameter, in fp32 but where said. Source: torch 2.13 FusedAdamW;
+bitsandbytes kOptimizerStatic8bit2StateBlockwise; Transformers 5.23 optimization.py: Adafactor.step."""
 
 EIGHT_BIT_PARAMS_PER_S = 36.6e9 / 132
 """Parameters that one multiprocessor steps with moments of 8 bits in a second, where memory is no limit. Source: an
@@ -35,9 +37,9 @@ UNFUSED_FACTOR = 3.0
 """Bytes of PyTorch's foreach AdamW over those of its fused one: eight passes of two to four tensors each. DeepSpeed has
 a fused one of its own. Source: torch 2.13 optim/adamw.py: _multi_tensor_adamw."""
 
-MASTER_COPIES_BYTES_PER_PARAM = 28.0
-"""Bytes that DeepSpeed's step moves besides: gradient flattened 4, to fp32 6, its norm 4, scaled 8, new weight to bf16
-6.
+MASTER_COPIES_BYTES_PER_PARAM: Mapping[int, float] = MappingProxyType({4: 28.0, 2: 16.0})
+"""Bytes that DeepSpeed's step moves besides, by the bytes of a master weight. In fp32: gradient flattened 4, to fp32 6,
+its norm 4, scaled 8, new weight to bf16 6. In bf16: flattened 4, its norm 4, scaled 4, new weight copied 4.
 Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: step."""
 
 CLIPPING_ELEMENTS = 4.0
@@ -87,7 +89,7 @@ class Stepping:
 def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: Efficiency) -> Stepping:
     """Returns the seconds that optimizer, engine and offloading take, with P trainable parameters over N ranks.
 
-    An optimizer on the CPU: gradients down to the host, 4 B as they are accumulated in fp32 there (2 B down and up for
+    An optimizer on the CPU: gradients down to the host, 4 B if master weights are fp32 there (2 B down and up for
     each micro-batch before), CPU Adam at 29 B of DRAM traffic, 2 B of parameters back up. Parameters on the CPU: every
     shard up twice in a micro-batch, instead. NVMe: all of that from and to drives besides.
     Source: ZeRO-Offload (arXiv 2101.06840), section 4; deepspeed 0.19.8 runtime/zero/stage_1_and_2.py:
@@ -100,7 +102,7 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
     shards = c.model.item * (counts.trainable + counts.frozen) / c.parallel.tp / ranks
     pcie = rates.pcie_bytes_per_s * (1.0 if c.zero.pin_memory else PAGEABLE_RATIO)
     forward = inputs_bytes(c, work) if c.checkpointing.offload else 0.0
-    backward = forward + (offloaded * (4 + 2 * (c.step.grad_accum - 1)) / c.step.grad_accum)
+    backward = forward + (offloaded * (master_item(c.step.optimizer) + 2 * (c.step.grad_accum - 1)) / c.step.grad_accum)
     up = offloaded * c.model.item
     if c.zero.offloads_params:
         forward, backward, up = forward + shards, backward + shards, 0.0
@@ -159,7 +161,9 @@ def _gpu_bytes(c: Configuration, work: Work, stepped: float, ranks: int, slowdow
     kernel = KERNEL_BYTES_PER_PARAM[c.step.optimizer]
     if c.model.is_deepspeed:
         shown = slowdown if c.zero.overlap_comm else 1.0
-        return stepped * (kernel + MASTER_COPIES_BYTES_PER_PARAM) + shown * _engine_bytes(c, work)
+        return stepped * (
+            kernel + MASTER_COPIES_BYTES_PER_PARAM[master_item(c.step.optimizer)]
+        ) + shown * _engine_bytes(c, work)
     if c.step.optimizer is Optimizer.ADAMW:
         kernel *= UNFUSED_FACTOR
     size = 2 if c.model.state_dtypes is StateDtypes.PURE_BF16 else 4

@@ -24,10 +24,11 @@ from dstrain.config.lint.subject import JobContext
 from dstrain.config.templates.templates import reasons_in, template_names
 from dstrain.errors import InvalidConfig
 from dstrain.plan.configuration import DEFAULTS
-from dstrain.plan.estimate import effective
+from dstrain.plan.estimate import BF16_STATES, effective
 from dstrain.plan.estimate_records import Reason, Topic
 
 WHOLE: dict[str, Any] = {
+    "bf16": dict.fromkeys(BF16_STATES, True),
     "data_types": {"grad_accum_dtype": "fp32"},
     "tensor_parallel": {"autotp_size": 1},
     "zero_optimization": {
@@ -37,6 +38,7 @@ WHOLE: dict[str, Any] = {
     },
 }
 OTHER = {
+    **dict.fromkeys((f"bf16.{key}" for key in BF16_STATES), False),
     "zero_optimization.stage": 1,
     "zero_optimization.overlap_comm": False,
     "zero_optimization.zero_hpz_partition_size": 8,

@@ -146,6 +146,16 @@ MORE_CONFLICTS: tuple[Case, ...] = (
          text='{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
               ' "gradient_clipping": "auto",\n "bf16": {"enabled": "auto", ⟦"bf16_master_weights_and_grads": true,\n'
               ' "bf16_optimizer_states": true}, "zero_optimization": {"stage": 2}}'),
+    Case(name="masters in bf16 of an engine with fp32 states", rule="DS332", fix="remove", is_trainers=False,
+         text='{"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0, "data_types": {"grad_accum_dtype": "fp32"},\n'
+              ' "bf16": {"enabled": true, ⟦"bf16_master_weights_and_grads": true,\n'
+              ' "bf16_optimizer_states": true}, "zero_optimization": {"stage": 1}}'),
+    Case(name="states in bf16 of the Trainer's optimizer on the host", rule="DS306", fix='"optimizer"',
+         text='{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
+              ' "gradient_clipping": "auto",\n "bf16": {"enabled": "auto", "bf16_master_weights_and_grads": true,\n'
+              ' ⟦"bf16_optimizer_states": true},\n'
+              ' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}',
+         proof=Raises(words="fp32_optimizer_states=False")),
     Case(name="bf16 masters with fp32 states on the GPU", rule="DS306", fix="bf16_optimizer_states",
          text='{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n'
               ' "gradient_clipping": "auto",\n "bf16": {"enabled": "auto", ⟦"bf16_master_weights_and_grads": true},\n'

@@ -127,6 +127,46 @@ def test_nothing_takes_the_place_of_8_bit_adamw(tmp_path: Path, body: str, point
     assert found(ZERO2, job=job(tmp_path, "optimizer: adamw_8bit\n")) == []
 
 
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (' "zero_optimization": {"stage": 0}}', "optimizer is adamw_bf16 with ZeRO-0"),
+        (' "bf16": {"bf16_optimizer_states": false},\n' + ZERO2, "bf16_optimizer_states is false"),
+        (
+            ' "data_types": {"grad_accum_dtype": "fp32"},\n "zero_optimization": {"stage": 1}}',
+            "fp32 sums with ZeRO-1",
+        ),
+        (' "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}', "an offloaded optimizer"),
+        (f' "optimizer": {{"type": "Adam", "params": {{"lr": "auto"}}}},\n{ZERO2}', "an optimizer of the engine"),
+    ],
+)
+def test_nothing_takes_the_place_of_states_in_bf16(tmp_path: Path, body: str, problem: str) -> None:
+    said = one("DS225", found(body, job=job(tmp_path, "optimizer: adamw_bf16\n")))
+    assert said.severity is Severity.ERROR
+    assert problem in said.problem
+    assert "DS225" not in [each.rule for each in found(body, job=job(tmp_path))]
+    assert found(ZERO2, job=job(tmp_path, "optimizer: adamw_bf16\n")) == []
+
+
+_KEYS = ' "bf16": {"enabled": "auto", "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},\n'
+
+
+@pytest.mark.parametrize(
+    ("more", "words", "missing"),
+    [
+        ("", "above 0.0051 stay as they are; with adam_beta2 0.999 second moments never fall", "estimates"),
+        ("adam_beta2: 0.95\n", "above 0.0051 stay as they are", "never fall"),
+        ("optimizer: muon\nmax_grad_norm: 0\n", "estimates count fp32 here", "DS225"),
+    ],
+)
+def test_what_master_weights_in_bf16_lose_is_said_in_numbers_of_the_job(
+    tmp_path: Path, more: str, words: str, missing: str
+) -> None:
+    said = one("DS332", found(_KEYS + ZERO2, job=job(tmp_path, more)))
+    assert words in said.effect
+    assert missing not in said.effect
+
+
 def test_tensor_parallelism_excludes_hpz(tmp_path: Path) -> None:
     body = ' "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}'
     assert "zero_hpz_partition_size with tp 2" in one("DS224", found(body, job=job(tmp_path, "tp: 2\n"))).problem

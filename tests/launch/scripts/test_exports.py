@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Task
+from dstrain.choices import Optimizer, Task
 from dstrain.config.imports.read import import_file
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.hostfile import expand
@@ -22,6 +22,7 @@ from dstrain.job.file import read_job
 from dstrain.job.schema import Job
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.launch.scripts.exports import Export, Target, export
+from dstrain.plan.estimate import BF16_STATES
 from tests.train.engine import Engine
 from tests.train.launching import environment, losses, make_run
 
@@ -79,6 +80,19 @@ def test_llamafactorys_files_are_read_back_as_the_same_job(tmp_path: Path) -> No
 def test_what_a_plain_trainer_lacks_is_refused(tmp_path: Path, target: Target) -> None:
     with pytest.raises(InvalidConfig, match="has no counterpart of sp: 2, packing: true"):
         export(job_of(tmp_path, packing=True, sp=2), ZERO3, TWO, target)
+
+
+@pytest.mark.parametrize("target", Target)
+def test_optimizers_reach_the_tools_that_have_them(tmp_path: Path, target: Target) -> None:
+    job = job_of(tmp_path, optimizer=Optimizer.ADAMW_BF16)
+    if target in (Target.ACCELERATE, Target.LLAMAFACTORY):
+        config = json.loads(export(job, ZERO3, TWO, target).files["ds_config.json"])
+        assert dict.fromkeys(BF16_STATES, True).items() <= config["bf16"].items()
+    else:
+        with pytest.raises(InvalidConfig, match="has no counterpart of optimizer: adamw_bf16"):
+            export(job, ZERO3, TWO, target)
+    with pytest.raises(InvalidConfig, match="has no counterpart of optimizer: muon"):
+        export(job_of(tmp_path, optimizer=Optimizer.MUON), ZERO3, TWO, target)
 
 
 @pytest.mark.parametrize("target", Target)

@@ -32,6 +32,9 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"zero_stage": 2, "optimizer": Optimizer.LION},
     {"zero_stage": 3, "optimizer": Optimizer.ADAMW_8BIT},
     {"zero_stage": 3, "optimizer": Optimizer.SGD},
+    {"zero_stage": 2, "optimizer": Optimizer.ADAMW_BF16},
+    {"zero_stage": 3, "optimizer": Optimizer.ADAMW_BF16},
+    {"zero_stage": 3, "optimizer": Optimizer.ADAMW_BF16, "offload": Offload.OPTIMIZER, "offload_ratio": 0.5},
 )
 
 

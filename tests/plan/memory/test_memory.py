@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 from cases import ask, plan
 
-from dstrain.choices import Attention, Method, Offload, Precision
+from dstrain.choices import Attention, Method, Offload, Optimizer, Precision
 from dstrain.errors import DoesNotFit
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import estimate
@@ -25,10 +25,12 @@ def peak(
     grad_ckpt: bool = True,
     method: Method = Method.FULL,
     precision: Precision = Precision.BF16,
+    optimizer: Optimizer = Optimizer.ADAMW,
 ) -> Estimate:
     asked = ask(model=model, gpus=gpus, gpu="h100")
     request = Request(
         method=method,
+        optimizer=optimizer,
         seq_len=4096,
         micro_batch=1,
         grad_accum=1,
@@ -100,10 +102,17 @@ def test_zero_3_of_4_bit_weights_that_no_gpu_holds_whole_does_not_fit() -> None:
 
 
 def test_a_checkpoint_holds_states_and_the_gathered_model() -> None:
-    assert peak("qwen3-8b", 8, 3).memory.checkpoint_bytes == 16 * 8_190_735_360
-    assert (
-        peak("qwen3-8b", 8, 3, precision=Precision.FP32).memory.checkpoint_bytes == 18 * 8_190_735_360
-    )  # saved in bf16
+    num_params = 8_190_735_360
+    assert peak("qwen3-8b", 8, 2).memory.checkpoint_bytes == 16 * num_params
+    assert peak("qwen3-8b", 8, 3).memory.checkpoint_bytes == 14 * num_params  # whose shards are the master copy alone
+    assert peak("qwen3-8b", 8, 2, precision=Precision.FP32).memory.checkpoint_bytes == 18 * num_params  # saved in bf16
+
+
+@pytest.mark.parametrize(("optimizer", "stepped"), [(Optimizer.ADAMW_8BIT, 6.03125), (Optimizer.ADAMW_BF16, 6)])
+def test_a_checkpoint_has_the_states_of_its_optimizer(optimizer: Optimizer, stepped: float) -> None:
+    found = peak("qwen3-8b", 8, 2, optimizer=optimizer)
+    assert found.memory.checkpoint_bytes == round((4 + stepped) * 8_190_735_360)
+    assert found.saved_bytes(only_model=True) == 2 * 8_190_735_360
 
 
 def test_a_checkpoint_of_the_weights_alone_is_the_saved_model() -> None:

@@ -32,6 +32,7 @@ QUESTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"model": "phi-4", "gpus": 8, "gpu": "l40s"}, {}),
     ({"model": "qwen3-8b", "gpus": 4}, {"liger": True, "loss": LossKernel.LIGER}),
     ({"model": "qwen3-8b", "gpus": 4}, {"optimizer": Optimizer.ADAMW_8BIT}),
+    ({"model": "qwen3-8b", "gpus": 4}, {"optimizer": Optimizer.ADAMW_BF16}),
     ({"model": "qwen3-8b", "gpus": 1}, {"state_dtypes": StateDtypes.PURE_BF16}),
     ({"model": "qwen3-8b", "gpus": 4}, {"state_dtypes": StateDtypes.AUTOCAST}),
     ({"model": "qwen2.5-1.5b", "gpus": 8, "gpu": "v100-32g"}, {}),

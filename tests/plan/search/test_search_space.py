@@ -46,6 +46,12 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("FlashAttention and sinks", "qwen3-8b", {"attn": Attention.FLASH_ATTENTION_3}),
     ("FlashAttention and wide heads", "deepseek-v2-lite", {"attn": Attention.FLASH_ATTENTION_4}),
     ("FlashAttention and fp32", "qwen3-8b", {"attn": Attention.FLASH_ATTENTION_2, "precision": Precision.FP32}),
+    ("bf16 states need ZeRO", "qwen3-8b", {"zero_stage": 0, "optimizer": Optimizer.ADAMW_BF16}),
+    (
+        "bf16 states of bf16 weights",
+        "qwen3-8b",
+        {"zero_stage": 3, "precision": Precision.FP16, "optimizer": Optimizer.ADAMW_BF16},
+    ),
     ("Muon and matrices", "qwen3-30b-a3b", {"optimizer": Optimizer.MUON}),
     ("qwZ needs ZeRO-3", "qwen3-8b", {"zero_stage": 2, "qwz": True}),
     ("qwZ and QLoRA", "qwen3-8b", {"zero_stage": 3, "qwz": True, "method": Method.QLORA}),

@@ -39,9 +39,13 @@ def _clips(s: Subject) -> bool:
     return bool(given != 0)
 
 
+def sums_in_fp32(s: Subject) -> bool:
+    """Returns whether ZeRO-1 runs on the engine that adds gradients up in fp32 and keeps fp32 states."""
+    return s.stage == 1 and s.at("data_types.grad_accum_dtype", None) == "fp32" and not s.offloads_optimizer
+
+
 def _needs_grad_norm(s: Subject) -> bool:
-    is_summed_in_fp32 = s.stage == 1 and s.at("data_types.grad_accum_dtype", None) == "fp32"
-    return s.stage not in (1, 2) or _clips(s) or has_zenflow(s) or s.offloads_optimizer or is_summed_in_fp32
+    return s.stage not in (1, 2) or _clips(s) or has_zenflow(s) or s.offloads_optimizer or sums_in_fp32(s)
 
 
 def _unmanaged(s: Subject) -> bool:
@@ -71,35 +75,6 @@ def _nvme_without_path(subject: Subject) -> Iterator[Fault]:
                 effect="the run stops with a TypeError when the engine starts",
                 fix='write "nvme_path": "/a/folder/on/the/drive"',
             )
-
-
-def _low_precision_states(subject: Subject) -> Iterator[Fault]:
-    masters = {name: subject.is_true(f"{name}.{name}_master_weights_and_grads") for name in ("bf16", "fp16")}
-    has_bf16_states, is_on_gpu = subject.is_true("bf16.bf16_optimizer_states"), not subject.offloads_optimizer
-    for name, is_on in masters.items():
-        key = f"{name}_master_weights_and_grads"
-        if is_on and subject.stage == 0:
-            fix = 'write "stage": 1 or higher, or remove the line'
-            yield _refused(name, key, f"{key} with ZeRO-0", "DeepSpeed refuses it: only ZeRO has such copies", fix)
-    if masters["bf16"] and subject.stage > 0 and is_on_gpu and not has_bf16_states:
-        problem = "bf16_master_weights_and_grads with fp32 states on the GPU"
-        effect = f"{STOPS}: this combination needs an optimizer on the CPU"
-        fix = 'also write "bf16_optimizer_states": true, or offload the optimizer'
-        yield _refused("bf16", "bf16_master_weights_and_grads", problem, effect, fix)
-    key = "fp16_master_weights_and_grads"
-    if all(masters.values()):
-        yield _refused("fp16", key, f"{key} together with that of bf16", STOPS, "remove one of them")
-    elif masters["fp16"] and subject.stage > 0 and is_on_gpu:
-        fix = "offload the optimizer, or remove the line"
-        yield _refused("fp16", key, f"{key} without an offloaded optimizer", STOPS, fix)
-    if has_bf16_states and not masters["bf16"]:
-        problem = "bf16_optimizer_states without bf16_master_weights_and_grads"
-        fix = 'also write "bf16_master_weights_and_grads": true, or remove the line'
-        yield _refused("bf16", "bf16_optimizer_states", problem, REFUSES, fix)
-
-
-def _refused(section: str, key: str, problem: str, effect: str, fix: str) -> Fault:
-    return Fault(pointer=(section, key), problem=problem, effect=effect, fix=fix)
 
 
 def _clipped_muon(subject: Subject) -> Iterator[Fault]:
@@ -164,13 +139,6 @@ RULES = (
     Rule(id="DS331", severity=_W, title="Muon with clipped gradients", find=_clipped_muon,
          source=_DS + "runtime/zero/stage3.py: step; stage_1_and_2.py: scaled_global_norm; updates 97 % smaller on CPU"
                       " ranks with gradient_clipping 1.0"),
-    Rule(id="DS332", severity=_W, title="master weights in bf16",
-         find=when("bf16.bf16_master_weights_and_grads",
-                   lambda s: s.stage > 0 and s.is_true("bf16.bf16_master_weights_and_grads"),
-                   problem="master weights and gradients are kept in bf16",
-                   effect="a change of less than 1/256 of a weight is lost; estimates count fp32, which takes more",
-                   fix="remove the line, unless losses are those of a run in fp32"),
-         source=_DS + "runtime/zero/stage3.py: master_weights_and_grads_dtype; bf16 has 8 bits of precision"),
     Rule(id="DS304", severity=_E, title="prescale_gradients with reduce_scatter",
          find=when("prescale_gradients", lambda s: s.is_true("prescale_gradients") and _reduces_by_scatter(s),
                    problem="prescale_gradients with reduce_scatter",
@@ -182,8 +150,6 @@ RULES = (
                    problem="gradient_predivide_factor is {value} with reduce_scatter",
                    fix='remove the line, or write "reduce_scatter": false'),
          source=_DS + "runtime/zero/stage_1_and_2.py, stage3.py: gradient_predivide_factor"),
-    Rule(id="DS306", severity=_E, title="low-precision states without their requirements", find=_low_precision_states,
-         source=_DS + "runtime/config.py: _do_error_check"),
     Rule(id="DS311", severity=_E, title="NVMe offload without a path", find=_nvme_without_path,
          source=_DS + "runtime/swap_tensor: os.path.join(nvme_path, …)"),
     Rule(id="DS312", severity=_E, title="old and new names of offload", find=_old_and_new_offload,

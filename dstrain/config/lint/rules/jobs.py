@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from dstrain.choices import Interval, Optimizer, Precision, RopeType, Schedule
+from dstrain.choices import Interval, Precision, RopeType, Schedule
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Breaks, Rule, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
@@ -85,20 +85,6 @@ def _shared_weights(subject: Subject) -> Iterator[Fault]:
             effect = "no checkpoint holds whole weights, and no program makes them of the parts"
             problem = f"{_GATHER} is false with {key} {wanted}"
             yield Fault(pointer=tuple(_GATHER.split(".")), problem=problem, effect=effect, fix="remove it")
-
-
-def _not_8_bit(subject: Subject) -> Iterator[Fault]:
-    """Reports keys that put another optimizer in the place of the job's 8-bit AdamW."""
-    if subject.job is None or subject.job.job.optimizer is not Optimizer.ADAMW_8BIT:
-        return
-    said = f"{subject.job.locate(('optimizer',))}: optimizer is adamw_8bit"
-    if subject.has("optimizer"):
-        yield Fault(pointer=("optimizer",), problem=f"an optimizer of the engine, but {said}",
-                    effect="the engine's optimizer trains, with fp32 moments", fix="remove the section")  # fmt: skip
-    if subject.device("offload_optimizer") != "none":
-        effect = "accelerate replaces it with DeepSpeed's CPU Adam without decoupled weight decay, with fp32 moments"
-        yield Fault(pointer=("zero_optimization", "offload_optimizer"), problem=f"an offloaded optimizer, but {said}",
-                    effect=effect, fix="remove the section, or write optimizer: adamw in job.yaml")  # fmt: skip
 
 
 def _other_size(subject: Subject, path: str, key: str, wanted: int, *, is_on: bool) -> Iterator[Fault]:
@@ -278,9 +264,6 @@ RULES = (
          source="deepspeed 0.19.8 runtime/zero/stage3.py: __avg_scatter_contiguous_grads, __avg_scatter_grads"),
     Rule(id="DS224", severity=Severity.ERROR, title="parallelism at odds with the job", find=_shared_weights,
          source="dstrain/train/tensor_parallel.py; a norm of 3.71 in place of 4.78 on CPU ranks, deepspeed 0.19.8"),
-    Rule(id="DS225", severity=Severity.ERROR, title="another optimizer than 8-bit AdamW", find=_not_8_bit,
-         source="Transformers 5.23 integrations/deepspeed.py: deepspeed_optim_sched; "
-                "accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed"),
     Rule(id="DS901", severity=Severity.WARNING, title="interval longer than the run", find=_never_reached,
          source="dstrain/job/schema.py"),
     Rule(id="DS902", severity=Severity.WARNING, title="evaluation on the training data", find=_its_own_data,

@@ -39,6 +39,8 @@ class Reduces:
     """Number of buffers of that size."""
     overlaps: bool
     """Whether communication overlaps the backward pass, so that ZeRO-1 reduces before the pass is over."""
+    stepped: int
+    """Bytes of one element of the gradients that step the optimizer."""
     is_offloaded: bool
     """Whether gradients go to the host."""
     micro_steps: int
@@ -175,12 +177,12 @@ class ShardedReducer(Reducer):
         self.account.remove(Part.BUFFERS, flat)
 
     def _to_host(self, share: int) -> None:
-        """Copies a partition of the host's gradient to the GPU, computes its norm, and casts it to fp32."""
-        brought = rounded(share * self.how.accumulated)
+        """Copies a partition of the host's gradient to the GPU, computes its norm, and casts it for the optimizer."""
+        how, brought = self.how, rounded(share * self.how.accumulated)
         self.account.add(Part.BUFFERS, brought)
         if self.is_last:
             self.account.passing(Part.BUFFERS, rounded(min(share, NORM_ELEMENTS) * NORM_ITEM))
-            self.account.passing(Part.BUFFERS, rounded(share * FP32) if self.how.accumulated != FP32 else 0)
+            self.account.passing(Part.BUFFERS, rounded(share * how.stepped) if how.accumulated != how.stepped else 0)
         self.account.remove(Part.BUFFERS, brought)
 
     def end(self) -> None:

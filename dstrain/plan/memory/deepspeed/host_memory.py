@@ -10,13 +10,13 @@ from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.resident import FP32, accumulation_item, sub_groups
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
-from dstrain.plan.memory.zero import STATES, pinned
+from dstrain.plan.memory.zero import STATES, master_item, pinned
 
 ALWAYS_IN_RAM = 1_000_000_000
 """Elements of parameters that stay in RAM under NVMe offload. Source: deepspeed 0.19.8 runtime/zero/offload_config.py:
 max_in_cpu."""
 OPTIMIZER_BUFFERS = 4
-"""fp32 buffers of the largest sub-group through which states pass from and to NVMe. Source: offload_config.py:
+"""Buffers of the largest sub-group through which states pass from and to NVMe. Source: offload_config.py:
 buffer_count; runtime/swap_tensor/optimizer_utils.py: SwapBufferManager."""
 PARAMETER_BUFFERS = 5
 """Buffers of the largest parameter's share. Source: offload_config.py;
@@ -52,7 +52,8 @@ def host(modules: Modules, settings: Settings, ranks: int, rank: int = 0) -> Hos
 
     ZeRO-1, 2: master 4, gradient 4, staging s and states 8 of P/N, and one largest gradient; when micro-batches add up,
     the gradients that touch its partition too. ZeRO-3: flat gradient s, gradients 4, master 4 and states 8 of P/N;
-    offloaded parameters s(P + F)/N. Counted from live tensors of the engine on CPU ranks.
+    offloaded parameters s(P + F)/N. In bf16, what has 4 has 2, and micro-batches of ZeRO-1 and 2 add up in place.
+    Counted from live tensors of the engine on CPU ranks.
     """
     if not settings.zero.is_offloaded:
         return Host()
@@ -70,24 +71,24 @@ def _of(pins: bool, sizes: list[int], pageable: int) -> Host:
 def _partitioned(modules: Modules, settings: Settings, ranks: int, rank: int) -> Host:
     """Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: __init__, initialize_optimizer_states,
     async_accumulate_grad_in_cpu_via_gpu."""
-    flat_layout, item = layout(modules, ranks), settings.model.item
-    sizes = [size * count for count in flat_layout.partitions for size in (FP32, FP32, item)]
+    flat_layout, item, master = layout(modules, ranks), settings.model.item, master_item(settings.step.optimizer)
+    sizes = [size * count for count in flat_layout.partitions for size in (master, master, item)]
     sizes.append(item * max(flat_layout.numel, default=0))
-    if settings.step.grad_accum > 1:
+    if settings.step.grad_accum > 1 and master == FP32:
         sizes += [item * modules.weights[index].numel for index in sorted(flat_layout.parameters_of(rank))]
-    states = STATES[settings.step.optimizer] * FP32 * sum(flat_layout.partitions)
+    states = STATES[settings.step.optimizer] * master * sum(flat_layout.partitions)
     return _of(settings.zero.pin_memory, sizes, states)
 
 
 def _sharded(modules: Modules, settings: Settings, ranks: int) -> Host:
     """Source: deepspeed 0.19.8 runtime/zero/stage3.py: _setup_for_real_optimizer, _create_fp32_partitions,
     initialize_optimizer_states, _create_param_groups_fp16_flat_cpu_memory."""
-    item = settings.model.item
+    item, master = settings.model.item, master_item(settings.step.optimizer)
     groups = [sum(shares) for shares in sub_groups(modules, ranks, settings.zero.sub_group_size)]
     away = groups[int((1 - settings.zero.offload_ratio) * len(groups)) :]
     flat = accumulation_item(settings) * sum(groups)
-    states = (1 + STATES[settings.step.optimizer]) * FP32 * sum(away)
-    host = _of(settings.zero.pin_memory, [flat, *(FP32 * size for size in away)], states)
+    states = (1 + STATES[settings.step.optimizer]) * master * sum(away)
+    host = _of(settings.zero.pin_memory, [flat, *(master * size for size in away)], states)
     if settings.zero.offload is not Offload.PARAMS:
         return host
     shares = modules.shares(ranks)
@@ -104,11 +105,11 @@ def _nvme(modules: Modules, settings: Settings, ranks: int) -> Host:
 
     Read in the source, not measured. Source: deepspeed 0.19.8 runtime/swap_tensor; stage3.py.
     """
-    item = settings.model.item
+    item, master = settings.model.item, master_item(settings.step.optimizer)
     groups = [sum(shares) for shares in sub_groups(modules, ranks, settings.zero.sub_group_size)]
     shares = modules.shares(ranks)
-    locked = OPTIMIZER_BUFFERS * FP32 * max(groups, default=0) + PARAMETER_BUFFERS * item * max(shares)
+    locked = OPTIMIZER_BUFFERS * master * max(groups, default=0) + PARAMETER_BUFFERS * item * max(shares)
     flat = accumulation_item(settings) * sum(groups)
     kept = item * min(sum(groups), ALWAYS_IN_RAM)
-    files = (2 + STATES[settings.step.optimizer]) * FP32 * sum(groups) + item * sum(shares)
+    files = (2 + STATES[settings.step.optimizer]) * master * sum(groups) + item * sum(shares)
     return Host(pinned=(flat, kept), locked=locked, nvme=files)

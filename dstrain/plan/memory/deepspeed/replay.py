@@ -16,7 +16,7 @@ from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero3_gathering import Coordinator, Gathers
 from dstrain.plan.memory.deepspeed.zero12_partitions import PartitionedReducer, layout
 from dstrain.plan.memory.layers.recording import END
-from dstrain.plan.memory.zero import num_buckets
+from dstrain.plan.memory.zero import master_item, num_buckets
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +98,7 @@ def _reduces(settings: Settings, ranks: int) -> Reduces:
         item=settings.model.item,
         communicated=communication_item(settings),
         accumulated=accumulation_item(settings),
+        stepped=master_item(settings.step.optimizer),
         ranks=ranks,
         bucket=settings.zero.reduce_bucket_size,
         buckets=num_buckets(settings.zero),

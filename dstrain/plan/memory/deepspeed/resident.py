@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dstrain.choices import Offload, Optimizer, Precision
@@ -9,7 +10,7 @@ from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
-from dstrain.plan.memory.zero import EIGHT_BIT_STATE, STATES
+from dstrain.plan.memory.zero import EIGHT_BIT_STATE, STATES, master_item
 
 FP32 = 4
 
@@ -64,7 +65,12 @@ def state_bytes(numel: int, optimizer: Optimizer) -> int:
     """Returns the bytes of the optimizer states of that many elements, without the master copy."""
     if optimizer is Optimizer.ADAMW_8BIT:
         return 2 * rounded(round(EIGHT_BIT_STATE * numel))
-    return STATES[optimizer] * rounded(FP32 * numel)
+    return STATES[optimizer] * rounded(master_item(optimizer) * numel)
+
+
+def stepped_bytes(sizes: Iterable[int], optimizer: Optimizer) -> int:
+    """Returns the bytes of master copies and optimizer states of partitions."""
+    return sum(rounded(master_item(optimizer) * size) + state_bytes(size, optimizer) for size in sizes)
 
 
 _MUON_BUFFERS = 256 * 2**20
@@ -118,7 +124,7 @@ def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
     """Returns what a rank holds between two steps, with P trainable and F frozen elements of s bytes over N ranks.
 
     ZeRO-0: sP + 12P. ZeRO-1, 2: sP + 12P/N. ZeRO-3: (s + 12)P/N, the flat gradient sP/N and the bucket. Frozen: sF, or
-    sF/N under ZeRO-3.
+    sF/N under ZeRO-3. Of states in bf16 12 is 6.
     Source: deepspeed 0.19.8 runtime/fp16/unfused_optimizer.py, runtime/zero/stage_1_and_2.py, stage3.py: __init__.
     """
     if settings.zero.stage == 3:
@@ -132,11 +138,10 @@ def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
         states = sum(rounded(master * n) + state_bytes(n, settings.step.optimizer) for n in trainable)
         return Resident(params=frozen + sum(rounded(item * n) for n in trainable), optimizer=states - less)
     flat = layout(modules, ranks)
-    partitions = flat.partitions
     params = frozen + sum(rounded(item * size) for size in flat.whole)
     if settings.zero.is_offloaded:
         return Resident(params=params, buffers=rounded(item * max(trainable, default=0)))
-    states = sum(rounded(FP32 * size) + state_bytes(size, settings.step.optimizer) for size in partitions)
+    states = stepped_bytes(flat.partitions, settings.step.optimizer)
     grads = 0
     if is_wide(settings):
         grads = sum(rounded(FP32 * size) for size in flat.whole)
@@ -159,12 +164,11 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
         stay = groups[: int((1 - settings.zero.offload_ratio) * len(groups))]
     grads = rounded(trainable * accumulation_item(settings)) if offload is Offload.NONE else 0
     if offload is not Offload.NONE:
-        grads = sum(rounded(FP32 * size) for size in stay)
+        grads = sum(rounded(master_item(settings.step.optimizer) * size) for size in stay)
     return Resident(
         params=(rounded(trainable * item) + frozen) if on_gpu else 0,
         grads=grads,
-        optimizer=sum(rounded(FP32 * size) + state_bytes(size, settings.step.optimizer) for size in stay)
-        - saved_by_muon(modules, settings, ranks),
+        optimizer=stepped_bytes(stay, settings.step.optimizer) - saved_by_muon(modules, settings, ranks),
         buffers=rounded(settings.zero.reduce_bucket_size * communication_item(settings)),
         gathered=whole if is_copied else 0,
         secondary=secondary,

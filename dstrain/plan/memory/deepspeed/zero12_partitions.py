@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part, rounded
-from dstrain.plan.memory.deepspeed.gradient_buckets import FP32, NORM_ITEM, Reducer, Reduces
+from dstrain.plan.memory.deepspeed.gradient_buckets import NORM_ITEM, Reducer, Reduces
 from dstrain.plan.memory.deepspeed.modules import Modules
 
 ALIGNMENT = 2
@@ -196,12 +196,13 @@ class PartitionedReducer(Reducer):
                 self.account.remove(Part.GRADS, self.size(weight))
 
     def _to_host(self, weight: int) -> None:
-        """Computes the norm of this rank's part, and casts it to fp32 on the way to the host."""
+        """Computes the norm of this rank's part, and casts it for the optimizer on the way to the host."""
         if self.is_last:
             slices = self.layout.slices[weight]
             numel = next(numel for at, numel in slices if self.layout.is_of(self.rank, weight, at))
             self.account.passing(Part.BUFFERS, rounded(numel * NORM_ITEM))
-            self.account.passing(Part.BUFFERS, rounded(numel * FP32))
+            cast = self.how.stepped if self.how.stepped != self.how.item else 0
+            self.account.passing(Part.BUFFERS, rounded(numel * cast))
 
     def end(self) -> None:
         if self.how.stage == 2 or self.is_last:

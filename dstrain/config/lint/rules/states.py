@@ -1,0 +1,120 @@
+"""Rules about the dtypes of master weights and optimizer states, and about the optimizer that a job asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dstrain.choices import Optimizer
+from dstrain.config.lint.finding import Fault, Severity
+from dstrain.config.lint.rule import REFUSES, STOPS, Rule
+from dstrain.config.lint.rules.conflicts import sums_in_fp32
+from dstrain.config.lint.rules.jobs import in_job
+from dstrain.config.lint.subject import Subject
+from dstrain.plan.estimate import BF16_STATES
+from dstrain.plan.labels import bf16_losses
+
+
+def _low_precision_states(subject: Subject) -> Iterator[Fault]:
+    masters = {name: subject.is_true(f"{name}.{name}_master_weights_and_grads") for name in ("bf16", "fp16")}
+    has_bf16_states, is_on_gpu = subject.is_true("bf16.bf16_optimizer_states"), not subject.offloads_optimizer
+    for name, is_on in masters.items():
+        key = f"{name}_master_weights_and_grads"
+        if is_on and subject.stage == 0:
+            fix = 'write "stage": 1 or higher, or remove the line'
+            yield _refused(name, key, f"{key} with ZeRO-0", "DeepSpeed refuses it: only ZeRO has such copies", fix)
+    if masters["bf16"] and subject.stage > 0 and is_on_gpu and not has_bf16_states:
+        problem = "bf16_master_weights_and_grads with fp32 states on the GPU"
+        effect = f"{STOPS}: this combination needs an optimizer on the CPU"
+        fix = 'also write "bf16_optimizer_states": true, or offload the optimizer'
+        yield _refused("bf16", "bf16_master_weights_and_grads", problem, effect, fix)
+    key = "fp16_master_weights_and_grads"
+    if all(masters.values()):
+        yield _refused("fp16", key, f"{key} together with that of bf16", STOPS, "remove one of them")
+    elif masters["fp16"] and subject.stage > 0 and is_on_gpu:
+        fix = "offload the optimizer, or remove the line"
+        yield _refused("fp16", key, f"{key} without an offloaded optimizer", STOPS, fix)
+    if has_bf16_states and masters["bf16"] and not is_on_gpu and subject.is_trainers and not subject.has("optimizer"):
+        problem = "bf16_optimizer_states with an offloaded optimizer of the Trainer"
+        effect = f"{STOPS}: accelerate makes DeepSpeed's CPU Adam with fp32 moments"
+        fix = 'add "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}}'
+        yield _refused("bf16", "bf16_optimizer_states", problem, effect, fix)
+    if has_bf16_states and not masters["bf16"]:
+        problem = "bf16_optimizer_states without bf16_master_weights_and_grads"
+        fix = 'also write "bf16_master_weights_and_grads": true, or remove the line'
+        yield _refused("bf16", "bf16_optimizer_states", problem, REFUSES, fix)
+
+
+def _refused(section: str, key: str, problem: str, effect: str, fix: str) -> Fault:
+    return Fault(pointer=(section, key), problem=problem, effect=effect, fix=fix)
+
+
+def _bf16_masters(subject: Subject) -> Iterator[Fault]:
+    """Reports what is lost where weights are stepped in bf16."""
+    key = "bf16_master_weights_and_grads"
+    if subject.stage == 0 or not subject.is_true(f"bf16.{key}"):
+        return
+    if sums_in_fp32(subject):
+        effect = "it has no effect: ZeRO-1 that sums in fp32 is another engine, with fp32 states"
+        yield Fault(pointer=("bf16", key), problem=f"{key} with ZeRO-1 and fp32 sums", effect=effect, fix="remove it")
+        return
+    job = subject.job.job if subject.job is not None else None
+    has_moments = subject.is_true("bf16.bf16_optimizer_states")
+    lost = bf16_losses(job.learning_rate if job else None, job.adam_beta2 if job and has_moments else None)
+    is_counted = has_moments and (job is None or job.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_BF16))
+    yield Fault(
+        pointer=("bf16", key),
+        problem="master weights and gradients are kept in bf16",
+        effect=lost + ("" if is_counted else "; estimates count fp32 here, which takes more"),
+        fix="remove the line, unless losses are those of a run in fp32",
+    )
+
+
+def _not_the_jobs(subject: Subject) -> Iterator[Fault]:
+    """Reports keys that put another optimizer in the place of the job's AdamW with states of 8 or 16 bits."""
+    optimizer = subject.job.job.optimizer if subject.job is not None else Optimizer.ADAMW
+    if subject.job is None or optimizer not in (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_BF16):
+        return
+    said = f"{subject.job.locate(('optimizer',))}: optimizer is {optimizer}"
+    if subject.has("optimizer"):
+        yield Fault(pointer=("optimizer",), problem=f"an optimizer of the engine, but {said}",
+                    effect="the engine's optimizer trains", fix="remove the section")  # fmt: skip
+    if subject.device("offload_optimizer") != "none":
+        effect = "accelerate replaces it with DeepSpeed's CPU Adam without decoupled weight decay, with fp32 moments"
+        yield Fault(pointer=("zero_optimization", "offload_optimizer"), problem=f"an offloaded optimizer, but {said}",
+                    effect=effect, fix="remove the section, or write optimizer: adamw in job.yaml")  # fmt: skip
+    if optimizer is Optimizer.ADAMW_BF16:
+        yield from _not_in_bf16(subject, said)
+
+
+def _not_in_bf16(subject: Subject, said: str) -> Iterator[Fault]:
+    """Reports what keeps the job's states from being in bf16."""
+    instead = ", or optimizer: adamw in job.yaml"
+    if subject.stage == 0:
+        fix = f'write "stage": 1 or higher in ds_config.json{instead}'
+        yield in_job(subject, "optimizer", "optimizer is adamw_bf16 with ZeRO-0", REFUSES, fix)
+    for key in BF16_STATES:
+        if subject.at(f"bf16.{key}", True) is False:
+            yield Fault(pointer=("bf16", key), problem=f"{key} is false, but {said}",
+                        effect="states are kept in fp32", fix=f"remove the line{instead}")  # fmt: skip
+    if sums_in_fp32(subject):
+        effect = "ZeRO-1 that sums in fp32 is another engine, with fp32 states"
+        yield Fault(pointer=("data_types", "grad_accum_dtype"), problem=f"fp32 sums with ZeRO-1, but {said}",
+                    effect=effect, fix=f'remove the line, write "stage": 2{instead}')  # fmt: skip
+
+
+# fmt: off
+RULES = (
+    Rule(id="DS225", severity=Severity.ERROR, title="another optimizer than the job's", find=_not_the_jobs,
+         source="Transformers 5.23 integrations/deepspeed.py: deepspeed_optim_sched; "
+                "accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed; "
+                "deepspeed 0.19.8 runtime/engine.py: _do_optimizer_sanity_check"),
+    Rule(id="DS306", severity=Severity.ERROR, title="low-precision states without their requirements",
+         find=_low_precision_states,
+         source="deepspeed 0.19.8 runtime/config.py: _do_error_check; runtime/base_optimizer.py: "
+                "_configure_master_weights"),
+    Rule(id="DS332", severity=Severity.WARNING, title="master weights in bf16", find=_bf16_masters,
+         source="deepspeed 0.19.8 runtime/base_optimizer.py: _configure_master_weights; Zamirai et al. "
+                "(arXiv 2010.06192); Kingma and Ba (arXiv 1412.6980), 2.1"),
+)
+"""Rules about states, and the optimizer of a job."""
+# fmt: on
