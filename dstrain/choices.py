@@ -19,16 +19,27 @@ class Task(StrEnum):
     SFT = "sft"
     PRETRAIN = "pretrain"
     DPO = "dpo"
+    REWARD = "reward"
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is made of the log-probabilities of whole answers, not that of the model itself."""
+        """Whether the loss is made of what the model says of whole answers, not that of the model itself."""
         return self not in (Task.SFT, Task.PRETRAIN)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with itself before training."""
+        return self is Task.DPO
+
+    @property
+    def has_score(self) -> bool:
+        """Whether the head gives each sequence a number, in place of logits of the vocabulary to each token."""
+        return self is Task.REWARD
 
     @property
     def rows(self) -> int:
         """Sequences of one sample."""
-        return 2 if self is Task.DPO else 1
+        return 2 if self in (Task.DPO, Task.REWARD) else 1
 
 
 class DpoLoss(StrEnum):

@@ -32,9 +32,9 @@ from dstrain.choices import (
     Thinking,
 )
 from dstrain.job.data_source import DataSource, Positive, PositiveFloat, Sources, listed
-from dstrain.job.dpo import Dpo
 from dstrain.job.model_changes import Lora, Ratio, RopeScaling
 from dstrain.job.monitor import HealthLimits, HealthRule, Monitor
+from dstrain.job.task_losses import Dpo, Reward
 from dstrain.records import type_config
 
 Beta = Annotated[float, Ge(0), Lt(1)]
@@ -54,9 +54,11 @@ class Job:
     output_dir: str
     """The run directory: metrics, checkpoints, the final model."""
     task: Task = Task.SFT
-    """`sft` (conversations), `pretrain` (texts), or `dpo` (pairs of a chosen and a rejected answer)."""
+    """`sft` (conversations), `pretrain` (texts), or `dpo` and `reward` (pairs of a chosen and a rejected answer)."""
     dpo: Dpo = field(default_factory=Dpo)
     """The loss, for `dpo`."""
+    reward: Reward = field(default_factory=Reward)
+    """The loss, for `reward`."""
     data: Sources | None = None
     """Training data: a JSONL, JSON or Parquet file, a glob, a data set id on the hub, or a list of data sets."""
     eval_data: Sources | None = None
@@ -125,7 +127,7 @@ class Job:
     chat_template: str | None = None
     """A chat template, or a file with one; default: the model's own."""
     micro_batch: Positive = 1
-    """Samples (with packing: rows; for `dpo`: pairs) per forward pass of one GPU."""
+    """Samples (with packing: rows; for `dpo` and `reward`: pairs) per forward pass of one GPU."""
     grad_accum: Positive = 1
     """Micro-batches per optimizer step."""
     sp: Positive = 1

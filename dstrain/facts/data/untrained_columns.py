@@ -33,7 +33,7 @@ class Untrained:
 _WEIGHTS = "weights or masks tokens in the loss"
 _PREFERENCE = "marks the preferred answer"
 _PREFERRED = "Keep only the preferred answers, as messages or as instruction and output."
-_DPO = "Or train on both: task: dpo, with the columns chosen and rejected."
+_DPO = "Or train on both: task: dpo or reward, with the columns chosen and rejected."
 _COUNTED = "Give each turn a weight of 0 or 1; loss_on selects the answers that count in the loss."
 _MEDIA = Untrained(
     names=("video", "videos", "audio", "audios"),

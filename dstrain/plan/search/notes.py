@@ -52,7 +52,7 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
         found.append(f"it fills {percent(share)} of the GPU; dstrain's own choices leave {left}")
     for limit in limits_of(flat(chosen.configuration)) if cluster.gpu.is_cpu else ():
         found.append(f"{limit.key} {limit.value} trains on a CPU only if {limit.unless}: {limit.why}")
-    if request.task.has_own_loss:
+    if request.task.has_reference:
         found += _reference_notes(workload, chosen)
     for choice in (request.method, request.optimizer):
         if choice in (Method.QLORA, Optimizer.ADAMW_8BIT):

@@ -14,8 +14,8 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from dstrain.choices import DpoLoss
-from dstrain.job.dpo import Dpo
 from dstrain.job.schema import Job
+from dstrain.job.task_losses import Dpo
 from dstrain.train.data.tokenized import Form
 from dstrain.train.tasks.log_probs import Answers, answers_of
 from dstrain.train.tasks.pairs import PAIRS

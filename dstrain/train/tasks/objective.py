@@ -52,4 +52,8 @@ def objective_of(job: Job) -> Objective | None:
         from dstrain.train.tasks.dpo import DpoObjective
 
         return DpoObjective(job=job)
+    if job.task is Task.REWARD:
+        from dstrain.train.tasks.reward import RewardObjective
+
+        return RewardObjective(job=job)
     return None

@@ -329,13 +329,13 @@ def test_several_bad_values_are_reported_together() -> None:
 def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None:
     from dataclasses import fields
 
-    from dstrain.job.dpo import Dpo
     from dstrain.job.model_changes import Lora
     from dstrain.job.monitor import Monitor
     from dstrain.job.schema import Job
+    from dstrain.job.task_losses import Dpo, Reward
 
     legal = {field.name for field in fields(Job)}
-    sections = {"dpo": Dpo, "lora": Lora, "monitor": Monitor}
+    sections = {"dpo": Dpo, "reward": Reward, "lora": Lora, "monitor": Monitor}
     legal |= {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
     targets = {row.target for row in TOOLS[tool].rows.values() if row.target}
     assert {target for target in targets if not target.startswith(("plan.", "machines."))} <= legal

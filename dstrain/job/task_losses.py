@@ -1,4 +1,4 @@
-"""The section of a job file about preferences."""
+"""The sections of a job file about the losses of its task."""
 
 from __future__ import annotations
 
@@ -25,3 +25,13 @@ class Dpo:
     """Share of pairs whose preference is wrong, for `robust`."""
     sft_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of the chosen answer's own loss per token, which is added: `rpo_alpha` of ms-swift."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """The loss of `task: reward`, by TRL's names."""
+
+    __pydantic_config__ = type_config
+
+    center_rewards_coefficient: Annotated[float, Ge(0)] = 0.0
+    """Weight of the squared sum of both rewards of a pair, which keeps rewards around 0; TRL recommends 0.01."""
