@@ -1,4 +1,4 @@
-"""DPO and rewards of dstrain beside those of TRL: the same model, pairs, order and steps, on two CPU ranks in fp32.
+"""DPO, rewards and KTO of dstrain beside those of TRL: the same model, data, order and steps, on two CPU ranks in fp32.
 
 Example: pip install --target trl-only --no-deps trl==1.16.0
          DS_ACCELERATOR=cpu python benchmarks/preference.py --trl trl-only
@@ -23,9 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.train.launching import command, environment, lines, make_run, without_dropout
 
 STEPS, PAIRS, MICRO_BATCH, GRAD_ACCUM, BETA, CENTER = 8, 24, 2, 2, 0.1, 0.01
-RATE = {"dpo": 1e-3, "reward": 2e-4}
-SEQ_LEN = {"dpo": 128, "reward": 512}
+RATE = {"dpo": 1e-3, "reward": 2e-4, "kto": 1e-3}
+SEQ_LEN = {"dpo": 128, "reward": 512, "kto": 512}
 """TRL cuts long answers for DPO as dstrain does, but drops long pairs of a reward model, so these are not cut."""
+LABELS, LABELS_MICRO_BATCH, WEIGHTS = 8, 4, (1.5, 0.5)
+"""KTO's rows are a step, since TRL estimates the divergence of each micro-batch and does not shuffle; their weights."""
 CONFIG = {
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -43,11 +45,17 @@ DPO = {name: name for name in ("loss", "rewards/chosen", "rewards/rejected", "re
 COMPARED: Mapping[str, Mapping[str, str]] = {
     "dpo": DPO | {"rewards/accuracies": "rewards/accuracies"},
     "reward": {"loss": "loss", "rewards/margins": "margin", "rewards/accuracies": "accuracy"},
+    "kto": {name: name for name in ("loss", "rewards/chosen", "rewards/rejected", "logps/chosen", "kl")},
 }
 """Task → our name of a figure → TRL's."""
 OURS: Mapping[str, Mapping[str, Any]] = {
     "dpo": {"task": "dpo", "dpo": {"beta": BETA}, "loss": "chunked"},
     "reward": {"task": "reward", "reward": {"center_rewards_coefficient": CENTER}},
+    "kto": {
+        "task": "kto",
+        "kto": {"beta": BETA, "desirable_weight": WEIGHTS[0], "undesirable_weight": WEIGHTS[1]},
+        "loss": "chunked",
+    },
 }
 """Task → keys of the job."""
 
@@ -60,6 +68,27 @@ def write_pairs(demo: Path, to: Path) -> None:
         for good, bad in zip(talks[::2], talks[1::2], strict=True)
     ]
     to.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def write_labels(demo: Path, to: Path) -> None:
+    """Writes labeled answers of the demo's talks.
+
+    The last answers of both halves are the same: TRL gives the first prompt of a micro-batch the last answer of that
+    micro-batch, dstrain that of the row before it.
+    """
+    talks = [json.loads(line)["messages"] for line in (demo / "train.jsonl").read_text().splitlines()[:LABELS]]
+    answers = [talk[-1:] for talk in talks]
+    answers[-1] = answers[LABELS // 2 - 1]
+    rows = [
+        {"prompt": talk[:-1], "completion": answer, "label": number % 3 == 0}
+        for number, (talk, answer) in enumerate(zip(talks, answers, strict=True))
+    ]
+    to.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def batch_of(task: str) -> tuple[int, int]:
+    """Returns micro-batch and accumulation."""
+    return (LABELS_MICRO_BATCH, 1) if task == "kto" else (MICRO_BATCH, GRAD_ACCUM)
 
 
 def set_template(model: Path) -> None:
@@ -91,9 +120,12 @@ def run_trl(folder: Path, task: str, stage: int) -> None:
     from transformers import AutoTokenizer
 
     zero = {"stage": stage} | ({"stage3_param_persistence_threshold": "auto"} if stage == 3 else {})
+    kto = {**OURS["kto"]["kto"], "precompute_ref_log_probs": True, "train_sampling_strategy": "sequential"}
+    micro_batch, grad_accum = batch_of(task)
     kinds: Mapping[str, Any] = {
         "dpo": (trl.DPOConfig, trl.DPOTrainer, {"beta": BETA, "precompute_ref_log_probs": True}),
         "reward": (trl.RewardConfig, trl.RewardTrainer, {"center_rewards_coefficient": CENTER}),
+        "kto": (trl.KTOConfig, trl.KTOTrainer, kto),
     }
     config, trainer_of, own = kinds[task]
     arguments = config(
@@ -101,8 +133,8 @@ def run_trl(folder: Path, task: str, stage: int) -> None:
         deepspeed=CONFIG | {"zero_optimization": zero},
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=MICRO_BATCH,
-        gradient_accumulation_steps=GRAD_ACCUM,
+        per_device_train_batch_size=micro_batch,
+        gradient_accumulation_steps=grad_accum,
         gradient_checkpointing=False,
         max_steps=STEPS,
         max_length=SEQ_LEN[task],
@@ -124,7 +156,7 @@ def run_trl(folder: Path, task: str, stage: int) -> None:
     trainer = trainer_of(
         model=str(folder / task),
         args=arguments,
-        train_dataset=datasets.load_dataset("json", data_files=str(folder / "pairs.jsonl"), split="train"),
+        train_dataset=datasets.load_dataset("json", data_files=str(folder / f"{task}.jsonl"), split="train"),
         processing_class=AutoTokenizer.from_pretrained(folder / task),
     )
     trainer.train()
@@ -146,17 +178,18 @@ def compare(folder: Path, task: str, stage: int, trl: str) -> float:
     """Trains with both, prints every step, and returns the largest relative difference of a loss."""
     launch(folder, [__file__, "--rank-of", str(folder), "--task", task, "--stage", str(stage)], path=trl)
     theirs = json.loads((folder / f"trl-{task}{stage}.json").read_text())
+    micro_batch, grad_accum = batch_of(task)
     run = make_run(
         folder / f"dstrain-{task}{stage}",
         folder,
         zero={"stage": stage},
-        data=str(folder / "pairs.jsonl"),
+        data=str(folder / f"{task}.jsonl"),
         **OURS[task],
         model=str(folder / task),
         precision="fp32",
         seq_len=SEQ_LEN[task],
-        micro_batch=MICRO_BATCH,
-        grad_accum=GRAD_ACCUM,
+        micro_batch=micro_batch,
+        grad_accum=grad_accum,
         grad_ckpt=False,
         max_steps=STEPS,
         learning_rate=RATE[task],
@@ -188,7 +221,9 @@ def main() -> None:
         folder = Path(temporary)
         launch_demo = [sys.executable, "-m", "dstrain.train.demo", str(folder / "demo")]
         subprocess.run(launch_demo, check=True, capture_output=True, env=environment(folder))
-        write_pairs(folder / "demo", folder / "pairs.jsonl")
+        for task in ("dpo", "reward"):
+            write_pairs(folder / "demo", folder / f"{task}.jsonl")
+        write_labels(folder / "demo", folder / "kto.jsonl")
         tasks = [given.task] if given.task else [*COMPARED]
         for task in tasks:
             set_template(without_dropout(folder / "demo" / "model", folder / task))

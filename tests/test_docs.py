@@ -82,6 +82,7 @@ def job_reference() -> str:
         "Job": "",
         "Dpo": "dpo.",
         "Reward": "reward.",
+        "Kto": "kto.",
         "DataSource": "data[].",
         "Lora": "lora.",
         "RopeScaling": "rope_scaling.",

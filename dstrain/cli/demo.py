@@ -25,7 +25,7 @@ RANKS = 2
 EXPERTS = 8
 """Experts of each layer with `--moe`."""
 NO_PREFERENCE = "loss of a model without preference"
-BARS = {"dpo": (NO_PREFERENCE, math.log(2)), "reward": (NO_PREFERENCE, math.log(2))}
+BARS = {"dpo": (NO_PREFERENCE, math.log(2)), "reward": (NO_PREFERENCE, math.log(2)), "kto": (NO_PREFERENCE, 0.5)}
 """What a model has to beat that learns of preferences: by task, the name of a loss and the loss."""
 SETTINGS = {
     "learning_rate": "5e-3",

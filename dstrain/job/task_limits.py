@@ -70,7 +70,18 @@ LIMITS = (
     TaskLimit(key="ep", values=(1,), why="it was not tried with shared experts"),
     TaskLimit(key="router_aux_loss_coef", values=(None, 0.0), why="its loss has no place for that of routers"),
     TaskLimit(key="loss_on", values=(LossOn.ANSWER, LossOn.LAST), why="only the last answer counts"),
-    TaskLimit(key="data_format", values=(DataFormat.AUTO, DataFormat.PREFERENCE), why="it trains on pairs of answers"),
+    TaskLimit(
+        key="data_format",
+        values=(DataFormat.AUTO, DataFormat.PREFERENCE),
+        why="it trains on pairs of answers",
+        tasks=frozenset(task for task in Task if task.rows == 2),
+    ),
+    TaskLimit(
+        key="data_format",
+        values=(DataFormat.AUTO, DataFormat.UNPAIRED),
+        why="it trains on answers that are marked as desirable or not",
+        tasks=frozenset({Task.KTO}),
+    ),
     TaskLimit(
         key="data_format",
         values=(DataFormat.AUTO, DataFormat.TEXT),

@@ -82,7 +82,7 @@ class Demo:
 def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
     """Writes `model`, `train.jsonl` and `eval.jsonl` to the folder; the same bytes every time on the same Python.
 
-    The data are those of a task: conversations, or pairs of answers.
+    The data are those of a task: conversations, pairs of answers, or answers with a label.
     """
     pairs = pairs_of_standard_library()
     if len(pairs) < _FEWEST_PAIRS:
@@ -93,7 +93,7 @@ def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
     samples = [_sample(question, answer) for question, answer in pairs]
     train, evaluation = samples[EVAL_SAMPLES:], samples[:EVAL_SAMPLES]
     for name, part in (("train.jsonl", train), ("eval.jsonl", evaluation)):
-        rows = _pairs(part) if task.rows == 2 else part
+        rows = _pairs(part) if task.rows == 2 else _labeled(part) if task is Task.KTO else part
         write_atomic(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     tokenizer = make_tokenizer(message["content"] for sample in train for message in sample["messages"])
     model = make_model(tokenizer, num_experts=num_experts)
@@ -177,6 +177,17 @@ def _pairs(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         question, answer = sample["messages"]
         backwards = " ".join(answer["content"].split()[::-1])
         yield {"prompt": [question], "chosen": [answer], "rejected": [{**answer, "content": backwards}]}
+
+
+def _labeled(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields answers with a label: docstrings, and of every other function its docstring from last word to first."""
+    for number, pair in enumerate(_pairs(samples)):
+        is_desirable = number % 2 == 0
+        yield {
+            "prompt": pair["prompt"],
+            "completion": pair["chosen" if is_desirable else "rejected"],
+            "label": is_desirable,
+        }
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

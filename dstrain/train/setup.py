@@ -233,7 +233,7 @@ class TrainingSetup:
             parameters = frozenset(signature(without_adapter(self.model).forward).parameters)
             blank = self.images.blank_tokens(self.tokenizer)
             return ImageCollator(collator=collator, images=self.images, blank=blank, parameters=parameters)
-        return collator if self.objective is None else SampleCollator(collator=collator)
+        return collator if self.objective is None else self.objective.collates(collator=collator)
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the content of `summary.json`."""

@@ -88,12 +88,25 @@ def test_a_family_without_a_score_cannot_be_planned() -> None:
         decide(granite, Request(task=Task.REWARD, seq_len=1024))
 
 
-@pytest.mark.parametrize("task", [Task.DPO, Task.REWARD])
+def test_labeled_answers_need_the_memory_of_one_sequence_and_a_second_forward_pass() -> None:
+    values = {"zero_stage": 0, "seq_len": 1024, "loss": LossKernel.CHUNKED, "grad_ckpt": True, "micro_batch": 2}
+    kto, sft = (assess(workload(1), changed(DEFAULTS, **values, task=task)) for task in (Task.KTO, Task.SFT))
+    ids = 2 * 2 * 1024 * 8  # of the prompts with other answers, and their labels
+    assert 0 <= kto.memory.live_bytes_per_gpu - sft.memory.live_bytes_per_gpu <= ids
+    forward = forward_s(workload(1), sft.configuration)
+    assert forward is not None
+    assert kto.speed is not None
+    assert sft.speed is not None
+    assert kto.speed.step_s - sft.speed.step_s == pytest.approx(forward)
+    assert "reference" in "".join(decide(workload(), Request(task=Task.KTO, seq_len=1024)).notes)
+
+
+@pytest.mark.parametrize("task", [Task.DPO, Task.REWARD, Task.KTO])
 @pytest.mark.parametrize(
     "asked", [{"loss": LossKernel.FUSED}, {"packing": True}, {"sp": 2}, {"tp": 2}], ids=lambda asked: next(iter(asked))
 )
 def test_what_pairs_cannot_have_contradicts_them(asked: dict[str, object], task: Task) -> None:
-    with pytest.raises(InvalidConfig, match="task .*dpo.* needs" if task is Task.DPO else "task .*reward needs"):
+    with pytest.raises(InvalidConfig, match=f"task .*{task}.* needs"):
         decide(workload(), Request(task=task, seq_len=1024, **asked))  # type: ignore[arg-type]
 
 

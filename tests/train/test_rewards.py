@@ -54,7 +54,6 @@ def runs(root: Path, demo: Path, pairs: list[Pair], engine: Engine) -> Path:
         "learning_rate": RATE,
     }
     evaluated = {"eval_data": str(folder / "eval.jsonl"), "preflight": True}
-    engine.train(make_run(folder / "zero1", demo, zero={"stage": 1}, **job))
     engine.train(make_run(folder / "zero2", demo, **job | evaluated))
     engine.train(make_run(folder / "zero3", demo, zero={"stage": 3}, **job))
     lora = {"method": "lora", "lora": {"rank": 4, "dropout": 0.0}, "learning_rate": 1e-2}
@@ -115,10 +114,9 @@ def test_every_loss_and_figure_is_that_of_the_formula_on_the_whole_batch(
     assert logged[-1]["loss"] < 0.9 * logged[0]["loss"]
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero3"])
-def test_every_zero_stage_has_the_same_losses(runs: Path, name: str) -> None:
-    assert codes(runs / name) == [[0, 0]], said(runs / name)[-3000:]
-    assert losses(runs / name) == pytest.approx(losses(runs / "zero2"), rel=1e-5)
+def test_zero_3_has_the_same_losses(runs: Path) -> None:
+    assert codes(runs / "zero3") == [[0, 0]], said(runs / "zero3")[-3000:]
+    assert losses(runs / "zero3") == pytest.approx(losses(runs / "zero2"), rel=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT asks for it

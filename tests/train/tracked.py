@@ -238,6 +238,9 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
         batch["shift_labels"] = ids
     if case["packing"]:
         batch["position_ids"] %= case["seq_len"] // 2
+    if case["task"] == Task.KTO:
+        others = ids.clone()
+        batch |= {"other_input_ids": others, "other_labels": others, "desirable": torch.ones(rows, dtype=torch.bool)}
     for step in range(case["steps"]):
         if step == case["steps"] - 1:
             ledger.enter("between")
@@ -297,8 +300,11 @@ def mean_of_samples(engine: Any, batch: dict[str, Any], case: dict[str, Any]) ->
     loss: Any = LossKernel(case["loss"])
     objective = objective_of(Job(model="", output_dir="", loss=loss, task=Task(case["task"])))
     assert objective is not None
-    outputs = objective.outputs(functools.partial(engine, use_cache=False), batch)
-    return objective.losses(outputs, torch.zeros(len(batch["labels"])))["loss"].mean()
+    model: Any = functools.partial(engine, use_cache=False)
+    model.optimizer = engine.optimizer
+    outputs = objective.outputs(model, batch)
+    rows = case["micro_batch"] * objective.num_sequences
+    return objective.losses(outputs, torch.zeros(rows))["loss"].mean()
 
 
 def _forget_globals(caches: list[Any]) -> None:

@@ -12,6 +12,7 @@ FORMATS = {
     Task.PRETRAIN: DataFormat.TEXT,
     Task.DPO: DataFormat.PREFERENCE,
     Task.REWARD: DataFormat.PREFERENCE,
+    Task.KTO: DataFormat.UNPAIRED,
 }
 """The format of tasks that have only one."""
 

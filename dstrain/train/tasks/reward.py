@@ -19,6 +19,7 @@ from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.data.tokenized import Form
 from dstrain.train.tasks.log_probs import without_labels
 from dstrain.train.tasks.pairs import PAIRS
+from dstrain.train.tasks.samples import SampleCollator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class RewardObjective:
     num_sequences: int = 2
     has_reference: bool = False
     form: Form = PAIRS
+    collates: type[SampleCollator] = SampleCollator
 
     def outputs(self, model: Any, inputs: Mapping[str, Any]) -> Scores:
         """Returns the scores of both sequences of each pair."""
@@ -66,3 +68,7 @@ class RewardObjective:
     def counts(self, outputs: Scores) -> torch.Tensor:
         """Returns whether each pair has an answer: (pairs,)."""
         return outputs.counts.chunk(2)[0]
+
+    def among(self, outputs: Scores) -> Mapping[str, torch.Tensor]:
+        """Returns nothing: each pair has every figure."""
+        return {}
