@@ -239,8 +239,8 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     if case["packing"]:
         batch["position_ids"] %= case["seq_len"] // 2
     if case["task"] == Task.KTO:
-        others = ids.clone()
-        batch |= {"other_input_ids": others, "other_labels": others, "desirable": torch.ones(rows, dtype=torch.bool)}
+        batch |= {"other_input_ids": ids.clone(), "desirable": torch.ones(rows, dtype=torch.bool)}
+        batch["other_labels"] = batch["other_input_ids"]
     for step in range(case["steps"]):
         if step == case["steps"] - 1:
             ledger.enter("between")
