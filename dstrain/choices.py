@@ -19,24 +19,37 @@ class Task(StrEnum):
     SFT = "sft"
     PRETRAIN = "pretrain"
     DPO = "dpo"
+    REWARD = "reward"
+    KTO = "kto"
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is made of the log-probabilities of whole answers, not that of the model itself."""
+        """Whether the loss is made of what the model says of whole answers, not that of the model itself."""
         return self not in (Task.SFT, Task.PRETRAIN)
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss compares the model with itself before training."""
+        return self in (Task.DPO, Task.KTO)
+
+    @property
+    def has_score(self) -> bool:
+        """Whether the head gives each sequence a number, in place of logits of the vocabulary to each token."""
+        return self is Task.REWARD
 
     @property
     def rows(self) -> int:
         """Sequences of one sample."""
-        return 2 if self is Task.DPO else 1
+        return 2 if self in (Task.DPO, Task.REWARD) else 1
+
+    @property
+    def forward_passes(self) -> int:
+        """Forward passes of a micro-batch: KTO estimates in one without gradients how far the model has moved."""
+        return 2 if self is Task.KTO else 1
 
 
 class DpoLoss(StrEnum):
-    """The loss of a pair, by TRL's names.
-
-    The sigmoid of the margin, a hinge, the squared distance of the margin per token to 1 / (2 beta), or the sigmoid for
-    preferences of which a share is wrong. Sources: arXiv 2305.18290, 2305.10425, 2310.12036, 2403.00409.
-    """
+    """The loss of a pair, by TRL's names. Sources: arXiv 2305.18290, 2305.10425, 2310.12036, 2403.00409."""
 
     SIGMOID = "sigmoid"
     HINGE = "hinge"
@@ -96,11 +109,7 @@ class Attention(StrEnum):
 
 
 class RopeType(StrEnum):
-    """How rotary positions are stretched beyond a model's own length, by Transformers' names.
-
-    `longrope` and `llama3` need factors that their makers searched or trained for, so a config.json may have them, and
-    nobody chooses them.
-    """
+    """How positions are stretched beyond a model's length; makers alone have factors of `longrope` and `llama3`."""
 
     YARN = "yarn"
     LINEAR = "linear"
@@ -179,6 +188,7 @@ class DataFormat(StrEnum):
     MESSAGES = "messages"
     TEXT = "text"
     PREFERENCE = "preference"
+    UNPAIRED = "unpaired"
 
 
 class Column(StrEnum):
@@ -204,6 +214,7 @@ class Column(StrEnum):
     WEIGHT = "weight"
     CHOSEN = "chosen"
     REJECTED = "rejected"
+    LABEL = "label"
 
 
 class LossOn(StrEnum):

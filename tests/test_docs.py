@@ -81,13 +81,15 @@ def job_reference() -> str:
     prefixes = {
         "Job": "",
         "Dpo": "dpo.",
+        "Reward": "reward.",
+        "Kto": "kto.",
         "DataSource": "data[].",
         "Lora": "lora.",
         "RopeScaling": "rope_scaling.",
         "Monitor": "monitor.",
         "HealthLimits": "health.RULE.",
     }
-    names = ("data_source", "dpo", "model_changes", "monitor", "schema")
+    names = ("data_source", "task_losses", "model_changes", "monitor", "schema")
     sources = ((ROOT / f"dstrain/job/{name}.py").read_text(encoding="utf-8") for name in names)
     classes = {node.name: node for source in sources for node in ast.parse(source).body
                if isinstance(node, ast.ClassDef)}  # fmt: skip

@@ -24,8 +24,9 @@ RANKS = 2
 """Ranks where the machine has no GPU."""
 EXPERTS = 8
 """Experts of each layer with `--moe`."""
-NO_PREFERENCE = ("loss of a model without preference", math.log(2))
-"""What a model under DPO has to beat."""
+NO_PREFERENCE = "loss of a model without preference"
+BARS = {"dpo": (NO_PREFERENCE, math.log(2)), "reward": (NO_PREFERENCE, math.log(2)), "kto": (NO_PREFERENCE, 0.5)}
+"""What a model has to beat that learns of preferences: by task, the name of a loss and the loss."""
 SETTINGS = {
     "learning_rate": "5e-3",
     "logging_steps": "10",
@@ -40,7 +41,7 @@ SETTINGS = {
 @click.option("--offload", type=click.Choice(["none", "optimizer", "params"]), help="What leaves GPU memory.")
 @click.option("--hostfile", type=click.Path(path_type=Path, exists=True), help="Train over these hosts.")
 @click.option("--steps", type=click.IntRange(2), default=150, show_default=True, help="Optimizer steps.")
-@click.option("--task", type=click.Choice(["sft", "dpo"]), default="sft", show_default=True, help="What is trained.")
+@click.option("--task", type=click.Choice(["sft", *BARS]), default="sft", show_default=True, help="What is trained.")
 @click.option("--moe", is_flag=True, help=f"Train a mixture of {EXPERTS} experts, with the loss that balances them.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON to stdout.")
 def command(
@@ -66,7 +67,7 @@ def command(
     folder = folder.resolve()
     kinds = (f"output-zero{zero_stage}", offload, "moe" if moe else None, task if task != "sft" else None)
     output = _free_name(folder, "-".join(filter(None, kinds)))
-    made = _build(folder, ["--experts", str(EXPERTS if moe else 0), *(["--pairs"] if task == "dpo" else [])])
+    made = _build(folder, ["--experts", str(EXPERTS if moe else 0), "--task", task])
     gpus = len(probe.local_gpus())
     where = ["--hostfile", str(hostfile.resolve())] if hostfile else ["--gpus", str(gpus or RANKS)]
     if not gpus:
@@ -80,7 +81,7 @@ def command(
     balanced = {"router_aux_loss_coef": "0.01"} if moe and task == "sft" else {}
     settings = {**SETTINGS, "max_steps": steps, **half, **balanced}
     _type(["run", *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))], folder)
-    bar = ("unigram entropy of its answers", made["unigram_entropy"]) if task == "sft" else NO_PREFERENCE
+    bar = BARS.get(task, ("unigram entropy of its answers", made["unigram_entropy"]))
     _tell(bar, RunDir(folder / output), folder, as_json=as_json)
 
 

@@ -32,9 +32,9 @@ from dstrain.choices import (
     Thinking,
 )
 from dstrain.job.data_source import DataSource, Positive, PositiveFloat, Sources, listed
-from dstrain.job.dpo import Dpo
 from dstrain.job.model_changes import Lora, Ratio, RopeScaling
 from dstrain.job.monitor import HealthLimits, HealthRule, Monitor
+from dstrain.job.task_losses import Dpo, Kto, Reward
 from dstrain.records import type_config
 
 Beta = Annotated[float, Ge(0), Lt(1)]
@@ -54,9 +54,13 @@ class Job:
     output_dir: str
     """The run directory: metrics, checkpoints, the final model."""
     task: Task = Task.SFT
-    """`sft` (conversations), `pretrain` (texts), or `dpo` (pairs of a chosen and a rejected answer)."""
+    """`sft` (conversations), `pretrain` (texts), `dpo` or `reward` (pairs of answers), or `kto` (labeled answers)."""
     dpo: Dpo = field(default_factory=Dpo)
     """The loss, for `dpo`."""
+    reward: Reward = field(default_factory=Reward)
+    """The loss, for `reward`."""
+    kto: Kto = field(default_factory=Kto)
+    """The loss, for `kto`."""
     data: Sources | None = None
     """Training data: a JSONL, JSON or Parquet file, a glob, a data set id on the hub, or a list of data sets."""
     eval_data: Sources | None = None
@@ -64,7 +68,7 @@ class Job:
     val_split: PositiveFloat | None = None
     """Samples of `data` held out for evaluation, in place of `eval_data`: a share below 1, or a number."""
     data_format: DataFormat = DataFormat.AUTO
-    """`alpaca` (also other questions and answers), `messages` (also ShareGPT), `text`, `preference`, or `auto`."""
+    """`alpaca` (also other questions), `messages` (also ShareGPT), `text`, `preference`, `unpaired`, or `auto`."""
     columns: Mapping[Column, str] = field(default_factory=dict)
     """Columns of the data: the name that dstrain knows → the name in the file, such as `{question: Q, answer: A}`."""
     system: str | None = None
@@ -125,7 +129,7 @@ class Job:
     chat_template: str | None = None
     """A chat template, or a file with one; default: the model's own."""
     micro_batch: Positive = 1
-    """Samples (with packing: rows; for `dpo`: pairs) per forward pass of one GPU."""
+    """Samples (with packing: rows; for `dpo` and `reward`: pairs) per forward pass of one GPU."""
     grad_accum: Positive = 1
     """Micro-batches per optimizer step."""
     sp: Positive = 1

@@ -56,14 +56,32 @@ LIMITS = (
         key="loss",
         values=(LossKernel.CHUNKED, LossKernel.FULL),
         why="it needs a sum for each answer, and the fused loss has one for all tokens",
+        tasks=frozenset(task for task in Task if task.has_own_loss and not task.has_score),
+    ),
+    TaskLimit(
+        key="loss",
+        values=(LossKernel.FULL,),
+        why="its head has one row, which has no logits to spare",
+        tasks=frozenset(task for task in Task if task.has_score),
     ),
     TaskLimit(key="packing", values=(False,), why="each answer has a row of its own"),
     TaskLimit(key="sp", values=(1,), why="an answer is not shared by ranks"),
-    TaskLimit(key="tp", values=(1,), why="ranks that share the head have parts of the log-probabilities"),
+    TaskLimit(key="tp", values=(1,), why="ranks that share weights were not tried with its loss"),
     TaskLimit(key="ep", values=(1,), why="it was not tried with shared experts"),
     TaskLimit(key="router_aux_loss_coef", values=(None, 0.0), why="its loss has no place for that of routers"),
     TaskLimit(key="loss_on", values=(LossOn.ANSWER, LossOn.LAST), why="only the last answer counts"),
-    TaskLimit(key="data_format", values=(DataFormat.AUTO, DataFormat.PREFERENCE), why="it trains on pairs of answers"),
+    TaskLimit(
+        key="data_format",
+        values=(DataFormat.AUTO, DataFormat.PREFERENCE),
+        why="it trains on pairs of answers",
+        tasks=frozenset(task for task in Task if task.rows == 2),
+    ),
+    TaskLimit(
+        key="data_format",
+        values=(DataFormat.AUTO, DataFormat.UNPAIRED),
+        why="it trains on answers that are marked as desirable or not",
+        tasks=frozenset({Task.KTO}),
+    ),
     TaskLimit(
         key="data_format",
         values=(DataFormat.AUTO, DataFormat.TEXT),
@@ -77,7 +95,7 @@ LIMITS = (
         tasks=frozenset({Task.SFT}),
     ),
 )
-"""What tasks do not support; the first five keys are choices of the planner as well."""
+"""What tasks do not support; the first six keys are choices of the planner as well."""
 
 WITH_IMAGES = (
     TaskLimit(key="packing", values=(False,), why="positions of images are counted from the beginning of a row"),

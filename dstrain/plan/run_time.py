@@ -112,7 +112,8 @@ def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job,
     step_s = _step_s(workload, estimate, longest)
     evaluations = max(_times(job.eval_strategy, job.eval_steps, steps, per_epoch), 1) + job.eval_on_start
     evaluated = eval_samples * rows / lengths.num_samples / c.batch.micro_batch / ranks
-    evaluation_s = evaluations * math.ceil(evaluated) * _forward_share(workload, c) * (step_s or 0.0)
+    passes = evaluations * math.ceil(evaluated) * c.batch.task.forward_passes
+    evaluation_s = passes * _forward_share(workload, c) * (step_s or 0.0)
     checkpoints = _times(job.save_strategy, job.save_steps, steps, per_epoch)
     checkpoint_bytes = estimate.saved_bytes(only_model=job.save_only_model)
     checkpoint_s = checkpoints * checkpoint_bytes / workload.cluster.num_nodes / CHECKPOINT_BYTES_PER_S

@@ -12,7 +12,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.job.adapter import read_adapter, shape_of_adapter
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.train import model_parts
+from dstrain.train import model_parts, scoring
 from dstrain.train.checkpoints.saved_model import shape_of
 
 
@@ -58,8 +58,8 @@ def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype 
         target_modules=_adapter_targets(lora, model),
         exclude_modules=rf".*\.({vision})\..*" if hasattr(model.config, "vision_config") else None,
         modules_to_save=list(lora.modules_to_save) or None,
-        ensure_weight_tying=bool(lora.modules_to_save) and is_tied(model),
-        task_type="CAUSAL_LM",
+        ensure_weight_tying=bool(lora.modules_to_save) and is_tied(model) and not scoring.has_score(model),
+        task_type="SEQ_CLS" if scoring.has_score(model) else "CAUSAL_LM",  # whose score trains whole
     )
     if grad_ckpt:
         model.enable_input_require_grads()  # recomputed layers get no gradient from frozen embeddings otherwise

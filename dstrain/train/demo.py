@@ -30,6 +30,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from dstrain.choices import Task
 from dstrain.errors import EnvironmentProblem
 from dstrain.paths import write_atomic
 from dstrain.train.data.tokenize import IGNORED
@@ -78,10 +79,10 @@ class Demo:
     """Nats per token of the evaluation answers for a model that only knows how frequent each token is."""
 
 
-def build(folder: Path, *, num_experts: int = 0, has_pairs: bool = False) -> Demo:
+def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
     """Writes `model`, `train.jsonl` and `eval.jsonl` to the folder; the same bytes every time on the same Python.
 
-    With `has_pairs` each sample has a rejected answer too.
+    The data are those of a task: conversations, pairs of answers, or answers with a label.
     """
     pairs = pairs_of_standard_library()
     if len(pairs) < _FEWEST_PAIRS:
@@ -92,7 +93,7 @@ def build(folder: Path, *, num_experts: int = 0, has_pairs: bool = False) -> Dem
     samples = [_sample(question, answer) for question, answer in pairs]
     train, evaluation = samples[EVAL_SAMPLES:], samples[:EVAL_SAMPLES]
     for name, part in (("train.jsonl", train), ("eval.jsonl", evaluation)):
-        rows = _pairs(part) if has_pairs else part
+        rows = _pairs(part) if task.rows == 2 else _labeled(part) if task is Task.KTO else part
         write_atomic(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     tokenizer = make_tokenizer(message["content"] for sample in train for message in sample["messages"])
     model = make_model(tokenizer, num_experts=num_experts)
@@ -171,11 +172,22 @@ def _sample(question: str, answer: str) -> dict[str, Any]:
 
 
 def _pairs(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields pairs for DPO: the docstring of each function, and as the rejected answer its words from last to first."""
+    """Yields pairs: the docstring of each function, and as the rejected answer its words from last to first."""
     for sample in samples:
         question, answer = sample["messages"]
         backwards = " ".join(answer["content"].split()[::-1])
         yield {"prompt": [question], "chosen": [answer], "rejected": [{**answer, "content": backwards}]}
+
+
+def _labeled(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields answers with a label: docstrings, and of every other function its docstring from last word to first."""
+    for number, pair in enumerate(_pairs(samples)):
+        is_desirable = number % 2 == 0
+        yield {
+            "prompt": pair["prompt"],
+            "completion": pair["chosen" if is_desirable else "rejected"],
+            "label": is_desirable,
+        }
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -259,10 +271,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m dstrain.train.demo", description=__doc__)
     parser.add_argument("folder", metavar="DIR", type=Path, help="where model, train.jsonl and eval.jsonl are written")
     parser.add_argument("--experts", metavar="N", type=int, default=0, help="experts of each layer; default: none")
-    parser.add_argument("--pairs", action="store_true", help="pairs of a chosen and a rejected answer, for DPO")
+    parser.add_argument("--task", type=Task, default=Task.SFT, help="whose data are made")
     given = parser.parse_args()
     with redirect_stdout(sys.stderr):  # libraries that are loaded on the way greet on stdout
-        made = build(given.folder.resolve(), num_experts=given.experts, has_pairs=given.pairs)
+        made = build(given.folder.resolve(), num_experts=given.experts, task=given.task)
     print(json.dumps(asdict(made)))
 
 

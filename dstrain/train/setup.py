@@ -45,6 +45,7 @@ from dstrain.train.preflight.checks import Checks
 from dstrain.train.process_group import connect
 from dstrain.train.rank import Rank
 from dstrain.train.saving import require_weights
+from dstrain.train.scoring import note_on_padding
 from dstrain.train.sequence_parallel import SequenceParallelTrainer
 from dstrain.train.tasks.objective import Objective, objective_of
 from dstrain.train.tasks.samples import SampleCollator
@@ -108,10 +109,11 @@ class TrainingSetup:
         data = job_data.load(job, source, objective, report)
         for note in data.notes:
             rank.say(note)
-        _announce(job, rank)
+        _announce(job, rank, data.tokenizer)
         heartbeat.send(0, Phase.WEIGHTS)
         counted = partial(heartbeat.count, Phase.WEIGHTS)
-        loaded = load_model(job, source, ds_config, num_tokens=len(data.tokenizer), report=counted)
+        sizes = {"num_tokens": len(data.tokenizer), "pad_token_id": data.tokenizer.pad_token_id}
+        loaded = load_model(job, source, ds_config, **sizes, report=counted)
         heartbeat.send(0, Phase.LOADING)
         return cls(
             job=job,
@@ -231,7 +233,7 @@ class TrainingSetup:
             parameters = frozenset(signature(without_adapter(self.model).forward).parameters)
             blank = self.images.blank_tokens(self.tokenizer)
             return ImageCollator(collator=collator, images=self.images, blank=blank, parameters=parameters)
-        return collator if self.objective is None else SampleCollator(collator=collator)
+        return collator if self.objective is None else self.objective.collates(collator=collator)
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the content of `summary.json`."""
@@ -261,13 +263,14 @@ def _require_supported(job: Job, ds_config: Mapping[str, Any]) -> None:
     require_weights(job, ds_config)
 
 
-def _announce(job: Job, rank: Rank) -> None:
-    """Says what is loaded, and whether an adapter names another model than the job."""
+def _announce(job: Job, rank: Rank, tokenizer: Any) -> None:
+    """Says what is loaded, whether an adapter names another model than the job, and where scores are read."""
     rank.say(f"loading {job.model}{f' and {job.adapter}' if job.adapter else ''}")
     if job.torch_compile:
         rank.say("torch_compile: the first pass compiles the layers, which takes minutes")
-    if (note := note_on_base(job)) is not None:
-        rank.say(f"note: {note}")
+    for note in (note_on_base(job), note_on_padding(tokenizer) if job.task.has_score else None):
+        if note is not None:
+            rank.say(f"note: {note}")
 
 
 def _against(job: Job, model: ModelFacts | None, cluster: Cluster | None) -> Hardware | None:

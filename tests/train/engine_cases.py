@@ -10,6 +10,7 @@ from typing import Any
 
 from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, Task
 from dstrain.facts.model.families import from_config
+from dstrain.facts.model.model_facts import with_head_of
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate import BF16_STATES
@@ -188,6 +189,13 @@ CASES = (
     case("chunked loss, checkpointing", 3, loss=LossKernel.CHUNKED, **CKPT),
     case("pairs of answers, chunked loss, accumulating", 2, task=Task.DPO, loss=LossKernel.CHUNKED, grad_accum=2),
     case("pairs of answers, checkpointing", 3, task=Task.DPO, **CKPT, **gathers(0, 0)),
+    case("scores of pairs, accumulating", 1, task=Task.REWARD, grad_accum=2),
+    case("scores of pairs, embedding that would be the head", 2, model=TIED, task=Task.REWARD),
+    case("scores of pairs, checkpointing", 3, task=Task.REWARD, **CKPT, **gathers(0, 0)),
+    case("scores of pairs, adapters", 3, task=Task.REWARD, **SOME_LORA),
+    case("labeled answers, accumulating", 2, task=Task.KTO, loss=LossKernel.CHUNKED, micro_batch=2, grad_accum=2),
+    case("labeled answers, checkpointing", 3, task=Task.KTO, **NARROW, **CKPT, **gathers(200_000, 500_000)),
+    case("labeled answers, adapters, checkpointing", 3, task=Task.KTO, loss=LossKernel.CHUNKED, **FULL_LORA, **CKPT),
     case("tiled MLPs, accumulating", 1, seq_len=768, tiled_mlp=True, grad_accum=2),
     case("tiled MLPs, checkpointing", 2, seq_len=768, tiled_mlp=True, **CKPT),
     case("tiled MLPs", 3, seq_len=768, tiled_mlp=True, **gathers(0, 0)),
@@ -325,7 +333,8 @@ def _measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
 
 def predicted(case: Case) -> Measured:
     """Returns what the plan says of a case."""
-    model, way = from_config(case.model, name=case.name, source=case.name), case.configuration
+    way, plain = case.configuration, from_config(case.model, name=case.name, source=case.name)
+    model = with_head_of(plain, way.batch.task)
     ranks = case.ranks // way.parallel.tp
     played = planned_engine.engine_of(model, way, ranks)
     steady = played.resident.total

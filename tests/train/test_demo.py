@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
-from dstrain.choices import DataFormat  # noqa: E402
+from dstrain.choices import DataFormat, Task  # noqa: E402
 from dstrain.facts.data.datafile import check, samples  # noqa: E402
 from dstrain.facts.data.sample_formats import PLAIN  # noqa: E402
 from dstrain.train import demo  # noqa: E402
@@ -57,12 +57,18 @@ def test_model_and_tokenizer_load(built: dict[str, Any]) -> None:
 
 
 def test_pairs_have_the_words_from_last_to_first_as_rejected_answer(tmp_path: Path) -> None:
-    made = demo.build(tmp_path, has_pairs=True)
+    made = demo.build(tmp_path, task=Task.DPO)
     pairs = [json.loads(line) for line in Path(made.eval).read_text().splitlines()]
     assert len(pairs) == made.eval_samples
     for pair in pairs:
         (chosen,), (rejected,) = pair["chosen"], pair["rejected"]
         assert chosen["content"].split() == rejected["content"].split()[::-1]
+
+
+def test_labels_mark_docstrings_and_every_other_one_backwards(tmp_path: Path) -> None:
+    made = demo.build(tmp_path, task=Task.KTO)
+    rows = [json.loads(line) for line in Path(made.eval).read_text().splitlines()]
+    assert [row["label"] for row in rows] == [True, False] * (made.eval_samples // 2)
 
 
 def test_with_experts_it_is_a_mixture_of_about_as_many_active_parameters(built: dict[str, Any]) -> None:

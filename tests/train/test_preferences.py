@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from tests.train.engine import Engine
-from tests.train.launching import EXACT, codes, lines, losses, make_run, said, tensors, without_dropout
+from tests.train.launching import EXACT, QLORA, codes, lines, losses, make_run, said, tensors, without_dropout
 
 STEPS, RATE, BETA = 6, 1e-3, 0.1
 FIGURES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen")
@@ -61,6 +61,11 @@ def runs(root: Path, demo: Path, pairs: list[Pair], engine: Engine) -> Path:
     engine.train(cut, kill_at=5)
     engine.train(cut)
     engine.train(make_run(folder / "lora3", demo, zero={"stage": 3}, **job | lora | {"loss": "full"}))
+    further = {"method": "lora", "adapter": str(folder / "lora3" / "final"), "lora": {"rank": 4}}
+    engine.train(make_run(folder / "further", demo, **job | further | {"resume": "never"}))
+    if (QLORA / "bitsandbytes").is_dir():
+        quantized = {"method": "qlora", "precision": "bf16", "lora": {"rank": 4, "dropout": 0.0}, "resume": "never"}
+        engine.train(make_run(folder / "qlora", demo, **job | quantized | {"learning_rate": 1e-2}))
     engine.train(make_run(folder / "lost", demo, **job | {"resume": str(folder / "whole" / "checkpoint-4")}))
     return folder
 
@@ -142,6 +147,25 @@ def test_an_evaluation_counts_each_pair_once_against_the_model_before_training(
 def test_the_loss_of_an_adapter_begins_at_that_of_no_preference(runs: Path) -> None:
     first, *_, last = losses(runs / "lora3").values()
     assert first == pytest.approx(0.6931472, abs=1e-6)
+    assert last is not None
+    assert last < 0.9 * 0.6931472
+
+
+def test_the_reference_of_a_run_that_goes_on_from_an_adapter_is_the_model_with_it(runs: Path) -> None:
+    assert codes(runs / "further") == [[0, 0]], said(runs / "further")[-3000:]
+    first, *_ = losses(runs / "further").values()
+    assert first == pytest.approx(0.6931472, abs=1e-6)
+    line, *_ = lines(runs / "further")
+    *_, last = lines(runs / "lora3")
+    assert line["logps/chosen"] == pytest.approx(last["logps/chosen"], rel=0.05)  # a step further than its last one
+    assert line["rewards/chosen"] == pytest.approx(0, abs=1e-5)
+
+
+def test_qlora_learns_preferences(runs: Path, need: Callable[[bool, str], None]) -> None:
+    need((QLORA / "bitsandbytes").is_dir(), "bitsandbytes is not installed: make qlora")
+    assert codes(runs / "qlora") == [[0, 0]], said(runs / "qlora")[-3000:]
+    first, *_, last = losses(runs / "qlora").values()
+    assert first == pytest.approx(0.6931472, abs=0.02)  # in bf16
     assert last is not None
     assert last < 0.9 * 0.6931472
 

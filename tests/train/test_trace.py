@@ -78,6 +78,7 @@ QUESTIONS = {
     "rounded": of(LLAMA, round_bytes=512),
     "lora": of(LLAMA, method=Method.LORA, lora=Lora(rank=8)),
     "dropout": of(LLAMA, method=Method.LORA, lora=Lora(rank=8, dropout=0.1)),
+    "scored": of(LLAMA, has_score=True),
     "tied": of(LLAMA | {"tie_word_embeddings": True}),
     "two layers": of(LLAMA, num_hidden_layers=2),
     "tower 3": tower(3),
@@ -157,6 +158,13 @@ def test_the_loss_holds_twelve_bytes_for_each_logit(traces: dict[str, Trace]) ->
 
 def test_held_outputs_hold_two_bytes_more_for_each_logit(traces: dict[str, Trace]) -> None:
     assert traces["held"].peak_bytes - traces["llama"].peak_bytes == 2 * V * T
+
+
+def test_a_score_has_no_logits_of_the_vocabulary(traces: dict[str, Trace]) -> None:
+    scored, trace = traces["scored"], traces["llama"]
+    assert segment(scored, "loss backward").logits <= 64 * T
+    assert trace.params_bytes - scored.params_bytes == 2 * (V - 1) * H
+    assert scored.saved_bytes == trace.saved_bytes
 
 
 def test_gradients_of_parameters_are_counted_apart(traces: dict[str, Trace]) -> None:

@@ -24,7 +24,8 @@ from dstrain.choices import LossKernel, Optimizer, Task
 from dstrain.job.schema import Job
 from dstrain.train import loss
 from dstrain.train.loss import replace_loss
-from dstrain.train.tasks.dpo import DpoObjective
+from dstrain.train.scoring import has_score, set_padding, with_score
+from dstrain.train.tasks.objective import objective_of
 from dstrain.train.tiled_mlp import tile_mlps
 from dstrain.train.tracing.kernels import token_losses
 from tests.train.tracking import DEVICE, HOST, Ledger, TwoPlaceAccelerator, two_places, use_private_buffers
@@ -38,7 +39,11 @@ def build(case: dict[str, Any]) -> Any:
 
     config = AutoConfig.for_model(**case["config"])
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    gives_score = Task(case["task"]).has_score
+    family = with_score(config) if gives_score else AutoModelForCausalLM
+    model = family.from_config(config, dtype=torch.bfloat16)
+    if gives_score:
+        set_padding(model, case["config"]["vocab_size"] - 1)
     model.config.use_cache = False
     model.train()
     if case["lora"]:
@@ -46,7 +51,11 @@ def build(case: dict[str, Any]) -> Any:
 
         if case["grad_ckpt"] is not None:
             model.enable_input_require_grads()
-        model = get_peft_model(model, LoraConfig(**case["lora"], task_type="CAUSAL_LM"), autocast_adapter_dtype=False)
+        model = get_peft_model(
+            model,
+            LoraConfig(**case["lora"], task_type="SEQ_CLS" if gives_score else "CAUSAL_LM"),
+            autocast_adapter_dtype=False,
+        )
     if case["grad_ckpt"] is not None:
         code.save_on_cpu = Waiting
         model.activation_checkpointing_enable(case["grad_ckpt"], offload=case["activation_offload"])
@@ -190,7 +199,7 @@ def mark_instants(model: Any, ledger: Ledger) -> None:
 
         module.register_forward_hook(hook)
 
-    mark(base.lm_head, "head backward")
+    mark(base.score if has_score(base) else base.lm_head, "head backward")
     mark(base.model.norm, "norm backward")
     for number, layer in enumerate(base.model.layers):
         mark(layer, f"layer {number} backward")
@@ -229,6 +238,9 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
         batch["shift_labels"] = ids
     if case["packing"]:
         batch["position_ids"] %= case["seq_len"] // 2
+    if case["task"] == Task.KTO:
+        batch |= {"other_input_ids": ids.clone(), "desirable": torch.ones(rows, dtype=torch.bool)}
+        batch["other_labels"] = batch["other_input_ids"]
     for step in range(case["steps"]):
         if step == case["steps"] - 1:
             ledger.enter("between")
@@ -273,7 +285,7 @@ def train(engine: Any, batch: dict[str, Any], ledger: Ledger, case: dict[str, An
     """Trains one micro-batch as the Trainer does, which drops the model's outputs, and returns the loss."""
     ledger.enter("forward")
     if Task(case["task"]).has_own_loss:
-        loss = mean_of_pairs(engine, batch, case["loss"])
+        loss = mean_of_samples(engine, batch, case)
     else:
         loss = engine(**batch, use_cache=False).loss
     ledger.enter("loss backward")
@@ -283,11 +295,16 @@ def train(engine: Any, batch: dict[str, Any], ledger: Ledger, case: dict[str, An
     return float(loss.item())
 
 
-def mean_of_pairs(engine: Any, batch: dict[str, Any], kernel: Any) -> Any:
-    """Returns DPO's mean loss of a micro-batch, as `TaskTrainer` does."""
-    objective = DpoObjective(job=Job(model="", output_dir="", loss=LossKernel(kernel)))  # type: ignore[arg-type]
-    outputs = objective.outputs(functools.partial(engine, use_cache=False), batch)
-    return objective.losses(outputs, torch.zeros_like(outputs.log_probs))["loss"].mean()
+def mean_of_samples(engine: Any, batch: dict[str, Any], case: dict[str, Any]) -> Any:
+    """Returns the mean loss of a task over a micro-batch, as `TaskTrainer` does."""
+    loss: Any = LossKernel(case["loss"])
+    objective = objective_of(Job(model="", output_dir="", loss=loss, task=Task(case["task"])))
+    assert objective is not None
+    model: Any = functools.partial(engine, use_cache=False)
+    model.optimizer = engine.optimizer
+    outputs = objective.outputs(model, batch)
+    rows = case["micro_batch"] * objective.num_sequences
+    return objective.losses(outputs, torch.zeros(rows))["loss"].mean()
 
 
 def _forget_globals(caches: list[Any]) -> None:

@@ -15,6 +15,7 @@ from dstrain.facts.cluster import gpus, hostfile, links, machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model import trace_records
+from dstrain.facts.model.model_facts import with_head_of
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.model_changes import Lora
 from dstrain.plan.request import Request
@@ -40,7 +41,8 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> Plan
     """
     hosts = _named_hosts(options)
     request = _request(options)
-    model = probe.read_model(options["model"], hub=options["hub"], way=_trace_question(request))
+    found = probe.read_model(options["model"], hub=options["hub"], way=_trace_question(request))
+    model = with_head_of(found, request.task)
     cluster, problem = measured_cluster(_cluster(options, hosts, last), hosts)
     if problem is not None:
         say_lines([f"note: {problem}"])
@@ -65,12 +67,13 @@ def _trace_question(request: Request) -> trace_records.Question:
         is_packed=bool(request.packing),
         precision=request.precision or Precision.BF16,
         loss=request.loss or _least_loss(request),
+        has_score=request.task.has_score,
     )
 
 
 def _least_loss(request: Request) -> LossKernel:
     """Returns the loss of least memory that the parallelism and the task of a request allow."""
-    if (request.tp or 1) > 1:
+    if (request.tp or 1) > 1 or request.task.has_score:
         return LossKernel.FULL
     return LossKernel.CHUNKED if request.task.has_own_loss else LossKernel.FUSED
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dstrain.choices import Task
 from dstrain.config.imports import axolotl_values as values
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import datasets, huggingface
@@ -189,12 +190,20 @@ ROWS = table(
     lacks("freeze_mm_modules", "vision towers are frozen unless freeze_vision_tower is false", unless=(True,)),
     stops(
         """
-        rl trl vllm ebft reward_model process_reward_model num_labels center_rewards_coefficient orpo_alpha
-        rl_beta kto_desirable_weight dpo_beta diffusion
+        trl vllm ebft process_reward_model num_labels orpo_alpha diffusion
         """,
         "dstrain trains on text with the loss of the next token",
         unless=_ONE,
     ),
+    to("rl", "", values.preferences),
+    to("reward_model", "", values.preferences),
+    to("rl_beta", "", convert.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
+    to("dpo_beta", "", convert.of_task(convert.number, "beta", Task.DPO)),
+    to("rpo_alpha", "", convert.of_task(convert.number, "sft_weight", Task.DPO)),
+    to("kto_desirable_weight", "", convert.of_task(convert.number, "desirable_weight", Task.KTO)),
+    to("kto_undesirable_weight", "", convert.of_task(convert.number, "undesirable_weight", Task.KTO)),
+    to("center_rewards_coefficient", "", convert.of_task(convert.number, "center_rewards_coefficient", Task.REWARD)),
+    stops("dpo_label_smoothing dpo_use_weighting", "another loss of preferences", unless=(None, False, 0, 0.0)),
     to("unfrozen_parameters", "train_only", values.unfrozen),
     to("lora_model_dir", "adapter", convert.adapter),
     to("lora_modules_to_save", "lora.modules_to_save", convert.names),

@@ -27,6 +27,11 @@ def method(value: Any, source: Source) -> Any:
     return convert.method(kind, bits=4 if four or value == "qlora" else None, source=source)
 
 
+def preferences(value: Any, source: Source) -> Any:
+    """Returns the task of `rl`, or of `reward_model: true`."""
+    return convert.preferences(value, source) if value else ABSENT
+
+
 def targets(value: Any, source: Source) -> Any:
     """Returns the layers with an adapter."""
     if source.value("lora_target_linear") is True or not value:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dstrain.choices import Task
 from dstrain.config import jsonc
-from dstrain.config.imports.converters import is_dpo, listed, names
+from dstrain.config.imports.converters import listed, names, preference_task
 from dstrain.config.imports.rows import Convert, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.sample_formats import SIDES
+from dstrain.facts.data.sample_formats import LABELS, SIDES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +75,11 @@ def _named(wanted: Sequence[str], source: Source) -> list[DataSet]:
 
 def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
     """Returns one entry of dataset_info.json. Source: LLaMA-Factory 0.9 data/parser.py: DatasetAttr."""
-    if "kto_tag" in entry.get("columns", {}):
-        raise OtherTraining("the data set has answers with a mark, which KTO needs")
-    if bool(entry.get("ranking")) is not is_dpo(source):
-        raise OtherTraining("pairs of answers (ranking: true) and stage: dpo go together")
+    label, task = entry.get("columns", {}).get("kto_tag"), preference_task(source)
+    if (label is not None) is not (task is Task.KTO):
+        raise OtherTraining("answers with a label (kto_tag) and stage: kto go together")
+    if bool(entry.get("ranking")) is not (task is not None and task.rows == 2):
+        raise OtherTraining("pairs of answers (ranking: true) and stage: dpo or rm go together")
     is_modelscope = source.value("USE_MODELSCOPE_HUB") == "1" or "hf_hub_url" not in entry
     hub = entry.get("ms_hub_url" if is_modelscope and "ms_hub_url" in entry else "hf_hub_url")
     file = entry.get("file_name") or entry.get("script_url") or entry.get("cloud_file_name") or ""
@@ -92,6 +94,8 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
     if entry.get("ranking"):
         renamed.pop("output", None)
         renamed, form = renamed | {side: columns.get(side, side) for side in SIDES}, "preference"
+    if label is not None:
+        renamed, form = renamed | {"label": label if label not in LABELS else "label"}, "unpaired"
     renamed |= {"images": columns["images"]} if "images" in columns else {}
     seen = [columns[key] for key in ("videos", "audios") if key in columns]
     losses = [f"dstrain refuses rows with {', '.join(seen)}"] if seen else []
@@ -162,6 +166,8 @@ def axolotl(target: str) -> Convert:
 def _of_axolotl(entry: Mapping[str, Any], source: Source) -> DataSet:
     kind = entry.get("type")
     form = _AXOLOTL_FORMS.get(str(kind).partition(":")[0]) if not isinstance(kind, Mapping) else None
+    if (task := preference_task(source)) is not None:
+        return _of_axolotl_preferences(entry, task, source)
     losses = []
     if form is None and kind is not None:
         shown = "a template of its own" if isinstance(kind, Mapping) else f"`{kind}`"
@@ -181,6 +187,43 @@ def _of_axolotl(entry: Mapping[str, Any], source: Source) -> DataSet:
     settings = {
         "path": _local(str(entry.get("path", "")), source),
         "format": form,
+        "subset": entry.get("name"),
+        "split": entry.get("split"),
+        "columns": columns,
+    }
+    return DataSet(settings=settings, losses=tuple(losses))
+
+
+_AXOLOTL_PREFERENCES: Mapping[str, Mapping[str, str]] = {
+    "argilla": {"chosen": "chosen_response", "rejected": "rejected_response"},
+    "argilla_chat": {},
+    "chat_template": {},
+    "icr": {"prompt": "input"},
+    "intel": {},
+    "prompt_pairs": {},
+    "ultra": {},
+}
+"""Schemas of axolotl's preferences, the last part of a type such as `chatml.intel` → columns known by other
+names. Source: axolotl 0.16 prompt_strategies/dpo and kto, chatml.py and llama3.py."""
+
+
+def _of_axolotl_preferences(entry: Mapping[str, Any], task: Task, source: Source) -> DataSet:
+    """Returns a data set of pairs, or of answers with a label. Source: axolotl 0.16 schemas/datasets.py: DPODataset."""
+    kind = entry.get("type")
+    template, _, last = str(kind).partition(".")
+    schema = "chat_template" if template == "chat_template" or task is Task.REWARD else last
+    losses = []
+    if kind is not None and (isinstance(kind, Mapping) or schema not in _AXOLOTL_PREFERENCES):
+        shown = "a template of its own" if isinstance(kind, Mapping) else f"`{kind}`"
+        losses.append(f"type is {shown}: name the columns of prompt and answers in `columns`")
+    elif template in ("chatml", "llama3", "zephyr", "gemma"):
+        losses.append(f"the model's own chat template is used, not {template}")
+    named = {"messages": "field_messages", "chosen": "field_chosen", "rejected": "field_rejected"}
+    columns = dict(_AXOLOTL_PREFERENCES.get(schema, {}))
+    columns |= {ours: str(entry[theirs]) for ours, theirs in named.items() if entry.get(theirs) not in (None, ours)}
+    settings = {
+        "path": _local(str(entry.get("path", "")), source),
+        "format": "unpaired" if task is Task.KTO else "preference",
         "subset": entry.get("name"),
         "split": entry.get("split"),
         "columns": columns,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dstrain.choices import Task
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import datasets, huggingface
 from dstrain.config.imports.environment import RANKS
@@ -11,14 +12,15 @@ from dstrain.config.imports.rows import ABSENT, Converted, OtherTraining, lacks,
 from dstrain.config.imports.source import Source, Tool
 
 
-def _stage(value: Any, _: Source) -> Any:
+def _stage(value: Any, source: Source) -> Any:
     if value == "pt":
         return Converted(values={"loss_on": "all", "data_format": "text"})
-    if value == "dpo":
-        return Converted(values={"task": "dpo"})
-    if value != "sft":
-        raise OtherTraining(f"`{value}`: only sft, pt and dpo are imported")
-    return ABSENT
+    return ABSENT if value == "sft" else convert.preferences(value, source)
+
+
+def _sft_weight(value: Any, source: Source) -> Any:
+    convert.zero_for(Task.KTO)(value, source)
+    return convert.of_task(convert.number, "sft_weight", Task.DPO)(value, source)
 
 
 def _method(value: Any, source: Source) -> Any:
@@ -175,9 +177,11 @@ ROWS = table(
         "other weights are trained",
     ),
     stops("fp8 fp8_backend fp8_enable_fsdp_float8_all_gather", "fp8", unless=(False, "auto")),
-    to("pref_beta", "dpo.beta", convert.of_dpo(convert.number)),
+    to("pref_beta", "", convert.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
     to("pref_loss", "dpo.loss_type", convert.of_dpo(convert.dpo_loss)),
-    to("pref_ftx", "dpo.sft_weight", convert.of_dpo(convert.number)),
+    to("pref_ftx", "", _sft_weight),
+    to("kto_chosen_weight", "", convert.of_task(convert.number, "desirable_weight", Task.KTO)),
+    to("kto_rejected_weight", "", convert.of_task(convert.number, "undesirable_weight", Task.KTO)),
     stops("pref_bco_weight dpo_label_smoothing", "another loss of preferences", unless=(0, 0.0)),
     stops(
         """
@@ -186,7 +190,7 @@ ROWS = table(
         "the reference is another model than the one before training",
         unless=(None,),
     ),
-    stops("reward_model ppo_epochs kto_chosen_weight", "preference training"),
+    stops("reward_model ppo_epochs", "preference training"),
     stops(
         """
         use_kt use_mca use_megatron_bridge use_hyper_parallel export_dir

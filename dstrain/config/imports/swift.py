@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from dstrain.choices import Task
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import datasets, huggingface
 from dstrain.config.imports.environment import RANKS
@@ -85,12 +86,6 @@ def _frozen(_: Any, source: Source) -> Any:
     return [*patterns, *([str(pattern)] if pattern else [])] or ABSENT
 
 
-def _preferences(value: Any, _: Source) -> str:
-    if value != "dpo":
-        raise OtherTraining(f"`{value}`: of preferences, dpo alone is imported")
-    return "dpo"
-
-
 def _sft_weight(value: Any, source: Source) -> Any:
     note = "the mean per token of each answer; ms-swift's is over all tokens of a micro-batch"
     return ABSENT if value is None else Converted(values={"dpo.sft_weight": convert.number(value, source)}, note=note)
@@ -99,6 +94,8 @@ def _sft_weight(value: Any, source: Source) -> Any:
 def _loss(value: Any, source: Source) -> Any:
     if convert.is_dpo(source):
         return convert.dpo_loss(value, source)
+    if value == "kto" and convert.preference_task(source) is Task.KTO:
+        return ABSENT
     if value not in ("causal_lm", None):
         raise OtherTraining("not a causal language model's loss")
     return ABSENT
@@ -218,8 +215,11 @@ ROWS = table(
         "not a causal language model's loss",
         unless=("causal_lm", None),
     ),
-    to("rlhf_type", "task", _preferences),
-    to("beta", "dpo.beta", convert.of_dpo(convert.number)),
+    to("rlhf_type", "", convert.preferences),
+    to("beta", "", convert.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
+    to("desirable_weight", "", convert.of_task(convert.number, "desirable_weight", Task.KTO)),
+    to("undesirable_weight", "", convert.of_task(convert.number, "undesirable_weight", Task.KTO)),
+    to("center_rewards_coefficient", "", convert.of_task(convert.number, "center_rewards_coefficient", Task.REWARD)),
     to("loss_type", "dpo.loss_type", _loss),
     to("rpo_alpha", "dpo.sft_weight", convert.of_dpo(_sft_weight)),
     stops("label_smoothing ld_alpha loss_weights", "another loss of preferences", unless=(0, 0.0, None)),

@@ -11,9 +11,10 @@ from pathlib import Path
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import images
-from dstrain.facts.data.preferences import Pair, to_pair
+from dstrain.facts.data.preferences import Pair, to_marked, to_pair
+from dstrain.facts.data.row_values import unused_text
 from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries, holds_list
-from dstrain.facts.data.sample_formats import Reading, require, to_sample, unused, unused_text
+from dstrain.facts.data.sample_formats import Reading, require, to_sample, unused
 from dstrain.facts.data.turns import Conversation
 
 Refuse = Callable[[InvalidConfig], None]
@@ -219,6 +220,8 @@ def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
     try:
         if reading.format is DataFormat.PREFERENCE:
             return to_pair(sample.row, reading)
+        if reading.format is DataFormat.UNPAIRED:
+            return to_marked(sample.row, reading)
         found = to_sample(sample.row, reading)
         if isinstance(found, str) or not found.images:
             return found

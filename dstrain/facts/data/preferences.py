@@ -1,4 +1,4 @@
-"""Parses one row of preferences as a pair: a conversation with a chosen last answer, and one with a rejected answer."""
+"""Parses one row of preferences: a pair of a chosen and a rejected last answer, or a conversation with a label."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Any
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import images, untrained_columns
-from dstrain.facts.data.sample_formats import NEEDS, PROMPTS, SIDES, Reading, Row, to_sample
+from dstrain.facts.data.sample_formats import (
+    LABELS,
+    MARKED,
+    NEEDS,
+    PROMPTS,
+    SIDES,
+    Reading,
+    Row,
+    has_columns,
+    to_sample,
+)
 from dstrain.facts.data.turns import Conversation
 
 _BESIDE_ANSWER = ("instruction", "input", "history", "system", "tools", "functions", "weight")
@@ -68,6 +78,30 @@ def to_pair(row: Row, reading: Reading) -> Pair:
     return Pair(chosen=chosen, rejected=rejected)
 
 
+def to_marked(row: Row, reading: Reading) -> Conversation:
+    """Returns the conversation of a row with a label.
+
+    >>> to_marked({"prompt": "1 + 1", "completion": "3", "label": False}, Reading()).is_desirable
+    False
+
+    Formats: those of conversations, with a column `label` (TRL, ms-swift) or `kto_tag` (LLaMA-Factory). Raises
+    InvalidConfig without a place; the caller adds file and line.
+    """
+    row = reading.row(row)
+    given = [name for name in LABELS if row.get(name) is not None]
+    if not given:
+        raise InvalidConfig(f'"label" is missing; an answer needs {NEEDS[DataFormat.UNPAIRED]}')
+    value = row[given[0]]
+    if not isinstance(value, bool | int) or value not in (0, 1):
+        raise InvalidConfig(f'"{given[0]}" is {value!r}; it must be true (desirable) or false')
+    others = {name: value for name, value in row.items() if name not in LABELS}
+    untrained_columns.refuse(others, dict.fromkeys(images.COLUMNS, untrained_columns.IMAGES))
+    form = next((form for form in MARKED if has_columns(others, form)), None)
+    if form is None:
+        raise InvalidConfig(f"no answer is beside the label; it needs {NEEDS[DataFormat.UNPAIRED]}")
+    return replace(_conversation(others, replace(reading, columns={}), form), is_desirable=bool(value))
+
+
 def _whole(row: Row, name: str, reading: Reading) -> Conversation:
     """Returns the conversation of one side. Raises InvalidConfig that names the side."""
     try:
@@ -92,7 +126,7 @@ def _conversation(row: Row, reading: Reading, data_format: DataFormat) -> Conver
     sample = to_sample(row, replace(reading, format=data_format))
     assert not isinstance(sample, str)
     if sample.images:
-        raise InvalidConfig("has images, which pairs of answers do not support yet", hint=untrained_columns.IMAGES.hint)
+        raise InvalidConfig("has images, which preferences do not support yet", hint=untrained_columns.IMAGES.hint)
     return sample
 
 

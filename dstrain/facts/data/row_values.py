@@ -1,4 +1,4 @@
-"""Values of a row: whether they are given, strings among them, and how messages show them."""
+"""Values of a row: whether they are given, strings among them, and how messages show them and those not used."""
 
 from __future__ import annotations
 
@@ -43,3 +43,13 @@ def without_missing(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: without_missing(item) for key, item in value.items() if item is not None}
     return [without_missing(item) for item in value] if isinstance(value, list) else value
+
+
+def unused_text(counts: Mapping[str, int]) -> str:
+    """Returns a line about unused columns, given as name → number of samples with it.
+
+    >>> unused_text({"source": 1200, "messages.name": 1})
+    'unused columns: source (1,200 samples), messages.name (1 sample)'
+    """
+    words = (f"{name} ({count:,} sample{'s' if count > 1 else ''})" for name, count in counts.items())
+    return f"unused columns: {', '.join(words)}"

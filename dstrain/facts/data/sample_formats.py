@@ -28,6 +28,8 @@ NEEDS = MappingProxyType(
         DataFormat.TEXT: "text",
         DataFormat.PREFERENCE: "chosen and rejected, each an answer or a conversation that ends with it, and with "
         "answers their prompt (or question, instruction and input, messages, conversations; optionally system, tools)",
+        DataFormat.UNPAIRED: "label (or kto_tag), true or false, beside a question and its answer: prompt and "
+        "completion, instruction and output, messages or conversations (optionally system, tools)",
     }
 )
 """The columns of each format, in words."""
@@ -40,6 +42,10 @@ _PAIRS = (
     ("question", "answer"),
 )
 """Columns of a question and its answer: Stanford Alpaca, TRL, ms-swift, and data sets of questions."""
+LABELS = ("label", "kto_tag")
+"""Columns that say whether an answer is desirable: TRL's and ms-swift's, and LLaMA-Factory's."""
+MARKED = (DataFormat.MESSAGES, DataFormat.ALPACA)
+"""Formats whose answers may have a label."""
 SIDES = ("chosen", "rejected")
 """Columns of the two answers of a pair."""
 PROMPTS = ("prompt", "question", *CONVERSATION_COLUMNS)
@@ -92,6 +98,10 @@ def unused(row: Row, reading: Reading) -> list[str]:
     >>> unused({"text": "a", "source": "web", "note": None}, Reading(format=DataFormat.TEXT))
     ['source']
     """
+    if reading.format is DataFormat.UNPAIRED:
+        labels = {reading.columns.get(name, name) for name in LABELS}
+        others = {name: value for name, value in row.items() if name not in labels}
+        return unused(others, require(others, replace(reading, format=DataFormat.AUTO)))
     ours = reading.row(row)
     used = _used(ours, reading.format)
     in_file = {reading.columns.get(name, name) for name in used}
@@ -118,16 +128,6 @@ def _used(row: Row, data_format: DataFormat) -> set[str]:
     return {question, answer, "history", *(("input",) if question == "instruction" else ()), *_BESIDE_ONE_ANSWER}
 
 
-def unused_text(counts: Mapping[str, int]) -> str:
-    """Returns a line about unused columns, given as name → number of samples with it.
-
-    >>> unused_text({"source": 1200, "messages.name": 1})
-    'unused columns: source (1,200 samples), messages.name (1 sample)'
-    """
-    words = (f"{name} ({count:,} sample{'s' if count > 1 else ''})" for name, count in counts.items())
-    return f"unused columns: {', '.join(words)}"
-
-
 def _turns_column(row: Row) -> str | None:
     return next((name for name in CONVERSATION_COLUMNS if row.get(name) is not None), None)
 
@@ -148,7 +148,7 @@ def detect(columns: Iterable[str]) -> DataFormat:
     """
     names = list(columns)
     for data_format in (DataFormat.MESSAGES, DataFormat.ALPACA, DataFormat.TEXT):
-        if _has(names, data_format):
+        if has_columns(names, data_format):
             return data_format
     for column in names:
         untrained_columns.refuse_name(column)
@@ -177,7 +177,7 @@ def require(columns: Iterable[str], reading: Reading) -> Reading:
     names = reading.names(columns)
     if reading.format is DataFormat.AUTO:
         return replace(reading, format=detect(names))
-    if not _has(names, reading.format):
+    if not has_columns(names, reading.format):
         raise InvalidConfig(
             f"the format {reading.format.value} needs {NEEDS[reading.format]}; the columns are {_listed(names)}",
             hint="Set data_format to auto, or name the columns in the job: columns: {NAME: YOUR_COLUMN}.",
@@ -185,11 +185,15 @@ def require(columns: Iterable[str], reading: Reading) -> Reading:
     return reading
 
 
-def _has(columns: list[str], data_format: DataFormat) -> bool:
+def has_columns(columns: Iterable[str], data_format: DataFormat) -> bool:
+    """Returns whether columns are those that a format needs."""
+    columns = set(columns)
     if data_format is DataFormat.MESSAGES:
-        return any(column in columns for column in CONVERSATION_COLUMNS)
+        return not columns.isdisjoint(CONVERSATION_COLUMNS)
     if data_format is DataFormat.PREFERENCE:
-        return set(columns).issuperset(SIDES)
+        return columns.issuperset(SIDES)
+    if data_format is DataFormat.UNPAIRED:
+        return not columns.isdisjoint(LABELS) and any(has_columns(columns, form) for form in MARKED)
     return _pair(columns) is not None if data_format is DataFormat.ALPACA else "text" in columns
 
 

@@ -66,6 +66,8 @@ class Conversation:
     """Indices of answers that carry no loss, by their weight."""
     images: tuple[str, ...] = ()
     """Paths of the images, in the order of their marks."""
+    is_desirable: bool | None = None
+    """Whether its last answer is marked as desirable or not; None: it is not marked."""
 
 
 def parse(turns: Any, name: str) -> tuple[list[Message], frozenset[int]]:

@@ -33,7 +33,8 @@ class Untrained:
 _WEIGHTS = "weights or masks tokens in the loss"
 _PREFERENCE = "marks the preferred answer"
 _PREFERRED = "Keep only the preferred answers, as messages or as instruction and output."
-_DPO = "Or train on both: task: dpo, with the columns chosen and rejected."
+_DPO = "Or train on both: task: dpo or reward, with the columns chosen and rejected."
+_KTO = "Or train on both: task: kto."
 _COUNTED = "Give each turn a weight of 0 or 1; loss_on selects the answers that count in the loss."
 _MEDIA = Untrained(
     names=("video", "videos", "audio", "audios"),
@@ -58,7 +59,9 @@ _IN_ROWS = (
         hint=f"{_PREFERRED} {_DPO}",
     ),
     Untrained(names=("chosen", "rejected"), says=_PREFERENCE, hint=f"{_PREFERRED} {_DPO}"),
-    Untrained(names=("kto_tag", "label"), says=_PREFERENCE, hint=_PREFERRED, matters=lambda value: value is False),
+    Untrained(
+        names=("kto_tag", "label"), says=_PREFERENCE, hint=f"{_PREFERRED} {_KTO}", matters=lambda value: value is False
+    ),
 )
 _IN_TURNS = (
     *_ANYWHERE,

@@ -18,7 +18,7 @@ from dstrain.facts.cluster.gpus import CPU
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.links import Link
 from dstrain.facts.cluster.machines import is_local, resolve_gpu, resolve_hosts
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.model_facts import ModelFacts, with_head_of
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.facts.this_machine import trains_on_cpu
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
@@ -55,7 +55,7 @@ def hosts_of(file: JobFile) -> Hosts:
 def model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
     """Returns the facts of the model, or None and a line that says why there is no estimate."""
     try:
-        model = probe.read_model(job.model, hub=job.hub, way=trace_question(job))
+        model = with_head_of(probe.read_model(job.model, hub=job.hub, way=trace_question(job)), job.task)
         return with_frozen(model, freeze=job.freeze, train_only=job.train_only), []
     except (InvalidConfig, EnvironmentProblem) as error:
         return None, [f"no estimate of memory: {error.problem}"]
@@ -72,6 +72,7 @@ def trace_question(job: Job) -> Question:
         is_packed=job.packing,
         precision=job.precision,
         loss=job.loss,
+        has_score=job.task.has_score,
     )
 
 

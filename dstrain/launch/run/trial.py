@@ -55,7 +55,7 @@ OVERRIDES = (
 def fewer_samples(job: Job, num_ranks: int, steps: int) -> tuple[str, ...]:
     """Returns an override for a task that computes a reference of all samples before its first step: only as many
     samples as the steps need."""
-    if not job.task.has_own_loss:
+    if not job.task.has_reference:
         return ()
     enough = (steps + 2) * job.samples_per_step(num_ranks)
     return (f"max_samples={min(enough, job.max_samples or enough)}",)

@@ -184,7 +184,7 @@ def _logits_bytes(model: ModelFacts, way: Configuration) -> float:
     if way.kernels.loss is not LossKernel.FULL:
         return 0.0
     logit_bytes = LOGITS_BYTES + (0 if way.model.precision is Precision.FP32 else way.model.item)
-    return logit_bytes * way.batch.sample_tokens / way.parallel.sp * model.vocab_size / way.parallel.tp
+    return logit_bytes * way.batch.sample_tokens / way.parallel.sp * model.num_outputs / way.parallel.tp
 
 
 def _host_bytes(cluster: Cluster, way: Configuration, states: float, weights: float) -> float:

@@ -13,7 +13,8 @@ LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
 """Usual peak learning rates of supervised fine-tuning. Source: LLaMA-Factory's full examples (1e-5) and LoRA examples
 (1e-4); QLoRA (arXiv 2305.14314), table 9 (2e-4 up to 13B)."""
 PREFERENCE_RATES = {Method.FULL: 1e-6, Method.LORA: 5e-6, Method.QLORA: 5e-6}
-"""Those of preferences. Source: trl 1.16 trainer/dpo_config.py (1e-6); LLaMA-Factory's LoRA examples of DPO (5e-6)."""
+"""Those of losses against a reference. Source: trl 1.16 trainer/dpo_config.py and kto_config.py (1e-6); LLaMA-Factory's
+LoRA examples of DPO and KTO (5e-6)."""
 
 
 def of_request(request: Request, num_samples: int) -> float:
@@ -22,7 +23,7 @@ def of_request(request: Request, num_samples: int) -> float:
     The usual ones are taken to be for the default of `DEFAULT_GLOBAL_BATCH` samples, which is a judgement.
     Source: Goyal et al. (arXiv 1706.02677), linear, for SGD; Malladi et al. (arXiv 2205.10287), square root, for Adam.
     """
-    usual = (PREFERENCE_RATES if request.task.has_own_loss else LEARNING_RATES)[request.method]
+    usual = (PREFERENCE_RATES if request.task.has_reference else LEARNING_RATES)[request.method]
     ratio = num_samples / DEFAULT_GLOBAL_BATCH
     factor = {None: 1.0, LrScaling.LINEAR: ratio, LrScaling.SQRT: math.sqrt(ratio)}[request.lr_scaling]
     return float(f"{usual * factor:.3g}")

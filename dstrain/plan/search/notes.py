@@ -55,7 +55,7 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
         found.append(f"it fills {percent(share)} of the GPU; dstrain's own choices leave {left}")
     for limit in limits_of(flat(chosen.configuration)) if cluster.gpu.is_cpu else ():
         found.append(f"{limit.key} {limit.value} trains on a CPU only if {limit.unless}: {limit.why}")
-    if request.task.has_own_loss:
+    if request.task.has_reference:
         found += _reference_notes(workload, chosen)
     found += [*_optimizer_notes(workload, request, chosen), *_liger_notes(workload, request, chosen)]
     if model.vision is not None and not request.image_patches:
@@ -97,11 +97,13 @@ def _liger_notes(workload: Workload, request: Request, chosen: Estimate) -> list
 
 def _reference_notes(workload: Workload, chosen: Estimate) -> list[str]:
     """Returns what the reference costs, which is computed before the first step and kept in no second model."""
-    forward = forward_s(workload, chosen.configuration)
+    configuration = chosen.configuration
+    forward = forward_s(workload, configuration)
     if forward is None or chosen.speed is None:
-        return ["before step 1, a forward pass over all pairs computes the reference"]
-    share = forward * chosen.configuration.step.grad_accum / chosen.speed.step_s
-    return [f"before step 1, a forward pass over all pairs computes the reference: {percent(share)} of an epoch's time"]
+        return ["before step 1, a pass over all samples computes the reference"]
+    passes = configuration.batch.task.forward_passes * configuration.step.grad_accum
+    share = passes * forward / chosen.speed.step_s
+    return [f"before step 1, a pass over all samples computes the reference: {percent(share)} of an epoch's time"]
 
 
 def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list[str]:

@@ -7,7 +7,7 @@ from functools import partial
 from dstrain.choices import Attention, LossKernel, Offload, Optimizer, Precision
 from dstrain.facts.attention_kernels import SINKS
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.model_facts import ModelFacts, why_unscored
 from dstrain.facts.workload import Workload
 from dstrain.job.task_limits import LIMITS, TaskLimit
 from dstrain.plan.configuration import Configuration, choices
@@ -144,6 +144,10 @@ RULES: tuple[Rule, ...] = (
          breaks=lambda m, k, c: not c.model.is_deepspeed
          and (c.parallel.sp > 1 or c.zero.hpz > 1 or c.zero.offload_ratio < 1),
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py, runtime/zero/config.py"),
+    Rule(name="rewards and families", options=("task",),
+         says="task reward needs a language model that Transformers can give a score",
+         breaks=lambda m, k, c: c.batch.task.has_score and why_unscored(m) is not None,
+         source="Transformers 5.23 models/auto/modeling_auto.py: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
     *(Rule(name=f"task and {limit.key}", options=("task", limit.key), says=limit.says,
            breaks=partial(_exceeds, limit), source="dstrain train/tasks")
       for limit in LIMITS if limit.key in choices()),

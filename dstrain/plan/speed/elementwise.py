@@ -62,14 +62,14 @@ def _moved(part: Pass, s: Setting, cached: float) -> float:
 
 def bytes_forward(work: Work, s: Setting, cached: float) -> float:
     """Returns the bytes that kernels beside products and flash attention move in the forward pass."""
-    logits = s.tokens * float(work.vocab_size)
+    logits = s.tokens * float(work.num_outputs)
     per_logit = LOSS_BYTES_PER_LOGIT[s.kernels.loss]
     if s.kernels.loss is LossKernel.FULL:
         per_logit += s.code.loss_bytes_per_logit
     total = _moved(work.forward, s, cached) + logits * per_logit
     if s.kernels.loss in TILED_HEADS and s.model.is_full:
-        tiles = -(-s.tokens // tile_rows(s.kernels.loss, s.tokens, work.hidden_size, work.vocab_size))
-        total += FUSED_HEAD_BYTES_PER_WEIGHT * tiles * work.vocab_size * work.hidden_size
+        tiles = -(-s.tokens // tile_rows(s.kernels.loss, s.tokens, work.hidden_size, work.num_outputs))
+        total += FUSED_HEAD_BYTES_PER_WEIGHT * tiles * work.num_outputs * work.hidden_size
     if s.kernels.attn is Attention.EAGER:
         total += EAGER_ATTENTION_BYTES[0] * s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp
     total += _rearranged(work, s)

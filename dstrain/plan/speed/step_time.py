@@ -116,14 +116,15 @@ def _parts(
     """Returns the seconds of a step by part, and those of collectives and copies that computation hides."""
     forward, backward = passes(done, rates, setting(c, peak, cluster.gpu))
     copies = stepping(cluster, c, done, rates)
-    again = c.step.grad_accum
-    shown = _shown_copies(copies, forward.total, backward.total)
-    hidden = {INTRA: 0.0, INTER: 0.0, PCIE: again * (copies.pcie_forward + copies.pcie_backward - shown)}
+    again, forwards = c.step.grad_accum, c.batch.task.forward_passes
+    shown = _shown_copies(copies, forward.total, backward.total, forwards)
+    copied = forwards * copies.pcie_forward + copies.pcie_backward
+    hidden = {INTRA: 0.0, INTER: 0.0, PCIE: again * (copied - shown)}
     parts = {
-        PRODUCTS: again * (forward.products + backward.products),
-        ATTENTION: again * (forward.attention + backward.attention),
-        ELEMENTWISE: again * (forward.elementwise + backward.elementwise),
-        LAUNCHES: again * (forward.launches + backward.launches),
+        PRODUCTS: again * (forwards * forward.products + backward.products),
+        ATTENTION: again * (forwards * forward.attention + backward.attention),
+        ELEMENTWISE: again * (forwards * forward.elementwise + backward.elementwise),
+        LAUNCHES: again * (forwards * forward.launches + backward.launches),
         OPTIMIZER: copies.optimizer,
         INTRA: 0.0,
         INTER: 0.0,
@@ -135,7 +136,7 @@ def _parts(
     sent = collectives(cluster, c, done)
     if sent:
         times = {
-            Phase.FORWARD: (forward.total, again),
+            Phase.FORWARD: (forward.total, again * forwards),
             Phase.BACKWARD: (backward.total, again),
             Phase.LAST_BACKWARD: (backward.total, 1),
             Phase.STEP: (0.0, 1),
@@ -168,11 +169,11 @@ def _shown(
     return exposed
 
 
-def _shown_copies(copies: Stepping, forward_s: float, backward_s: float) -> float:
+def _shown_copies(copies: Stepping, forward_s: float, backward_s: float, forwards: int) -> float:
     """Returns what copies over PCIe add to the passes of a micro-batch: what outlasts the computation."""
     if not copies.is_pcie_hidden:
-        return copies.pcie_forward + copies.pcie_backward
-    return max(0.0, copies.pcie_forward - forward_s) + max(0.0, copies.pcie_backward - backward_s)
+        return forwards * copies.pcie_forward + copies.pcie_backward
+    return forwards * max(0.0, copies.pcie_forward - forward_s) + max(0.0, copies.pcie_backward - backward_s)
 
 
 def _limit(parts: Mapping[str, float]) -> Limit:

@@ -60,7 +60,7 @@ class Work:
     """Decoder layers."""
     hidden_size: int
     """Width of the residual stream."""
-    vocab_size: int
+    num_outputs: int
     """Logits of a token."""
     num_moe_layers: int
     """Those with experts."""
@@ -142,7 +142,7 @@ def _work(
         layer_width=layers * model.hidden_size,
         num_layers=layers,
         hidden_size=model.hidden_size,
-        vocab_size=model.vocab_size,
+        num_outputs=model.num_outputs,
         query_width=layers * heads * model.head_dim,
         key_width=layers * model.num_key_value_heads * model.head_dim,
         num_moe_layers=model.moe.num_moe_layers if model.moe else 0,

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoTokenizer
 
 from dstrain.choices import Precision
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts.model.model_files import ADAPTER, PROCESSOR_FILES, read
 from dstrain.rundir import RunDir, read_record
-from dstrain.train import rope_scaling
+from dstrain.train import rope_scaling, scoring
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
 from dstrain.train.checkpoints.saved_model import DTYPES, converted, family_of, require_whole_model
 from dstrain.train.rank import quieten
@@ -83,8 +84,6 @@ def locate(source: Path) -> Path:
 
 
 def _config(folder: Path) -> Any:
-    from transformers import AutoConfig
-
     return AutoConfig.from_pretrained(folder)
 
 
@@ -92,10 +91,14 @@ def _merged(folder: Path, precision: Precision | None) -> Any:
     """Returns the base model with the adapter merged into its weights."""
     from peft import PeftModel
 
-    base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+    adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    base, has_score = adapter["base_model_name_or_path"], adapter.get("task_type") == "SEQ_CLS"
     config = _config(base)
     rope_scaling.scale(config, rope_scaling.read_beside_adapter(folder))
-    model = family_of(config).from_pretrained(base, config=config, dtype=DTYPES[precision] if precision else "auto")
+    family = scoring.with_score(config) if has_score else family_of(config)
+    model = family.from_pretrained(base, config=config, dtype=DTYPES[precision] if precision else "auto")
+    if has_score:
+        scoring.set_padding(model, AutoTokenizer.from_pretrained(folder).pad_token_id)
     rows = [tensor.shape[0] for name, tensor in read(folder, ADAPTER).items() if name.endswith("embed_tokens.weight")]
     if rows and rows[0] != model.config.get_text_config().vocab_size:  # with new tokens
         model.resize_token_embeddings(rows[0], mean_resizing=False)
@@ -156,8 +159,6 @@ def _loaded(folder: Path, precision: Precision | None) -> Any:
 
 
 def _save_tokenizer(folder: Path, out: Path) -> None:
-    from transformers import AutoTokenizer
-
     AutoTokenizer.from_pretrained(folder).save_pretrained(out)
     for name in PROCESSOR_FILES:
         if (folder / name).is_file():

@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+)
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from dstrain.choices import Precision
 from dstrain.errors import InvalidConfig, RunFailed
 from dstrain.facts.model.model_files import ADAPTER, Tensor, read
 from dstrain.paths import write_atomic
+from dstrain.train.scoring import is_scoring
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 _SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -80,6 +86,8 @@ def _restored(saved: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
 
 def family_of(config: Any) -> Any:
     """Returns the class that loads a model of this configuration."""
+    if is_scoring(config):
+        return AutoModelForSequenceClassification
     return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
 
 

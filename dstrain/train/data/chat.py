@@ -39,6 +39,10 @@ class Counts:
     """Conversations whose images `seq_len` would cut."""
     lost_tools: int = 0
     """Conversations whose descriptions of tools the template omits."""
+    desirable: int = 0
+    """Conversations whose answer is marked as desirable."""
+    undesirable: int = 0
+    """Those whose answer is marked as undesirable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import numpy as np
 from dstrain.choices import OnLongSample
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.mixture import epoch_counts, held_out_counts
-from dstrain.facts.data.sample_formats import unused_text
+from dstrain.facts.data.row_values import unused_text
 from dstrain.job import task_limits
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.schema import Job

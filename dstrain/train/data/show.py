@@ -16,7 +16,7 @@ from typing import Any
 
 from dstrain.choices import DataFormat, LossOn, OnBadRow
 from dstrain.errors import DstrainError, InvalidConfig
-from dstrain.facts.data.sample_formats import unused_text
+from dstrain.facts.data.row_values import unused_text
 from dstrain.facts.data.shown import Piece, ShowAnswer, ShownData, ShownSample, ShowQuestion
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
@@ -86,9 +86,10 @@ def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit:
 
 
 def _sample(tokenizer: Any, number: int, encoded: Encoded) -> ShownSample:
+    counts = encoded.counts
     return ShownSample(
         number=number,
-        place=encoded.where,
+        place=encoded.where + ", desirable" * counts.desirable + ", undesirable" * counts.undesirable,
         pieces=tuple(pieces(tokenizer, encoded.input_ids, encoded.labels, encoded.images, encoded.image_of)),
         num_tokens=len(encoded.input_ids),
         num_learned=encoded.num_learned,

@@ -148,7 +148,10 @@ class Encoder:
 
     def _masked(self, conversation: Conversation, written: Written) -> Written:
         """Returns the text without loss on answers of weight 0, and with `loss_on: last` on all but the last one."""
-        written = replace(written, counts=replace(written.counts, lost_tools=_lost_tools(conversation, written)))
+        counts = {"lost_tools": _lost_tools(conversation, written)}
+        if conversation.is_desirable is not None:
+            counts["desirable" if conversation.is_desirable else "undesirable"] = 1
+        written = replace(written, counts=replace(written.counts, **counts))
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         of_last = self.loss_on is LossOn.LAST
         learned = [i not in conversation.unlearned and (i == answers[-1] or not of_last) for i in answers]

@@ -33,7 +33,7 @@ def _sizes(data: Any) -> tuple[Any, Any]:
         lengths = _column(data.samples, "length")
         return data.rows.sums(lengths), data.rows.sums(lengths**2)
     if isinstance(data, Samples):
-        lengths = _column(data.dataset, "ends")  # each sequence ends with its answer, and is a row of its own
+        lengths = data.lengths()  # each sequence is a row of its own
         return lengths.max(axis=1), (lengths**2).sum(axis=1)
     lengths = _column(data, "length")
     return lengths, lengths**2

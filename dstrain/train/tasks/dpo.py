@@ -14,11 +14,12 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from dstrain.choices import DpoLoss
-from dstrain.job.dpo import Dpo
 from dstrain.job.schema import Job
+from dstrain.job.task_losses import Dpo
 from dstrain.train.data.tokenized import Form
 from dstrain.train.tasks.log_probs import Answers, answers_of
 from dstrain.train.tasks.pairs import PAIRS
+from dstrain.train.tasks.samples import SampleCollator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class DpoObjective:
     num_sequences: int = 2
     has_reference: bool = True
     form: Form = PAIRS
+    collates: type[SampleCollator] = SampleCollator
 
     def outputs(self, model: Any, inputs: Mapping[str, Any]) -> Answers:
         """Returns the log-probabilities of both answers of each pair."""
@@ -59,6 +61,10 @@ class DpoObjective:
     def counts(self, outputs: Answers) -> torch.Tensor:
         """Returns whether each pair has an answer: (pairs,)."""
         return outputs.num_tokens.chunk(2)[0] > 0
+
+    def among(self, outputs: Answers) -> Mapping[str, torch.Tensor]:
+        """Returns nothing: each pair has every figure."""
+        return {}
 
 
 def chosen_nll(log_probs: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:

@@ -31,10 +31,14 @@ def answers_of(model: Any, inputs: Mapping[str, Any], kernel: LossKernel) -> Ans
 
     The model gets no labels, so it computes no loss of its own, nor that of a router.
     """
-    others = {name: value for name, value in inputs.items() if name not in ("labels", REFERENCE)}
     targets = shift(inputs["labels"])
-    log_probs = sequence_log_probs(model(**others).logits, targets, kernel)
+    log_probs = sequence_log_probs(model(**without_labels(inputs)).logits, targets, kernel)
     return Answers(log_probs=log_probs, num_tokens=(targets != IGNORED).sum(-1))
+
+
+def without_labels(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what the model gets of a micro-batch."""
+    return {name: value for name, value in inputs.items() if name not in ("labels", REFERENCE)}
 
 
 def sequence_log_probs(logits: torch.Tensor, targets: torch.Tensor, kernel: LossKernel) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from dstrain.choices import Task
 from dstrain.job.schema import Job
 from dstrain.train.data.tokenized import Form
+from dstrain.train.tasks.samples import SampleCollator
 
 
 class Objective(Protocol):
@@ -27,11 +28,15 @@ class Objective(Protocol):
         """Whether the loss compares the model with itself before training."""
 
     @property
+    def collates(self) -> type[SampleCollator]:
+        """The class that makes micro-batches of them."""
+
+    @property
     def form(self) -> Form:
         """Its samples in tokens, whose data set is `samples.Samples`."""
 
     def outputs(self, model: Any, inputs: Mapping[str, Any]) -> Any:
-        """Returns what the model says of each row of a micro-batch, as `SampleCollator` makes it."""
+        """Returns what the model says of each row of a micro-batch, as its collator makes it."""
 
     def log_probs(self, outputs: Any) -> torch.Tensor:
         """Returns the part of the outputs that a reference is kept of: (rows,)."""
@@ -45,6 +50,9 @@ class Objective(Protocol):
     def counts(self, outputs: Any) -> torch.Tensor:
         """Returns whether each sample counts, (samples,): those that fill up an evaluation do not."""
 
+    def among(self, outputs: Any) -> Mapping[str, torch.Tensor]:
+        """Returns which samples have a figure, (samples,), for figures that not all of them have."""
+
 
 def objective_of(job: Job) -> Objective | None:
     """Returns the objective of a job; None if the loss is that of the model itself."""
@@ -52,4 +60,12 @@ def objective_of(job: Job) -> Objective | None:
         from dstrain.train.tasks.dpo import DpoObjective
 
         return DpoObjective(job=job)
+    if job.task is Task.REWARD:
+        from dstrain.train.tasks.reward import RewardObjective
+
+        return RewardObjective(job=job)
+    if job.task is Task.KTO:
+        from dstrain.train.tasks.kto import KtoObjective
+
+        return KtoObjective(job=job)
     return None

@@ -63,7 +63,7 @@ def _row(tokens: _Tokens) -> TokenRow:
     counts["cut_answers"] += rejected.counts.cut_answers
     teaches = chosen.teaches and rejected.teaches
     sides = tokens.sides if teaches else ()
-    places = [_place(side) for side in sides]
+    places = [place_of(side) for side in sides]
     return TokenRow(
         columns={
             "input_ids": [side.input_ids for side in sides],
@@ -77,7 +77,7 @@ def _row(tokens: _Tokens) -> TokenRow:
     )
 
 
-def _place(side: Encoded) -> tuple[int, int]:
+def place_of(side: Encoded) -> tuple[int, int]:
     """Returns where the last answer, whose tokens alone have labels, starts and ends."""
     learned = [index for index, label in enumerate(side.labels) if label != IGNORED]
     return learned[0], learned[-1] + 1

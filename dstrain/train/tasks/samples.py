@@ -30,13 +30,25 @@ class Samples:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Returns the `sequences` of a sample, each with `input_ids` and `labels`, and their `reference`."""
-        row = self.dataset[int(index)]
-        sequences = [
+        sequences = self._sequences(int(index))
+        known = np.zeros(len(sequences)) if self.reference is None else self.reference[index]
+        return {"sequences": sequences, REFERENCE: known}
+
+    def lengths(self) -> Any:
+        """Returns the tokens of each sequence up to the end of its answer, with which it ends: (samples, sequences)."""
+        values = np.asarray(self.dataset.with_format("numpy")["ends"][:])
+        return (np.stack(list(values)) if values.dtype == object else values).astype(np.int64)
+
+    def shown(self, index: int) -> list[dict[str, Any]]:
+        """Returns the sequences of a sample that the log shows."""
+        return self._sequences(index)
+
+    def _sequences(self, index: int) -> list[dict[str, Any]]:
+        row = self.dataset[index]
+        return [
             sequence_of(ids, start, end)
             for ids, start, end in zip(row["input_ids"], row["starts"], row["ends"], strict=True)
         ]
-        known = np.zeros(len(sequences)) if self.reference is None else self.reference[index]
-        return {"sequences": sequences, REFERENCE: known}
 
 
 def sequence_of(ids: Sequence[int], start: int, end: int) -> dict[str, Any]:
@@ -63,5 +75,9 @@ class SampleCollator:
         """Returns the tensors of `Collator` with sequences × samples rows, and `reference`, (rows,), float64."""
         by_place = list(zip(*(sample["sequences"] for sample in samples), strict=True))
         batch = self.collator([sequence for sequences in by_place for sequence in sequences])
+        return {**batch, REFERENCE: self.reference_of(samples)}
+
+    def reference_of(self, samples: Sequence[Mapping[str, Any]]) -> torch.Tensor:
+        """Returns the reference of each row: (sequences × samples,), float64."""
         known = np.stack([sample[REFERENCE] for sample in samples]).T.reshape(-1)
-        return {**batch, REFERENCE: torch.from_numpy(known.astype(np.float64))}
+        return torch.from_numpy(known.astype(np.float64))

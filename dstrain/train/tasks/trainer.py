@@ -41,9 +41,8 @@ class TaskTrainer(Trainer):
         `_get_train_sampler` pads the data to whole steps, so no micro-batch is shorter than another one.
         """
         outputs, figures = self._outcome(model, inputs)
-        self._figures.add(
-            {name: value for name, value in figures.items() if name != "loss"}, self._objective.counts(outputs)
-        )
+        others = {name: value for name, value in figures.items() if name != "loss"}
+        self._figures.add(others, self._objective.counts(outputs), self._objective.among(outputs))
         loss = figures["loss"].mean()
         return (loss, outputs) if return_outputs else loss
 
@@ -67,7 +66,7 @@ class TaskTrainer(Trainer):
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
             with torch.no_grad(), self.compute_loss_context_manager():
                 outputs, figures = self._outcome(engine, self._prepare_inputs(dict(batch)))
-            evaluated.add(figures, self._objective.counts(outputs))
+            evaluated.add(figures, self._objective.counts(outputs), self._objective.among(outputs))
         means, count = evaluated.drain(self._group)
         metrics = {f"{metric_key_prefix}_{name}": mean for name, mean in means.items()}
         metrics[f"{metric_key_prefix}_samples"] = count

@@ -9,6 +9,7 @@ from torch import nn
 
 from dstrain.errors import InvalidConfig
 from dstrain.train.model_parts import is_vision
+from dstrain.train.scoring import has_score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,6 @@ def dissect(model: Any) -> Anatomy:
         layers_root=root,
         layers=tuple(layers),
         embedding=base.get_input_embeddings(),
-        head=base.get_output_embeddings(),
+        head=base.score if has_score(base) else base.get_output_embeddings(),
         vision=next(towers, None),
     )

@@ -11,6 +11,7 @@ from transformers.initialization import no_init_weights
 from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.model.trace_records import Question, Subject
+from dstrain.train import scoring
 from dstrain.train.adapters import with_adapter
 from dstrain.train.checkpoints.saved_model import DTYPES
 from dstrain.train.data.by_sample import attend_by_sample
@@ -56,9 +57,12 @@ def per_layer_lists(text: Any) -> dict[str, list[Any]]:
     }
 
 
-def build(config: Any, subject: Subject, precision: Precision = Precision.BF16) -> Any:
+def build(config: Any, subject: Subject, precision: Precision = Precision.BF16, *, has_score: bool = False) -> Any:
     """Returns the model that the config describes, on the meta device, as `train.model` would load it."""
     family = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    if has_score:
+        family = scoring.with_score(config)
+        config.get_text_config().pad_token_id = 0
     options: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": "eager"}
     try:
         with torch.device("meta"), no_init_weights():
@@ -75,12 +79,13 @@ def prepare(question: Question) -> Any:
     if question.method is Method.QLORA:
         raise DstrainError("4-bit weights cannot be traced: a trace has none to quantise", hint="Use method lora.")
     subject = question.subject
-    model = build(load_config(subject, question.num_hidden_layers), subject, question.precision)
+    config = load_config(subject, question.num_hidden_layers)
+    model = build(config, subject, question.precision, has_score=question.has_score)
     _set_attention(model, question.attn)
     if question.is_packed and question.attn is Attention.SDPA:
         attend_by_sample(model)
-    for config in (model.config, model.config.get_text_config()):
-        config.use_cache = False
+    for each in (model.config, model.config.get_text_config()):
+        each.use_cache = False
     if not question.trains_vision:
         freeze_vision(model)
     if question.method is Method.LORA:

@@ -58,8 +58,9 @@ def _run(model: Any, question: Question, tracker: StorageTracker, anatomy: Anato
         tracker.enter_phase("embedding forward")
         inputs = make_inputs(question, model.config)
         inputs_bytes = tracker.live_bytes
+        labels = inputs.pop("labels") if question.has_score else None  # alive, and not for the model
         outputs = model(**inputs)
-        loss = outputs.loss
+        loss = outputs.loss if labels is None else outputs.logits.float().sum()
         if not question.holds_outputs:
             del outputs
         tracker.enter_phase("loss backward")

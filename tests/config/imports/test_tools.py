@@ -248,15 +248,18 @@ def test_a_launcher_takes_accelerates_file_and_its_options(here: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "key"),
     [
-        (f"{LLAMAFACTORY.replace('sft', 'kto')}", "a.yaml", "stage"),
+        (f"{LLAMAFACTORY.replace('sft', 'ppo')}", "a.yaml", "stage"),
+        (f"{LLAMAFACTORY.replace('sft', 'kto')}pref_ftx: 0.5\n", "a.yaml", "pref_ftx"),
         (f"{LLAMAFACTORY.replace('sft', 'dpo')}pref_loss: simpo\n", "a.yaml", "pref_loss"),
         (f"{LLAMAFACTORY.replace('sft', 'dpo')}pref_bco_weight: 1\n", "a.yaml", "pref_bco_weight"),
         (f"{LLAMAFACTORY}use_dora: true\n", "a.yaml", "use_dora"),
-        ("swift rlhf --rlhf_type kto --model a", "a.sh", "rlhf_type"),
+        ("swift rlhf --rlhf_type grpo --model a", "a.sh", "rlhf_type"),
+        ("swift rlhf --rlhf_type kto --loss_type apo_zero_unpaired --model a", "a.sh", "loss_type"),
         ("swift rlhf --rlhf_type dpo --ld_alpha 0.1 --model a", "a.sh", "ld_alpha"),
         (f"{SWIFT}--loss_type hinge", "a.sh", "loss_type"),
         (f"{SWIFT}--task_type seq_cls", "a.sh", "task_type"),
-        (f"{AXOLOTL}rl: dpo\n", "a.yaml", "rl"),
+        (f"{AXOLOTL}rl: grpo\n", "a.yaml", "rl"),
+        (f"{AXOLOTL}rl: dpo\ndpo_use_weighting: true\n", "a.yaml", "dpo_use_weighting"),
         (f"{AXOLOTL}optimizer: muon\n", "a.yaml", "optimizer"),
     ],
 )
@@ -291,6 +294,57 @@ def test_preferences_train_by_dpo(here: Path) -> None:
     assert not swift.stops
     assert [value(swift, key) for key in ("task", "dpo.beta", "dpo.sft_weight")] == ["dpo", 0.3, 0.1]
     assert "dpo.beta" not in imported(f"{LLAMAFACTORY}pref_beta: 0.2\n").values
+
+
+def test_answers_with_a_label_train_by_kto_and_pairs_a_reward_model(here: Path) -> None:
+    info = {
+        "marked": {"file_name": "m.json", "columns": {"prompt": "question", "response": "answer", "kto_tag": "good"}},
+        "pairs": {"file_name": "pairs.json", "ranking": True, "columns": {"chosen": "good", "rejected": "bad"}},
+    }
+    (here / "dataset_info.json").write_text(json.dumps(info))
+    weights = "pref_beta: 0.2\nkto_chosen_weight: 1.5\nkto_rejected_weight: 0.5\n"
+    kto = imported(f"{LLAMAFACTORY.replace('sft', 'kto')}dataset_dir: .\ndataset: marked\n{weights}")
+    assert not kto.stops
+    keys = ("task", "kto.beta", "kto.desirable_weight", "kto.undesirable_weight", "data_format")
+    assert [value(kto, key) for key in keys] == ["kto", 0.2, 1.5, 0.5, "unpaired"]
+    columns = {"instruction": "question", "output": "answer", "label": "good"}
+    assert value(kto, "data") == [{"path": "m.json", "columns": columns}]
+    reward = imported(f"{LLAMAFACTORY.replace('sft', 'rm')}dataset_dir: .\ndataset: pairs\n")
+    assert not reward.stops
+    assert [value(reward, key) for key in ("task", "data_format")] == ["reward", "preference"]
+    wrong = imported(f"{LLAMAFACTORY.replace('sft', 'rm')}dataset_dir: .\ndataset: marked\n")
+    assert [note.key for note in wrong.stops] == ["dataset"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("kto --beta 0.3 --desirable_weight 2", {"task": "kto", "kto.beta": 0.3, "kto.desirable_weight": 2}),
+        ("rm --center_rewards_coefficient 0.01", {"task": "reward", "reward.center_rewards_coefficient": 0.01}),
+    ],
+)
+def test_swift_trains_rewards_and_kto(words: str, expected: dict[str, Any]) -> None:
+    found = imported(f"swift rlhf --rlhf_type {words} --model a", "a.sh")
+    assert not found.stops
+    assert {key: value(found, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("lines", "data", "expected"),
+    [
+        ("rl: dpo\nrl_beta: 0.2\n", "chatml.argilla", {"task": "dpo", "dpo.beta": 0.2, "data_format": "preference"}),
+        ("rl: ipo\n", "chat_template.default", {"task": "dpo", "dpo.loss_type": "ipo"}),
+        ("rl: kto\nkto_undesirable_weight: 0.5\n", "llama3.ultra", {"task": "kto", "kto.undesirable_weight": 0.5}),
+        ("reward_model: true\n", "bradley_terry.chat_template", {"task": "reward", "data_format": "preference"}),
+    ],
+)
+def test_axolotl_trains_preferences(lines: str, data: str, expected: dict[str, Any]) -> None:
+    found = imported(f"base_model: a\nsequence_len: 1024\n{lines}datasets:\n  - path: b/c\n    type: {data}\n")
+    assert not found.stops
+    assert {key: value(found, key) for key in expected} == expected
+    columns = {"chosen": "chosen_response", "rejected": "rejected_response"}
+    rows = [{"path": "b/c", "columns": columns}] if "argilla" in data else "b/c"
+    assert value(found, "data") == rows
 
 
 def test_a_key_that_no_table_has_is_named_with_its_line_and_the_nearest() -> None:
@@ -332,13 +386,13 @@ def test_several_bad_values_are_reported_together() -> None:
 def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None:
     from dataclasses import fields
 
-    from dstrain.job.dpo import Dpo
     from dstrain.job.model_changes import Lora
     from dstrain.job.monitor import Monitor
     from dstrain.job.schema import Job
+    from dstrain.job.task_losses import Dpo, Kto, Reward
 
     legal = {field.name for field in fields(Job)}
-    sections = {"dpo": Dpo, "lora": Lora, "monitor": Monitor}
+    sections = {"dpo": Dpo, "reward": Reward, "kto": Kto, "lora": Lora, "monitor": Monitor}
     legal |= {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
     targets = {row.target for row in TOOLS[tool].rows.values() if row.target}
     assert {target for target in targets if not target.startswith(("plan.", "machines."))} <= legal

@@ -466,16 +466,26 @@ def test_what_is_wrong_in_the_job_is_told_in_its_line(tmp_path: Path, lines: str
     assert (Path(said.place.file).name, said.place.line, said.severity) == ("job.yaml", line, Severity.WARNING)
 
 
-@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: f"{limit.key} {min(limit.tasks)}")
-def test_what_a_task_does_not_support_is_told(tmp_path: Path, limit: TaskLimit) -> None:
+@pytest.mark.parametrize(
+    ("limit", "task"), [(limit, task) for limit in LIMITS for task in sorted(limit.tasks)], ids=lambda value: str(value)
+)
+def test_what_a_task_does_not_support_is_told(tmp_path: Path, limit: TaskLimit, task: Task) -> None:
     others = {"loss": "fused", "packing": "true", "loss_on": "all"}
-    formats = {Task.SFT: "preference", Task.PRETRAIN: "alpaca", Task.DPO: "text"}
-    (task,) = limit.tasks
-    other = formats[task] if limit.key == "data_format" else others.get(limit.key, 2)
+    formats = {Task.SFT: "preference", Task.PRETRAIN: "alpaca"}
+    other = formats.get(task, "text") if limit.key == "data_format" else others.get(limit.key, 2)
     said = one("DS226", found(ZERO2, job=job(tmp_path, f"task: {task}\n{limit.key}: {other}\n")))
     assert (said.place.line, said.severity, said.fix) == (7, Severity.ERROR, f"write {limit.instead}")
     assert limit.why in said.problem
     fine = found(ZERO2, job=job(tmp_path, f"task: {task}\n{limit.instead}\n"))
+    assert "DS226" not in [each.rule for each in fine]
+
+
+@pytest.mark.parametrize("name", ["qwen3-vl-8b", "granite"])
+def test_a_model_that_cannot_have_a_score_is_told(tmp_path: Path, name: str) -> None:
+    facts = replace(model("qwen3-8b"), model_type=name) if name == "granite" else model(name)
+    said = one("DS226", found(ZERO2, job=job(tmp_path, "task: reward\n"), model=facts))
+    assert (said.place.line, said.severity) == (6, Severity.ERROR)
+    fine = found(ZERO2, job=job(tmp_path, "task: reward\n"), model=model("qwen3-8b"))
     assert "DS226" not in [each.rule for each in fine]
 
 

@@ -8,14 +8,21 @@ from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules.jobs import in_job
 from dstrain.config.lint.subject import Subject
+from dstrain.facts.model.model_facts import why_unscored
 from dstrain.job import task_limits
 from dstrain.job.schema import Job
+
+_STOPS = "the run stops before it loads the model"
 
 
 def _not_of_task(subject: Subject) -> Iterator[Fault]:
     """Reports keys of the job that its task does not support."""
     for limit, problem in task_limits.broken(subject.job.job) if subject.job is not None else ():
-        yield in_job(subject, limit.key, problem, "the run stops before it loads the model", f"write {limit.instead}")
+        yield in_job(subject, limit.key, problem, _STOPS, f"write {limit.instead}")
+    if subject.job is None or subject.model is None or not subject.job.job.task.has_score:
+        return
+    if (why := why_unscored(subject.model)) is not None:
+        yield in_job(subject, "task", f"task is reward, but {why}", _STOPS, "name another model")
 
 
 def _unused_smoothing(subject: Subject) -> Iterator[Fault]:

@@ -207,7 +207,7 @@ def play(run: Context, depth: dict[str, int]) -> None:
     count = (
         2 + run.variant.has_mask + (3 if run.variant.batch.image_patches else 0)
     )  # ids, labels; mask; three positions
-    inputs = tape.new(run.rows * count, INDEX)
+    inputs = tape.new(run.rows * count * run.variant.batch.task.forward_passes, INDEX)
     images = vision.pixels(run) if code.tower else None
     loss = _forward(run, code, depth, images)
     tape.ledger.enter("loss backward")

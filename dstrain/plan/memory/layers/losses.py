@@ -14,9 +14,12 @@ INDEX = 8
 
 
 def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
-    """The loss of the last hidden states; `table` is the embedding, which a tied head shares."""
+    """The loss of the last hidden states; `table` is the embedding, which a tied head shares.
+
+    Of the scores of a reward model, all but the head's own output has a few bytes a row, which are left out.
+    """
     model, variant = run.model, run.variant
-    numel = model.vocab_size * model.hidden_size // variant.parallel.tp
+    numel = model.num_outputs * model.hidden_size // variant.parallel.tp
     head = table if model.tie_word_embeddings else Param(numel, trains=run.trains_whole(Kind.HEAD), is_root=True)
     tape = run.tape
     hidden = _entered(run, hidden)
@@ -30,7 +33,7 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
         LossKernel.CHUNKED: _chunked,
         LossKernel.TILED: _tiled,
     }[run.kernels.loss if variant.kernels.liger and variant.kernels.loss is LossKernel.LIGER else variant.kernels.loss]
-    result = made(run, hidden, head, scales)
+    result = made(run, hidden, head, scales) if model.num_scores is None else logits(run, hidden, head, scales=False)
     run.kept_tensors.clear()
     tape.part = outer
     return result
@@ -109,7 +112,7 @@ def _product(run: Context, hidden: Tensor, head: Param) -> Tensor:
     Source: deepspeed 0.19.8 module_inject/auto_tp.py: _replace (gather_output=True for a head that trains).
     """
     tape, item = run.tape, run.variant.item
-    whole = hidden.numel // run.model.hidden_size * run.model.vocab_size
+    whole = hidden.numel // run.model.hidden_size * run.model.num_outputs
     part = whole // run.variant.parallel.tp
     logits = products.matmul(tape, ops.cast(tape, hidden, item), head, part, item)
     if part == whole:
