@@ -29,6 +29,8 @@ KEPT = (
         "forward_s_by_rank",
         "forward_s_per_token_by_rank",
         "cpu_wait_share_by_rank",
+        "own_s_by_rank",
+        "comm_s_by_rank",
         "checkpoint_s",
         "checkpoint_share",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -22,6 +22,7 @@ _STRAGGLER = 0.33
 _LEAST_NOISE = 0.02
 """Deviation of a rank's lag that is assumed at least."""
 _PER_PASS, _PER_TOKEN = "forward_s_by_rank", "forward_s_per_token_by_rank"
+_OWN, _COMMUNICATION = "own_s_by_rank", "comm_s_by_rank"
 _CPU_WAIT = "cpu_wait_share_by_rank"
 _SAME_WAIT = 0.05
 """Share of time by which waiting may grow and count as no longer than before."""
@@ -77,15 +78,16 @@ def padding(history: History) -> float | None:
 
 
 def slow_rank(history: History) -> float | None:
-    """Returns how much longer forward passes take on the slowest rank than on the fastest, as a share: per pass or per
-    token, whichever is less, in each of the last three windows, or ten if it is less than a third; 0 if it is noise.
+    """Returns how much longer the slowest rank works than the fastest, as a share: in forward passes, per pass or per
+    token, whichever is less; or in whole steps, if that is more, where it enters collectives last and waits least; in
+    each of the last three windows, or ten if it is less than a third; 0 if it is noise.
     """
     lags = _lags(history)
     return max(lags) if lags else None
 
 
 def slowest_rank(history: History) -> int:
-    """Returns the rank whose forward passes take longest."""
+    """Returns the rank that works longest."""
     lags = _lags(history)
     return lags.index(max(lags))
 
@@ -110,13 +112,18 @@ def _lags(history: History) -> list[float]:
 
 
 def _lags_of_window(window: Mapping[str, Any]) -> list[float]:
-    """Returns how much longer a forward pass takes on each rank than on the fastest: per pass or token, as a share.
+    """Returns how much longer each rank works than the fastest, as a share: in a forward pass, per pass or token, or in
+    the whole step, where it waits for nobody.
 
     Small passes take the same time whatever their tokens, and large ones the time of their tokens.
     """
     fastest, fastest_token = min(window[_PER_PASS]), min(window[_PER_TOKEN])
     pairs = zip(window[_PER_PASS], window[_PER_TOKEN], strict=True)
-    return [min(seconds / fastest, per_token / fastest_token) - 1 for seconds, per_token in pairs]
+    lags = [min(seconds / fastest, per_token / fastest_token) - 1 for seconds, per_token in pairs]
+    own = window.get(_OWN)
+    if not own or min(own) <= 0:
+        return lags
+    return [max(lag, seconds / min(own) - 1) for lag, seconds in zip(lags, own, strict=True)]
 
 
 def _noise(windows: Sequence[Mapping[str, Any]], rank: int) -> float:
@@ -140,9 +147,8 @@ def rank_without_cpu(history: History) -> int:
 
 
 def slow_links(history: History) -> float | None:
-    """Returns the ratio of `slowdown` unless forward passes, or waiting for data or a CPU, take longer than before.
-
-    What is left is backward passes, whose computation is that of the forward ones, and communication.
+    """Returns the ratio of `slowdown` if most of the additional time is that of collectives, on the rank that waits
+    least; if that was not measured, unless forward passes, or waiting for data or a CPU, take longer than before.
     """
     ratio = slowdown(history)
     windows = history.with_metric("step_s")[1:]
@@ -152,14 +158,36 @@ def slow_links(history: History) -> float | None:
         return ratio
     recent = _num_recent(windows, _RECENT_STEPS, _FEW)
 
-    def medians(name: str) -> tuple[float, float]:
-        values = [value if isinstance(value := window[name], float) else max(value) for window in windows]
+    def medians(name: str, of: Callable[[Any], float] = max) -> tuple[float, float]:
+        values = [value if isinstance(value := window[name], float) else of(value) for window in windows]
         return median(values[-recent:]), median(values[:-recent])
 
+    if all(_COMMUNICATION in window for window in windows):
+        (step, step_before), (waits, waits_before) = medians("step_s"), medians(_COMMUNICATION, min)
+        return ratio if waits - waits_before > (step - step_before) / 2 else 0.0
     forward, forward_before = medians(_PER_PASS)
-    waits = [medians(name) for name in ("data_wait_share", _CPU_WAIT) if all(name in window for window in windows)]
-    waits_more = any(now > before + _SAME_WAIT for now, before in waits)
+    waits_of = [medians(name) for name in ("data_wait_share", _CPU_WAIT) if all(name in window for window in windows)]
+    waits_more = any(now > before + _SAME_WAIT for now, before in waits_of)
     return 0.0 if waits_more or forward > _SAME * forward_before else ratio
+
+
+def bus_bandwidth(history: History) -> float | None:
+    """Returns the speed of large collectives over what the links of the plan allow: the median of the last ten windows,
+    of which there must be three after the first.
+    """
+    shares = history.series("bus_share")[1:][-_MANY:]
+    return median(shares) if len(shares) >= _FEW else None
+
+
+def exposed_communication(history: History) -> float | None:
+    """Returns by how much more of a step than planned the rank that waits least waits for collectives, as a share of
+    the step: the median of the last ten windows, of which there must be three after the first.
+    """
+    planned, windows = history.facts.planned_comm_share, history.with_metric(_COMMUNICATION)[1:][-_MANY:]
+    if planned is None or len(windows) < _FEW:
+        return None
+    shares = [float(min(window[_COMMUNICATION]) / window["step_s"]) for window in windows]
+    return median(shares) - planned
 
 
 def low_mfu(history: History) -> float | None:
