@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
 from dstrain.launch.run import state
 from dstrain.launch.run.state import State
@@ -34,6 +35,7 @@ class Recorded:
     job: Job | None
     estimate: Estimate | None
     """The prediction for this run."""
+    model: ModelFacts | None
     cluster: Cluster | None
     """None also if its GPU was assumed."""
     versions: Mapping[str, str]
@@ -85,6 +87,7 @@ def read(run_dir: RunDir) -> Recorded:
         is_alive=run is not None and state.is_alive(run, run_dir),
         job=reader.record(Job, run_dir.request),
         estimate=reader.record(Estimate, run_dir.plan),
+        model=reader.part(ModelFacts, facts.get("model"), f"{run_dir.facts.name}: model"),
         cluster=reader.part(Cluster, facts.get("cluster"), f"{run_dir.facts.name}: cluster"),
         versions={name: value for name, value in _mapping(facts.get("versions")).items() if isinstance(value, str)},
         ds_config=reader.mapping(run_dir.ds_config) or None,
