@@ -30,6 +30,7 @@ KEPT = (
         "forward_s_per_token_by_rank",
         "cpu_wait_share_by_rank",
         "own_s_by_rank",
+        "queued_s_by_rank",
         "comm_s_by_rank",
         "checkpoint_s",
         "checkpoint_share",

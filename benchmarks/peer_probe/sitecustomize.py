@@ -184,7 +184,7 @@ def _time_meter(meter: Any, probe: Probe) -> None:
 
 
 def _time_collectives(collectives: Any, probe: Probe) -> None:
-    _timed(collectives.Collectives, ("begin", "close", "_note", "_stood"), probe.add_monitoring)
+    _timed(collectives.Collectives, ("close", "_note", "_stood"), probe.add_monitoring)
     _timed(collectives, ("_described",), probe.add_monitoring)
 
 

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from dstrain.monitor.run_queue import RunQueue
 from dstrain.monitor.traffic import KINDS, LARGE_BYTES, MESSAGES, Kind, Message, Traffic
 
 _FUNCTIONS: Mapping[str, Kind] = MappingProxyType(
@@ -43,8 +42,6 @@ _FUNCTIONS: Mapping[str, Kind] = MappingProxyType(
 """Function of `torch.distributed` → what it does."""
 
 
-_EVERY = 4
-"""Collectives of which one asks the kernel how long it had no CPU."""
 _PLAIN = (type(None), bool, int)
 """Types of arguments that are neither tensors nor groups."""
 
@@ -111,14 +108,7 @@ class Collectives:
         self._new_span: Callable[[], Span] = StreamSpan if on_gpu else _HostSpan
         self._side: dict[Any, int] = {}  # stream with collectives → kind of its last one
         self._members: dict[Any, tuple[int, ...]] = {}
-        self._queue = RunQueue()
         self._late: list[tuple[int, Span]] = []
-        self._turn = 0
-        self.host_s = self.queued_s = 0.0
-        """Seconds of the host in collectives since the start, and those of them in which it had no CPU; on a CPU.
-
-        The latter are those of every fourth collective, times four: asking the kernel takes longer than all else.
-        """
         self.restart()
 
     def install(self) -> None:
@@ -172,7 +162,7 @@ class Collectives:
             num_bytes, group = _described((*arguments, *options.values()))
             self._calls[index] += 1
             self._bytes[index] += num_bytes
-            whole = self.begin()
+            whole = self._new_span()
             work = function(*arguments, **options)
             if num_bytes >= LARGE_BYTES and len(self._messages[index]) < MESSAGES:
                 self._note(index, num_bytes, group, whole)
@@ -184,13 +174,6 @@ class Collectives:
 
         return call
 
-    def begin(self) -> Span:
-        """Returns a stretch of time that begins now."""
-        self._turn += 1
-        if not self.on_gpu and self._turn % _EVERY == 0:
-            self._queued = self._queue.wait_s()
-        return self._new_span()
-
     def _note(self, index: int, num_bytes: int, group: Any, whole: Span) -> None:
         """Keeps one of the first large messages."""
         if group not in self._members:
@@ -201,9 +184,6 @@ class Collectives:
     def _stood(self, index: int, span: Span) -> None:
         """Notes that this rank has waited, unless it was a stream beside the one that computes."""
         if not self.on_gpu:
-            self.host_s += span.seconds() or 0.0
-            if self._turn % _EVERY == 0:
-                self.queued_s += _EVERY * (self._queue.wait_s() - self._queued)
             self.stalls.append((index, span))
             return
         stream: Any = torch.cuda.current_stream()
@@ -214,7 +194,7 @@ class Collectives:
 
     def wait(self, index: int, work: Any, arguments: tuple[Any, ...]) -> Any:
         """Waits for a collective that was started earlier, and takes the time."""
-        span = self.begin()
+        span = self._new_span()
         result = work.wait(*arguments)
         span.end()
         self._stood(index, span)

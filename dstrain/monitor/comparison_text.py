@@ -105,15 +105,24 @@ def difference_text(difference: Difference) -> str:
     )
 
 
-def table(comparisons: Sequence[Comparison], cluster: Cluster | None) -> list[str]:
-    """Returns the figures of the plan beside those that were measured; without the former where nothing is planned."""
-    rows = [
+COLUMNS = ("", "planned", "measured", "off")
+"""What the cells of `rows_of` are."""
+
+
+def rows_of(comparisons: Sequence[Comparison], cluster: Cluster | None) -> list[tuple[str, ...]]:
+    """Returns a row of cells for each figure."""
+    return [
         (name_of(one.quantity, cluster), figure(one.quantity, one.planned), measured_text(one), off_text(one))
         for one in comparisons
     ]
+
+
+def table(comparisons: Sequence[Comparison], cluster: Cluster | None) -> list[str]:
+    """Returns the figures of the plan beside those that were measured; without the former where nothing is planned."""
+    rows = rows_of(comparisons, cluster)
     if not rows:
         return ["nothing was planned, and nothing was measured"]
-    lines = [("", "planned", "measured", "off"), *rows]
+    lines = [COLUMNS, *rows]
     widths = [max(len(row[column]) for row in lines) for column in range(3)]
     return [
         "  ".join([f"{row[0]:<{widths[0]}}", *(f"{row[at]:>{widths[at]}}" for at in (1, 2)), row[3]]).rstrip()

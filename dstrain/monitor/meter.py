@@ -14,7 +14,6 @@ import torch
 
 from dstrain.monitor.collectives import Collectives, StreamSpan
 from dstrain.monitor.metrics import Reading
-from dstrain.monitor.run_queue import RunQueue
 from dstrain.monitor.traffic import NOTHING, Traffic
 
 _NAN = float("nan")
@@ -36,6 +35,29 @@ class Counts(NamedTuple):
     """Samples of which no token has a label."""
 
 
+class RunQueue:
+    """How long this process's main thread was ready to run while other processes had its CPU."""
+
+    def __init__(self) -> None:
+        """Opens the kernel's counter, where there is one. Source: Linux, Documentation/scheduler/sched-stats.rst."""
+        self._file: int | None = None
+        with suppress(OSError):
+            self._file = os.open("/proc/self/schedstat", os.O_RDONLY)
+
+    def __del__(self) -> None:
+        """Closes the counter."""
+        if self._file is not None:
+            os.close(self._file)
+
+    def wait_s(self) -> float:
+        """Returns the seconds since the process began; 0 if they are not known. It takes a microsecond."""
+        if self._file is None:
+            return 0.0
+        with suppress(OSError, ValueError, IndexError):
+            return int(os.pread(self._file, 64, 0).split()[1]) / 1e9
+        return 0.0
+
+
 class Meter:
     """Counts tokens, waiting and forward time in this rank's window, without synchronizing the device."""
 
@@ -51,8 +73,7 @@ class Meter:
         """Starts a new window."""
         self.collectives.restart()
         self._started = time.monotonic()
-        self._queued, self._own_queued = self._run_queue.wait_s(), self.collectives.queued_s
-        self._paused_s = 0.0
+        self._queued_s, self._paused_s = self._run_queue.wait_s(), 0.0
         self._tokens = 0
         self._padding = 0
         self._squared = 0
@@ -92,24 +113,23 @@ class Meter:
     def forward(self, positions: int) -> Iterator[None]:
         """Times a forward pass over so many tokens, padding included: on a GPU by events, which wait for nothing.
 
-        Collectives in it do not count, nor, on a CPU without any in it, the time in which other processes had the CPU:
-        with collectives these are also the threads that carry them.
+        Collectives in it do not count there. On a CPU the time in which other processes had it does not count, and a
+        pass with collectives is left out: the threads that carry them take its cores, too.
         """
         whole = StreamSpan() if self.collectives.on_gpu else None
         stalls = len(self.collectives.stalls)
-        before, queued = time.perf_counter() - self.collectives.host_s, self._run_queue.wait_s()
+        before, queued = time.perf_counter(), self._run_queue.wait_s()
         yield
-        seconds = time.perf_counter() - self.collectives.host_s - before
+        seconds, queued = time.perf_counter() - before, self._run_queue.wait_s() - queued
         if whole is not None:
             whole.end()
             self._events.append((whole, positions, self.collectives.stalls[stalls:]))
-        if whole is not None or len(self.collectives.stalls) == stalls:
-            queued = self._run_queue.wait_s() - queued
-            self._host_s += seconds
-            self._cpu_wait_s += queued
-            seconds -= queued
-        if whole is None:
-            self._passes.append((max(seconds, 1e-9), positions))
+        elif len(self.collectives.stalls) > stalls:
+            return
+        else:
+            self._passes.append((max(seconds - queued, 1e-9), positions))
+        self._host_s += seconds
+        self._cpu_wait_s += queued
 
     def _forward_s(self) -> tuple[float, float]:
         """Returns the seconds of a forward pass, and of a token in one: lower quartiles, which others disturb least.
@@ -129,9 +149,7 @@ class Meter:
 
     def _own_s(self, window_s: float, traffic: Traffic) -> float:
         """Returns the seconds of the window in which this rank waited for nobody."""
-        queued = 0.0 if self.collectives.on_gpu else self._run_queue.wait_s() - self._queued
-        queued -= self.collectives.queued_s - self._own_queued
-        return max(0.0, window_s - self._wait_s - self._paused_s - sum(traffic.exposed_s) - max(0.0, queued))
+        return max(0.0, window_s - self._wait_s - self._paused_s - sum(traffic.exposed_s))
 
     def close(self) -> Reading:
         """Returns the counters of the window and starts the next one."""
@@ -162,6 +180,7 @@ class Meter:
             gpu_clock_mhz=_nvml(torch.cuda.clock_rate),
             gpu_power_limit_w=_power_limit_w(),
             own_s=self._own_s(window_s, traffic),
+            queued_s=_NAN if on_gpu else self._run_queue.wait_s() - self._queued_s,
         )
         self.restart()
         self.traffic = traffic

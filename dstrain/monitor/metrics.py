@@ -48,7 +48,7 @@ class Reading:
     masked_samples: float = 0.0
     """Samples of which no token has a label."""
     forward_s: float = math.nan
-    """Seconds of a forward pass without the collectives in it: the lower quartile."""
+    """Seconds of a forward pass, on a GPU without the collectives in it: the lower quartile."""
     forward_s_per_token: float = math.nan
     """Those seconds over the tokens, padding included: the lower quartile."""
     cpu_wait_share: float = math.nan
@@ -58,10 +58,13 @@ class Reading:
     gpu_power_limit_w: float = math.nan
     """NVML's enforced power limit."""
     own_s: float = math.nan
-    """Seconds of the window in which this rank waited neither for others, nor for data, nor for a CPU."""
+    """Seconds of the window in which this rank waited neither for other ranks nor for data."""
+
+    queued_s: float = math.nan
+    """Seconds of the window in which the main thread had no CPU, those among them in which it was in a collective."""
 
     def numbers(self) -> list[float]:
-        """Returns the fields in order, for a gather: (21,)."""
+        """Returns the fields in order, for a gather: (22,)."""
         return [float(getattr(self, name)) for name in self.__slots__]
 
 
@@ -129,8 +132,10 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
         values = [getattr(reading, name) for reading in readings]
         if not any(map(math.isnan, values)):
             metrics[f"{name}_by_rank"] = values
-    if len(readings) > 1 and not any(math.isnan(reading.own_s) for reading in readings):
-        metrics["own_s_by_rank"] = [reading.own_s / max(steps, 1) for reading in readings]
+    for name in ("own_s", "queued_s"):
+        values = [getattr(reading, name) / max(steps, 1) for reading in readings]
+        if len(values) > 1 and not any(map(math.isnan, values)):
+            metrics[f"{name}_by_rank"] = values
     if against is not None and tokens:
         attention = against.flops_per_token_and_context * sum(reading.squared_tokens for reading in readings)
         flops = against.flops_per_token * tokens + attention

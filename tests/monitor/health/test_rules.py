@@ -115,6 +115,11 @@ def slow_collectives(step: int, values: Window) -> Window:
     return {**slower(step, values), "comm_s_by_rank": waits}
 
 
+def starved(step: int, values: Window) -> Window:
+    """Makes collectives take longer because other processes have the CPUs."""
+    return {**slow_collectives(step, values), "queued_s_by_rank": [0.5 * values["step_s"]] * 8}
+
+
 def late(step: int, values: Window) -> Window:
     """Makes the other ranks wait for one, whose forward passes take no longer."""
     more = 0.5 * values["step_s"]
@@ -217,7 +222,9 @@ def unmeasured(cause: Change) -> Change:
     return changed
 
 
-@pytest.mark.parametrize("change", [late, slower, unmeasured(slow_forward), unmeasured(fixed("data_wait_share", 0.4))])
+@pytest.mark.parametrize(
+    "change", [late, slower, starved, unmeasured(slow_forward), unmeasured(fixed("data_wait_share", 0.4))]
+)
 def test_steps_that_are_slow_because_of_a_rank_or_of_data_are_not_the_links_fault(change: Change) -> None:
     assert HealthRule.SLOW_LINKS not in found(change)
 
