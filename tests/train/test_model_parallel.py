@@ -163,6 +163,7 @@ def test_tokens_are_counted_once(pair: tuple[Path, Path]) -> None:
 def test_each_rank_is_timed_without_what_it_waits_for(pair: tuple[Path, Path]) -> None:
     parallel, _ = pair
     case = CASES[parallel.name]
+    assert set(codes(parallel)[0]) == {0}, said(parallel)[-3000:]
     for name in ("own_s_by_rank", "comm_s_by_rank"):
         assert [len(seconds) for seconds in metrics(parallel, name).values()] == [case.ranks] * STEPS
         assert all(second > 0 for seconds in metrics(parallel, name).values() for second in seconds)
