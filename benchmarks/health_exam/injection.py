@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import TrainerCallback
 
 from dstrain.train.data.tokenize import IGNORED
@@ -126,16 +127,54 @@ def _stretch(injection: Injection, owner: Any, name: str) -> None:
 
 def slow_links(injection: Injection) -> None:
     """Holds up the first collective of each step, on every rank."""
-    modules: list[Any] = [import_module("deepspeed.comm"), import_module("deepspeed.comm.comm")]
-    for name in ("all_reduce", "reduce", "reduce_scatter_fn", "all_gather_into_tensor"):
-        function = getattr(modules[0], name)
+    _hold_up(lambda num_bytes: injection.wait())
 
-        def slower(*arguments: Any, function: Any = function, **options: Any) -> Any:
-            injection.wait()
-            return function(*arguments, **options)
 
-        for module in modules:
-            setattr(module, name, slower)
+def throttled_links(injection: Injection) -> None:
+    """Lets large collectives move `size` bytes a second at most, on every rank."""
+
+    def throttle(num_bytes: int) -> None:
+        if injection.is_active and num_bytes >= 2**20:
+            time.sleep(num_bytes / injection.size)
+
+    _hold_up(throttle)
+
+
+class _Held:
+    """A collective that ends later."""
+
+    def __init__(self, work: Any, hold_up: Callable[[], None]) -> None:
+        self._work, self._hold_up = work, hold_up
+
+    def wait(self, *arguments: Any) -> Any:
+        """Waits for it, and some time more."""
+        self._hold_up()
+        return self._work.wait(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+_HELD_UP = (
+    *("allreduce", "reduce", "_reduce_scatter_base", "reduce_scatter_single", "_allgather_base"),
+    *("all_gather_single", "alltoall_base", "all_to_all_single"),
+)
+"""Methods of a process group, by their names before and since torch 2.13."""
+
+
+def _hold_up(delay: Callable[[int], None]) -> None:
+    """Delays the end of collectives below `torch.distributed`, by the bytes of the whole tensor."""
+    group: Any = dist.ProcessGroup
+    for name in filter(partial(hasattr, group), _HELD_UP):
+        function = getattr(group, name)
+
+        def slower(self: Any, *arguments: Any, function: Any = function, **options: Any) -> Any:
+            work = function(self, *arguments, **options)
+            tensors = [one for value in arguments for one in (value if isinstance(value, list) else [value])]
+            num_bytes = max((one.nbytes for one in tensors if isinstance(one, torch.Tensor)), default=0)
+            return _Held(work, lambda: delay(num_bytes))
+
+        setattr(group, name, slower)
 
 
 def slow_data(injection: Injection) -> None:
@@ -258,6 +297,7 @@ CAUSES: Mapping[str, Callable[[Injection], None]] = {
     "slow rank": slow_rank,
     "slow hosts": slow_everywhere,
     "slow links": slow_links,
+    "throttled links": throttled_links,
     "slow data": slow_data,
     "memory leak": leak,
     "NaN in a batch": bad_batch,

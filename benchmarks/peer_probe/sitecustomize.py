@@ -183,6 +183,11 @@ def _time_meter(meter: Any, probe: Probe) -> None:
     _timed(meter, ("_counts",), probe.add_monitoring)
 
 
+def _time_collectives(collectives: Any, probe: Probe) -> None:
+    _timed(collectives.Collectives, ("close", "_note", "_stood"), probe.add_monitoring)
+    _timed(collectives, ("_described",), probe.add_monitoring)
+
+
 def _time_callback(callback: Any, probe: Probe) -> None:
     _timed(callback.MetricsCallback, ("on_step_begin", "on_step_end", "on_log", "drain"), probe.add_monitoring)
 
@@ -226,6 +231,7 @@ def _install(settings: dict[str, Any]) -> None:
         "transformers.trainer": lambda module: _watch(module, probe, connects=settings["connects"]),
         "dstrain.monitor.meter": lambda module: _time_meter(module, probe),
         "dstrain.monitor.callback": lambda module: _time_callback(module, probe),
+        "dstrain.monitor.collectives": lambda module: _time_collectives(module, probe),
     }
     sys.meta_path.insert(0, _Finder(actions))
 

@@ -17,6 +17,7 @@ from dstrain.facts.cluster import calibration
 from dstrain.facts.cluster.calibration import Calibration
 from dstrain.launch.run.state import folder_of
 from dstrain.monitor.observed_run import ObservedRun, read_run
+from dstrain.monitor.shared_run import read_shared
 from dstrain.paths import shown
 from dstrain.plan.calibration.fit import Fit, fit
 from dstrain.plan.estimate import assess
@@ -35,9 +36,9 @@ from dstrain.plan.estimate import assess
 def command(run_dirs: tuple[Path, ...], output: Path | None, dry_run: bool, as_json: bool) -> None:
     """Fit the planner's constants to the memory and the step times that runs measured.
 
-    RUN is a run directory. Runs that differ in model, sequence length or ZeRO stage tell more constants apart; what
-    they cannot tell stays as it is. The result is merged into the calibration file, which plan, gen-config, run, lint,
-    explain and diff read.
+    RUN is a run directory, or a record that `dstrain report --share` wrote. Runs that differ in model, sequence length
+    or ZeRO stage tell more constants apart; what they cannot tell stays as it is. The result is merged into the
+    calibration file, which plan, gen-config, run, lint, explain and diff read.
 
     \b
     Example:
@@ -63,7 +64,7 @@ def _read(run_dirs: Sequence[Path], present: Calibration) -> list[ObservedRun]:
     runs, problems = [], []
     for path in dict.fromkeys(path.resolve() for path in run_dirs):
         try:
-            runs.append(read_run(folder_of(path), present))
+            runs.append(read_shared(path, present) if path.is_file() else read_run(folder_of(path), present))
         except InvalidConfig as error:
             problems.append(error)
     if problems:

@@ -12,7 +12,7 @@ from rich.live import Live
 
 from dstrain.cli.console import answer, width
 from dstrain.cli.output.report import verdict
-from dstrain.cli.output.watch import frame, news
+from dstrain.cli.output.watch import findings, frame, news
 from dstrain.launch.run import state
 from dstrain.paths import shown
 from dstrain.report.progress import is_over
@@ -64,13 +64,16 @@ def _draw(place: RunDir, every: float, console: Console) -> Report:
 
 
 def _print(place: RunDir, every: float) -> Report:
-    """Prints what is new as lines, the newest earlier one first, and returns the last report."""
+    """Prints what a run found at its start, its newest line, and then what is new; returns the last report."""
     since: float | None = None
     while True:
         one, pause_s = _look(place, every)
         if since is None:
             answer(f"{shown(str(place.path))}: {verdict(one)}")
             since = max((at for at, _ in list(news(one, 0.0))[:-1]), default=0.0)
+            for at, line in findings(one):
+                if at <= since:
+                    answer(line)
         for at, line in news(one, since):
             answer(line)
             since = at

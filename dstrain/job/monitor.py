@@ -62,6 +62,8 @@ class HealthRule(StrEnum):
     SLOWDOWN = "slowdown"
     SLOW_RANK = "slow_rank"
     SLOW_LINKS = "slow_links"
+    BUS_BANDWIDTH = "bus_bandwidth"
+    EXPOSED_COMMUNICATION = "exposed_communication"
     CPU_WAIT = "cpu_wait"
     LOW_MFU = "low_mfu"
     DATA_WAIT = "data_wait"

@@ -22,6 +22,7 @@ from dstrain.monitor.metrics import Hardware, Reading, scalars, summarize
 from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.sinks.sink import Say
+from dstrain.monitor.traffic import communication
 
 if TYPE_CHECKING:
     from dstrain.monitor.verdict import FirstSteps  # loads the planner, which rank 0 alone needs
@@ -45,6 +46,7 @@ class MetricsCallback(TrainerCallback):
         experts: ExpertLoads | None = None,
     ) -> None:
         """`group` is a gloo group of all ranks; only rank 0 has files, `first_steps` and `sinks`, and sees `watch`."""
+        self._expected = first_steps.link_seconds if first_steps is not None else None
         self.meter = meter
         self._experts = experts
         self._group = group
@@ -91,8 +93,14 @@ class MetricsCallback(TrainerCallback):
         if not control.should_log:
             return
         steps, self._last_step = state.global_step - self._last_step, state.global_step
-        readings = self._gather(self.meter.close())
+        reading = self.meter.close()
+        rows = self._gather([*reading.numbers(), *self.meter.traffic.numbers()])
+        fields = Reading.__slots__
+        readings = [Reading(**dict(zip(fields, row, strict=False))) for row in rows]
         self._window = summarize(readings, steps=steps, against=self._against)
+        traffic = [row[len(fields) :] for row in rows]
+        step_s = self._window["step_s"]
+        self._window |= communication(self.meter.traffic, traffic, steps=steps, step_s=step_s, expected=self._expected)
         if self._experts is not None:
             self._window |= self._experts.close()
         self.total_tokens += self._window["tokens"]
@@ -121,13 +129,14 @@ class MetricsCallback(TrainerCallback):
         window, self._window = self._window, {}
         return window
 
-    def _gather(self, reading: Reading) -> list[Reading]:
+    def _gather(self, numbers: list[float]) -> list[list[float]]:
+        """Returns the numbers of every rank."""
         if self._group is None:
-            return [reading]
-        mine = torch.tensor(reading.numbers(), dtype=torch.float64)
+            return [numbers]
+        mine = torch.tensor(numbers, dtype=torch.float64)
         gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(gathered, mine, group=self._group)
-        return [Reading(**dict(zip(Reading.__slots__, numbers.tolist(), strict=True))) for numbers in gathered]
+        return [row.tolist() for row in gathered]
 
     def on_log(
         self,
@@ -140,7 +149,9 @@ class MetricsCallback(TrainerCallback):
         """Writes one step to `metrics.jsonl` and the sinks, prints a progress line, and saves if a health rule asks."""
         if not logs or "train_runtime" in logs:
             return
+        began = time.monotonic()
         action = self._report(state, logs)
+        self.meter.pause(time.monotonic() - began)
         if self._acts:
             action = self._agreed(action)
         control.should_save = control.should_save or action is not HealthAction.TELL

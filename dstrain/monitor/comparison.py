@@ -10,8 +10,9 @@ from typing import Protocol
 
 from dstrain.choices import Offload
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.monitor.windows import Line, peaks_by_rank, series
-from dstrain.plan.estimate_records import Estimate
+from dstrain.monitor.windows import Line, number, peaks_by_rank, series
+from dstrain.plan.estimate_records import Estimate, Speed
+from dstrain.plan.speed.step_time import INTER, INTRA
 
 _NOTABLE = 0.01
 """Share of a step, or of a GPU's memory, from which the difference of a part is named."""
@@ -44,6 +45,10 @@ class Quantity(StrEnum):
     """Seconds of an optimizer step."""
     TOKENS = "tokens_per_s_per_gpu"
     MFU = "mfu"
+    COMM = "comm_s"
+    """Seconds of a step in which ranks wait for collectives: the mean of the ranks."""
+    BUS = "bus_bytes_per_s"
+    """Bus bandwidth of large collectives."""
     PEAK = "peak_bytes_per_gpu"
     """Peak of live tensors."""
     RESERVED = "reserved_bytes_per_gpu"
@@ -59,6 +64,13 @@ class Part(StrEnum):
 
     DATA_WAIT = "waiting for data"
     TRAINING = "computation and communication"
+    """Both, where collectives were not measured."""
+    COMPUTATION = "computation"
+    """The optimizer, launches of kernels and copies to the host included."""
+    COMMUNICATION = "exposed communication"
+    """Waiting for collectives, of the rank that waits least: no rank is late there."""
+    SLOWER_RANKS = "waiting for slower ranks"
+    """What the ranks wait longer than that, on average."""
     PARAMS = "parameters"
     GRADS = "gradients"
     OPTIMIZER = "optimizer states"
@@ -99,7 +111,20 @@ class Difference:
     @property
     def is_time(self) -> bool:
         """Whether it is a part of a step's time."""
-        return self.part in {Part.DATA_WAIT, Part.TRAINING}
+        return self.part in _OF_TIME
+
+
+_OF_TIME = frozenset({Part.DATA_WAIT, Part.TRAINING, Part.COMPUTATION, Part.COMMUNICATION, Part.SLOWER_RANKS})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPart:
+    """A part of a step's time."""
+
+    part: Part
+    planned: float | None
+    """Seconds; None if no time is planned."""
+    measured: float
 
 
 def plans_time(run: Measured) -> bool:
@@ -140,6 +165,59 @@ def _speeds(run: Measured) -> Iterator[Comparison]:
     ):
         measured = middle(windows, quantity.value)
         yield Comparison(quantity=quantity, planned=planned, measured=measured, uncertainty=spread)
+    exposed, bus = (middle(windows, quantity.value) for quantity in (Quantity.COMM, Quantity.BUS))
+    if exposed is not None:
+        yield Comparison(quantity=Quantity.COMM, planned=communication_s(speed) if speed else None, measured=exposed)
+    if bus is not None:
+        share = middle(windows, "bus_share")
+        yield Comparison(quantity=Quantity.BUS, planned=bus / share if share else None, measured=bus)
+
+
+def communication_s(speed: Speed) -> float:
+    """Returns the planned seconds of a step in which computation waits for links."""
+    return sum(speed.parts_s.get(part, 0.0) for part in (INTRA, INTER))
+
+
+def step_parts(run: Measured) -> tuple[StepPart, ...]:
+    """Returns the parts of a step, which sum to it; empty if no step was measured.
+
+    A rank that waits for data makes the others wait for it: that time counts once, as waiting for data.
+    """
+    estimate, windows = run.estimate, run.windows
+    step_s, waited = middle(windows, "step_s"), middle(windows, "data_wait_share")
+    if step_s is None:
+        return ()
+    speed = estimate.speed if estimate is not None and plans_time(run) else None
+    waits = (waited or 0.0) * step_s
+    parts: list[tuple[Part, float | None, float]] = [(Part.DATA_WAIT, 0.0, waits)]
+    rows = [
+        (min(exposed), max(0.0, sum(exposed) / len(exposed) - min(exposed) - _uneven(window)))
+        for window in settled(windows)
+        if (exposed := _of_ranks(window, "comm_s_by_rank"))
+    ]
+    if not rows:
+        parts.append((Part.TRAINING, speed.step_s if speed else None, step_s - waits))
+    else:
+        least, late = (median(column) for column in zip(*rows, strict=True))
+        planned = communication_s(speed) if speed else None
+        parts.append((Part.COMMUNICATION, planned, least))
+        parts.append((Part.SLOWER_RANKS, 0.0, late))
+        rest = speed.step_s - (planned or 0.0) if speed else None
+        parts.append((Part.COMPUTATION, rest, max(0.0, step_s - waits - least - late)))
+    return tuple(StepPart(part=part, planned=before if speed else None, measured=now) for part, before, now in parts)
+
+
+def _of_ranks(window: Line, name: str) -> list[float]:
+    """Returns a metric of each rank; empty unless all are known."""
+    values = window.get(name)
+    numbers = [number(value) for value in values] if isinstance(values, list) else []
+    return [value for value in numbers if value is not None] if None not in numbers else []
+
+
+def _uneven(window: Line) -> float:
+    """Returns by how many seconds of a step the rank that waits longest for data exceeds the mean."""
+    waits = _of_ranks(window, "data_wait_s_by_rank")
+    return max(waits) - sum(waits) / len(waits) if waits else 0.0
 
 
 def _memory(run: Measured) -> Iterator[Comparison]:
@@ -184,12 +262,14 @@ def differences(run: Measured) -> list[Difference]:
 
 
 def _time_differences(run: Measured) -> Iterator[Difference]:
-    estimate, step_s = run.estimate, middle(run.windows, "step_s")
-    if estimate is None or estimate.speed is None or not plans_time(run) or step_s is None:
+    estimate = run.estimate
+    if estimate is None or estimate.speed is None or not plans_time(run):
         return
-    planned, waited = max(estimate.speed.step_s, 1e-9), (middle(run.windows, "data_wait_share") or 0.0) * step_s
-    for part, before, after in ((Part.DATA_WAIT, 0.0, waited), (Part.TRAINING, planned, step_s - waited)):
-        yield Difference(part=part, planned=before, measured=after, share=(after - before) / planned)
+    whole = max(estimate.speed.step_s, 1e-9)
+    for one in step_parts(run):
+        if one.planned is not None:
+            share = (one.measured - one.planned) / whole
+            yield Difference(part=one.part, planned=one.planned, measured=one.measured, share=share)
 
 
 def _memory_differences(run: Measured) -> Iterator[Difference]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.monitor.comparison import Comparison, Difference, Quantity
+from dstrain.monitor.comparison import Comparison, Difference, Quantity, StepPart
 from dstrain.units import format_bytes, format_seconds
 
 NAMES = {
     Quantity.STEP_S: "time of a step",
     Quantity.TOKENS: "tokens/s per GPU",
     Quantity.MFU: "MFU",
+    Quantity.COMM: "waiting for collectives",
+    Quantity.BUS: "bus bandwidth",
     Quantity.PEAK: "peak of tensors per GPU",
     Quantity.RESERVED: "held by PyTorch per GPU",
     Quantity.STATES: "model states per GPU",
@@ -30,11 +32,46 @@ def figure(quantity: Quantity, value: float | None) -> str:
     """
     if value is None:
         return NONE
-    if quantity is Quantity.STEP_S:
+    if quantity in {Quantity.STEP_S, Quantity.COMM}:
         return format_seconds(value)
+    if quantity is Quantity.BUS:
+        return format_rate(value)
     if quantity is Quantity.MFU:
         return f"{100 * value:.1f} %"
     return f"{value:,.0f}" if quantity is Quantity.TOKENS else format_bytes(value)
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Returns a bandwidth as it is written of links: in powers of ten.
+
+    >>> format_rate(3.6e11), format_rate(4.2e8)
+    ('360 GB/s', '0.42 GB/s')
+    """
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
+def split_text(parts: Sequence[StepPart]) -> str:
+    """Returns the parts of a step with their shares, the largest first; empty without a part.
+
+    >>> from dstrain.monitor.comparison import Part
+    >>> split_text([StepPart(part=Part.COMPUTATION, planned=0.7, measured=0.6),
+    ...     StepPart(part=Part.COMMUNICATION, planned=0.1, measured=0.4)])
+    'computation 0.60 s (60 %, 0.70 s planned), exposed communication 0.40 s (40 %, 0.10 s planned)'
+    """
+    whole = sum(one.measured for one in parts)
+    return ", ".join(
+        f"{one.part} {format_seconds(one.measured)} ({100 * one.measured / whole:.0f} %{_planned(one)})"
+        for one in sorted(parts, key=lambda one: -one.measured)
+        if whole and one.measured >= _LEAST * whole
+    )
+
+
+def _planned(one: StepPart) -> str:
+    return f", {format_seconds(one.planned)} planned" if one.planned else ""
+
+
+_LEAST = 0.005
+"""Share of a step from which a part is named."""
 
 
 def off_text(comparison: Comparison) -> str:
@@ -68,15 +105,24 @@ def difference_text(difference: Difference) -> str:
     )
 
 
-def table(comparisons: Sequence[Comparison], cluster: Cluster | None) -> list[str]:
-    """Returns the figures of the plan beside those that were measured; without the former where nothing is planned."""
-    rows = [
+COLUMNS = ("", "planned", "measured", "off")
+"""What the cells of `rows_of` are."""
+
+
+def rows_of(comparisons: Sequence[Comparison], cluster: Cluster | None) -> list[tuple[str, ...]]:
+    """Returns a row of cells for each figure."""
+    return [
         (name_of(one.quantity, cluster), figure(one.quantity, one.planned), measured_text(one), off_text(one))
         for one in comparisons
     ]
+
+
+def table(comparisons: Sequence[Comparison], cluster: Cluster | None) -> list[str]:
+    """Returns the figures of the plan beside those that were measured; without the former where nothing is planned."""
+    rows = rows_of(comparisons, cluster)
     if not rows:
         return ["nothing was planned, and nothing was measured"]
-    lines = [("", "planned", "measured", "off"), *rows]
+    lines = [COLUMNS, *rows]
     widths = [max(len(row[column]) for row in lines) for column in range(3)]
     return [
         "  ".join([f"{row[0]:<{widths[0]}}", *(f"{row[at]:>{widths[at]}}" for at in (1, 2)), row[3]]).rstrip()

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dstrain.monitor.collectives import Collectives, StreamSpan
 from dstrain.monitor.metrics import Reading
+from dstrain.monitor.traffic import NOTHING, Traffic
 
 _NAN = float("nan")
 COUNTS = "dstrain_counts"
@@ -59,15 +61,19 @@ class RunQueue:
 class Meter:
     """Counts tokens, waiting and forward time in this rank's window, without synchronizing the device."""
 
-    def __init__(self, *, times_forward: bool = False) -> None:
-        """Starts with an empty window; `times_forward`: no other rank takes part in a forward pass."""
-        self._times_forward = times_forward
+    def __init__(self, collectives: Collectives | None = None) -> None:
+        """Starts with an empty window; `collectives` are those of this rank."""
+        self.collectives = collectives or Collectives()
+        self.traffic = NOTHING
+        """Collectives of the window that was closed last."""
         self._run_queue = RunQueue()
         self.restart()
 
     def restart(self) -> None:
         """Starts a new window."""
+        self.collectives.restart()
         self._started = time.monotonic()
+        self._queued_s, self._paused_s = self._run_queue.wait_s(), 0.0
         self._tokens = 0
         self._padding = 0
         self._squared = 0
@@ -75,7 +81,7 @@ class Meter:
         self._host_s = self._cpu_wait_s = 0.0
         self._samples = self._masked = 0
         self._passes: list[tuple[float, int]] = []
-        self._events: list[tuple[Any, Any, int]] = []
+        self._events: list[tuple[Any, int, list[Any]]] = []
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
@@ -99,55 +105,64 @@ class Meter:
         self._samples += len(counts.samples)
         self._masked += counts.masked
 
+    def pause(self, seconds: float) -> None:
+        """Takes out seconds in which this rank did something that the others did not, such as writing metrics."""
+        self._paused_s += seconds
+
     @contextmanager
     def forward(self, positions: int) -> Iterator[None]:
         """Times a forward pass over so many tokens, padding included: on a GPU by events, which wait for nothing.
 
-        On a CPU, the time in which other processes had it does not count.
+        Collectives in it do not count there. On a CPU the time in which other processes had it does not count, and a
+        pass with collectives is left out: the threads that carry them take its cores, too.
         """
-        if not self._times_forward:
-            yield
-            return
-        event: Any = torch.cuda.Event if torch.cuda.is_available() else None
-        events = [event(enable_timing=True) for _ in range(2)] if event is not None else []
-        before, waited = time.perf_counter(), self._run_queue.wait_s()
-        for begin in events[:1]:
-            begin.record()
+        whole = StreamSpan() if self.collectives.on_gpu else None
+        stalls = len(self.collectives.stalls)
+        before, queued = time.perf_counter(), self._run_queue.wait_s()
         yield
-        for end in events[1:]:
-            end.record()
-        seconds, waited = time.perf_counter() - before, self._run_queue.wait_s() - waited
-        self._host_s += seconds
-        self._cpu_wait_s += waited
-        if events:
-            self._events.append((*events, positions))
+        seconds, queued = time.perf_counter() - before, self._run_queue.wait_s() - queued
+        if whole is not None:
+            whole.end()
+            self._events.append((whole, positions, self.collectives.stalls[stalls:]))
+        elif len(self.collectives.stalls) > stalls:
+            return
         else:
-            self._passes.append((max(seconds - waited, 1e-9), positions))
+            self._passes.append((max(seconds - queued, 1e-9), positions))
+        self._host_s += seconds
+        self._cpu_wait_s += queued
 
     def _forward_s(self) -> tuple[float, float]:
         """Returns the seconds of a forward pass, and of a token in one: lower quartiles, which others disturb least.
 
         Passes that the GPU has not finished are left out.
         """
-        finished = [
-            (begin.elapsed_time(end) / 1000, positions) for begin, end, positions in self._events if end.query()
-        ]
-        passes = self._passes + finished
+        passes = list(self._passes)
+        for whole, positions, stalls in self._events:
+            seconds = whole.seconds()
+            if seconds is not None:
+                stalled = sum(span.seconds() or 0.0 for _, span in stalls)
+                passes.append((max(seconds - stalled, 1e-9), positions))
         if not passes:
             return _NAN, _NAN
         quarter = len(passes) // 4
         return sorted(s for s, _ in passes)[quarter], sorted(s / positions for s, positions in passes)[quarter]
 
+    def _own_s(self, window_s: float, traffic: Traffic) -> float:
+        """Returns the seconds of the window in which this rank waited for nobody."""
+        return max(0.0, window_s - self._wait_s - self._paused_s - sum(traffic.exposed_s))
+
     def close(self) -> Reading:
         """Returns the counters of the window and starts the next one."""
         on_gpu = torch.cuda.is_available()
         forward_s, forward_s_per_token = self._forward_s()
+        window_s = time.monotonic() - self._started
+        traffic = self.collectives.close()
         stats = torch.cuda.memory_stats() if on_gpu else {}
         reading = Reading(
             tokens=self._tokens,
             padding=self._padding,
             squared_tokens=self._squared,
-            window_s=time.monotonic() - self._started,
+            window_s=window_s,
             wait_s=self._wait_s,
             peak_bytes=stats.get("allocated_bytes.all.peak", 0) if on_gpu else _NAN,
             reserved_bytes=stats.get("reserved_bytes.all.peak", 0) if on_gpu else _NAN,
@@ -164,8 +179,11 @@ class Meter:
             cpu_wait_share=self._cpu_wait_s / self._host_s if self._host_s else _NAN,
             gpu_clock_mhz=_nvml(torch.cuda.clock_rate),
             gpu_power_limit_w=_power_limit_w(),
+            own_s=self._own_s(window_s, traffic),
+            queued_s=_NAN if on_gpu else self._run_queue.wait_s() - self._queued_s,
         )
         self.restart()
+        self.traffic = traffic
         return reading
 
 

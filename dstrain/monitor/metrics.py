@@ -48,7 +48,7 @@ class Reading:
     masked_samples: float = 0.0
     """Samples of which no token has a label."""
     forward_s: float = math.nan
-    """Seconds of a forward pass: the lower quartile; only if no other rank takes part in it."""
+    """Seconds of a forward pass, on a GPU without the collectives in it: the lower quartile."""
     forward_s_per_token: float = math.nan
     """Those seconds over the tokens, padding included: the lower quartile."""
     cpu_wait_share: float = math.nan
@@ -57,9 +57,14 @@ class Reading:
     """NVML's clock of the multiprocessors."""
     gpu_power_limit_w: float = math.nan
     """NVML's enforced power limit."""
+    own_s: float = math.nan
+    """Seconds of the window in which this rank waited neither for other ranks nor for data."""
+
+    queued_s: float = math.nan
+    """Seconds of the window in which the main thread had no CPU, those among them in which it was in a collective."""
 
     def numbers(self) -> list[float]:
-        """Returns the fields in order, for a gather: (20,)."""
+        """Returns the fields in order, for a gather: (22,)."""
         return [float(getattr(self, name)) for name in self.__slots__]
 
 
@@ -126,6 +131,10 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
     for name in ("forward_s", "forward_s_per_token", "cpu_wait_share"):
         values = [getattr(reading, name) for reading in readings]
         if not any(map(math.isnan, values)):
+            metrics[f"{name}_by_rank"] = values
+    for name in ("own_s", "queued_s"):
+        values = [getattr(reading, name) / max(steps, 1) for reading in readings]
+        if len(values) > 1 and not any(map(math.isnan, values)):
             metrics[f"{name}_by_rank"] = values
     if against is not None and tokens:
         attention = against.flops_per_token_and_context * sum(reading.squared_tokens for reading in readings)

@@ -14,10 +14,23 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload, measured_workload
 from dstrain.job.schema import Job
-from dstrain.monitor.comparison import Comparison, Difference, Part, comparisons, differences, middle, plans_time
-from dstrain.monitor.comparison_text import difference_text, table
+from dstrain.monitor.comparison import (
+    Comparison,
+    Difference,
+    Part,
+    StepPart,
+    communication_s,
+    comparisons,
+    differences,
+    middle,
+    plans_time,
+    step_parts,
+)
+from dstrain.monitor.comparison_text import difference_text, split_text, table
 from dstrain.monitor.metrics import without_nonfinite
-from dstrain.monitor.windows import Line, states_by_rank
+from dstrain.monitor.planned_links import link_seconds
+from dstrain.monitor.traffic import Expected
+from dstrain.monitor.windows import VERDICT, Line, states_by_rank
 from dstrain.oom import Phase
 from dstrain.plan.estimate import USABLE_GPU_RATIO
 from dstrain.plan.estimate_records import Estimate
@@ -31,6 +44,8 @@ FEWEST_STEPS = 20
 """Steps of a start before the verdict."""
 MEMORY_RANGE = 1 - USABLE_GPU_RATIO
 """The share by which memory may differ from the plan: what plans leave free of a GPU."""
+SLOW_LINK = 0.6
+"""Share of the planned bandwidth below which links are the cause. Source: the health rule `bus_bandwidth`."""
 _WORKERS = (2, 4, 8, 16)
 """Processes of the data loader that are proposed, each time the next more."""
 
@@ -58,6 +73,8 @@ class Verdict:
     steps: int
     """Steps of this start."""
     comparisons: tuple[Comparison, ...]
+    parts: tuple[StepPart, ...]
+    """What a step consists of."""
     cause: Difference | None
     """The part that differs most, if it differs by more than the range of the plan."""
     advice: Advice | None
@@ -68,12 +85,14 @@ class Verdict:
     def to_data(self) -> dict[str, Any]:
         """Returns the verdict as JSON-ready data: a line of `metrics.jsonl` that is no step."""
         compared = [asdict(one) | {"off": one.off} for one in self.comparisons]
-        return {"event": "verdict", **asdict(self), "comparisons": compared}
+        return {"event": VERDICT, **asdict(self), "comparisons": compared}
 
     def lines(self, cluster: Cluster | None) -> Iterator[str]:
         """Yields the verdict as lines for the log."""
         yield f"after {self.steps:,} steps, beside the plan:"
         yield from (f"  {line}" for line in table(self.comparisons, cluster))
+        if split := split_text(self.parts):
+            yield f"  a step: {split}"
         if self.cause is not None:
             yield f"  differs most: {difference_text(self.cause)}"
         if self.advice is not None:
@@ -96,9 +115,12 @@ class FirstSteps:
     windows: list[Line] = field(default_factory=list)
     states: tuple[Mapping[str, int], ...] = ()
     is_judged: bool = False
+    link_seconds: Expected | None = field(init=False, default=None)
+    """Tells what the links of the plan need for a collective; None if they are not known."""
 
     def __post_init__(self) -> None:
         """Reads the prediction."""
+        self.link_seconds = link_seconds(self.model, self.cluster)
         with suppress(DstrainError, OSError):
             self.estimate = load_json(Estimate, self.run_dir.plan)
 
@@ -107,6 +129,12 @@ class FirstSteps:
         """Planned seconds of a step; None if the plan has no time for the GPUs."""
         speed = self.estimate.speed if self.estimate is not None and plans_time(self) else None
         return speed.step_s if speed is not None else None
+
+    @property
+    def planned_comm_share(self) -> float | None:
+        """Share of a planned step that waits for links; None if the plan has no time for the GPUs."""
+        speed = self.estimate.speed if self.estimate is not None and plans_time(self) else None
+        return communication_s(speed) / speed.step_s if speed is not None else None
 
     def see(self, window: Line, *, steps: int) -> Verdict | None:
         """Returns the verdict once there are enough of the steps of this start, `steps` so far."""
@@ -132,12 +160,20 @@ def judge(run: FirstSteps, *, steps: int, estimate: Estimate) -> Verdict:
         note = "the plan is too cautious: `dstrain calibrate` lets the next one use what this run measured"
     elif cause.part is Part.DATA_WAIT:
         advice = _more_workers(run, cause)
-    elif cause.part is Part.TRAINING:
-        note = "no single setting explains it: health rules name slow ranks, `dstrain doctor` slow clocks and links"
+    elif cause.is_time:
+        advice, note = _faster(run, cause, estimate)
     else:
         advice, note = _less_memory(run, estimate)
     step = int(run.windows[-1]["step"])
-    return Verdict(step=step, steps=steps, comparisons=comparisons(run), cause=cause, advice=advice, note=note)
+    return Verdict(
+        step=step,
+        steps=steps,
+        comparisons=comparisons(run),
+        parts=step_parts(run),
+        cause=cause,
+        advice=advice,
+        note=note,
+    )
 
 
 def _range_of(difference: Difference, estimate: Estimate) -> float:
@@ -170,6 +206,39 @@ def _more_workers(run: FirstSteps, cause: Difference) -> Advice | None:
         gain=f"up to {format_seconds(cause.measured)} of {format_seconds(step_s)}, {100 * saved:.0f} % less",
         step_ratio=-saved,
     )
+
+
+_SMALL_MESSAGE = 2**22
+"""Mean bytes of a collective below which its start takes more than its bytes, on links of tens of GB/s."""
+_BUCKETS = (50_000_000, 200_000_000, 500_000_000)
+"""Elements of a bucket that are proposed, each time the next more; the last is DeepSpeed's default."""
+_TIME_NOTES = {
+    Part.TRAINING: "no single setting explains it: health rules name slow ranks, `dstrain doctor` clocks and links",
+    Part.COMPUTATION: "every rank computes longer than planned: `dstrain doctor` compares clocks, power and kernels",
+    Part.SLOWER_RANKS: "health rules name the slow rank; `dstrain doctor` compares clocks, power and other processes",
+}
+
+
+def _faster(run: FirstSteps, cause: Difference, estimate: Estimate) -> tuple[Advice | None, str]:
+    """Returns what to change for a part of the time that is longer than planned, or a note."""
+    if cause.part in _TIME_NOTES:
+        return None, _TIME_NOTES[cause.part]
+    share = middle(run.windows, "bus_share")
+    if share is not None and share < SLOW_LINK:
+        return None, f"links reach {share:.0%} of what the plan expects: `dstrain doctor --network` measures them"
+    zero = estimate.configuration.zero
+    nbytes, calls = middle(run.windows, "comm_bytes"), middle(run.windows, "comm_calls")
+    more = next((size for size in _BUCKETS if size > zero.reduce_bucket_size), None)
+    if nbytes and calls and nbytes / calls < _SMALL_MESSAGE and more is not None and zero.stage in (1, 2, 3):
+        gain = (
+            f"{calls:,.0f} collectives of {format_bytes(nbytes / calls)} on average in a step become fewer and larger"
+        )
+        setting = f"zero_optimization.reduce_bucket_size: {more} in ds_config.json (now {zero.reduce_bucket_size})"
+        return Advice(setting=setting, gain=gain), ""
+    if zero.stage > 0 and not zero.overlap_comm:
+        gain = f"up to {format_seconds(cause.measured)} of a step hide behind the backward pass"
+        return Advice(setting="zero_optimization.overlap_comm: true in ds_config.json (now false)", gain=gain), ""
+    return None, "more tokens between collectives hide them: a larger micro_batch, or grad_accum under ZeRO-1"
 
 
 def _less_memory(run: FirstSteps, estimate: Estimate) -> tuple[Advice | None, str]:

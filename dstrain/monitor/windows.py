@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Line = Mapping[str, Any]
+VERDICT = "verdict"
+"""The `event` of the line of `metrics.jsonl` that compares the first steps with the plan."""
 _STATES = ("params", "grads", "optimizer", "host")
 
 

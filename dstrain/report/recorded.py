@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
 from dstrain.launch.run import state
 from dstrain.launch.run.state import State
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
-from dstrain.monitor.windows import Line, number, peaks_by_rank, states_by_rank
+from dstrain.monitor.windows import VERDICT, Line, number, peaks_by_rank, states_by_rank
 from dstrain.plan.estimate_records import Estimate
 from dstrain.preflight import Preflight
 from dstrain.records import from_data, load_json
@@ -34,6 +35,7 @@ class Recorded:
     job: Job | None
     estimate: Estimate | None
     """The prediction for this run."""
+    model: ModelFacts | None
     cluster: Cluster | None
     """None also if its GPU was assumed."""
     versions: Mapping[str, str]
@@ -51,6 +53,8 @@ class Recorded:
     """Measured bytes of model states, by rank."""
     preflight: Preflight | None
     """The checks before the first step of the last start."""
+    verdict: Line | None
+    """What the first steps of the last start said about the plan (`monitor.verdict.Verdict.to_data`)."""
     summary: Line
     """Rank 0's summary; empty if training has not ended well."""
     resumes: tuple[int, ...]
@@ -83,6 +87,7 @@ def read(run_dir: RunDir) -> Recorded:
         is_alive=run is not None and state.is_alive(run, run_dir),
         job=reader.record(Job, run_dir.request),
         estimate=reader.record(Estimate, run_dir.plan),
+        model=reader.part(ModelFacts, facts.get("model"), f"{run_dir.facts.name}: model"),
         cluster=reader.part(Cluster, facts.get("cluster"), f"{run_dir.facts.name}: cluster"),
         versions={name: value for name, value in _mapping(facts.get("versions")).items() if isinstance(value, str)},
         ds_config=reader.mapping(run_dir.ds_config) or None,
@@ -92,6 +97,7 @@ def read(run_dir: RunDir) -> Recorded:
         findings=tuple(filter(_is_finding, _of_this_run(reader.lines(run_dir.health), logged, run))),
         states=states_by_rank(reader.mapping(run_dir.states)),
         preflight=reader.record(Preflight, run_dir.preflight),
+        verdict=next((line for line in lines[::-1] if line.get("event") == VERDICT), None),
         summary=reader.mapping(run_dir.summary),
         resumes=tuple(line["from_step"] for line in lines if line.get("event") == "resume"),
         restarts=tuple(restarts),

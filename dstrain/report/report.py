@@ -16,9 +16,20 @@ from dstrain.config.lint.subject import Subject
 from dstrain.errors import Place
 from dstrain.job.file import JobFile
 from dstrain.launch.run.state import GONE, LIVING, Stage
-from dstrain.monitor.comparison import Comparison, Difference, comparisons, largest_difference, middle, settled
+from dstrain.monitor.comparison import (
+    Comparison,
+    Difference,
+    StepPart,
+    comparisons,
+    largest_difference,
+    middle,
+    settled,
+    step_parts,
+)
+from dstrain.monitor.traffic import NAMES, Kind, kinds_of
 from dstrain.monitor.windows import Line, number, series
 from dstrain.records import to_data
+from dstrain.report.first_steps import FirstVerdict, first_verdict
 from dstrain.report.recorded import Recorded
 
 UNKNOWN = "unknown"
@@ -81,6 +92,12 @@ class Report:
     comparisons: tuple[Comparison, ...]
     largest: Difference | None
     """The part that differs most from the plan."""
+    parts: tuple[StepPart, ...]
+    """What a step consists of."""
+    traffic: tuple[tuple[Kind, float, float], ...]
+    """Kind, bytes and exposed seconds of a step's collectives, most bytes first."""
+    first: FirstVerdict | None
+    """What the first steps said; None before them."""
     marks: tuple[Mark, ...]
     quarters: tuple[float, ...]
     """Median tokens per second of all GPUs in each quarter of the run."""
@@ -127,6 +144,9 @@ def report(recorded: Recorded, *, now: float) -> Report:
         total_steps=_total_steps(recorded),
         comparisons=comparisons(recorded),
         largest=largest_difference(recorded),
+        parts=step_parts(recorded),
+        traffic=tuple(kinds_of({name: middle(windows, name) for name in NAMES})),
+        first=first_verdict(recorded.verdict),
         marks=marks(recorded.findings),
         quarters=quarters([value for _, value in series(settled(windows), "tokens_per_s")]),
         data_wait_share=middle(windows, "data_wait_share"),

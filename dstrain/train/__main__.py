@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
@@ -21,22 +21,18 @@ from dstrain.garbage import without_garbage_collection
 from dstrain.heartbeat import SAVE_ON_TERM, Phase, Sender
 from dstrain.job.schema import Job
 from dstrain.monitor.metrics import without_nonfinite
-from dstrain.monitor.mode import decide_mode, has_login
 from dstrain.monitor.signals import leave_on_sigterm
 from dstrain.monitor.sinks.jsonl import JsonlFile
-from dstrain.monitor.sinks.registry import Guarded, open_sinks
-from dstrain.monitor.sinks.sink import End, Setup
+from dstrain.monitor.sinks.sink import End
 from dstrain.paths import prefer_own_programs, write_atomic
-from dstrain.records import from_data, load_json, to_data
+from dstrain.records import from_data, load_json
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
 from dstrain.train import rope_scaling
 from dstrain.train.checkpoints.checkpoints import Resume, choose
 from dstrain.train.checkpoints.node_storage import number_of, start_of
+from dstrain.train.monitoring import Monitoring, monitoring_of
 from dstrain.train.rank import Leaving, Rank
-
-if TYPE_CHECKING:
-    from dstrain.monitor.verdict import FirstSteps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,64 +82,6 @@ def _json(path: Path) -> dict[str, Any]:
     return data
 
 
-class Monitoring(NamedTuple):
-    """What watches a run, on rank 0."""
-
-    sinks: Sequence[Guarded]
-    first_steps: FirstSteps | None
-
-
-def _first_steps(inputs: Inputs) -> FirstSteps:
-    """Returns what compares the first steps with the plan."""
-    from dstrain.monitor.verdict import FirstSteps  # loads the planner, which the other ranks do not need
-
-    facts: dict[str, Any] = {"model": inputs.model, "cluster": inputs.cluster}
-    return FirstSteps(run_dir=inputs.run_dir, job=inputs.job, ds_config=inputs.ds_config, **facts)
-
-
-def _sinks(inputs: Inputs, rank: Rank, resume: Resume | None, first_steps: FirstSteps | None) -> list[Guarded]:
-    """Returns the opened sinks of rank 0; the other ranks have none."""
-    if first_steps is None:
-        return []
-    from dstrain.monitor.run_card import run_card, without_secrets  # loads the planner
-
-    job = inputs.job
-    card = run_card(
-        job,
-        inputs.ds_config,
-        num_ranks=rank.world_size,
-        model=inputs.model,
-        cluster=inputs.cluster,
-        estimate=first_steps.estimate,
-    )
-    job_data = {name: value for name, value in to_data(job).items() if name != "env"}  # env may hold secrets
-    config = {**card.config, "job": job_data, "ds_config": inputs.ds_config, "ranks": rank.world_size}
-    setup = Setup(
-        project=job.monitor.project,
-        name=card.name,
-        description=card.description,
-        tags=card.tags,
-        mode=decide_mode(job.monitor.mode, os.environ, logged_in=has_login(Path.home())),
-        run_dir=inputs.run_dir.path,
-        config=without_secrets(config | _edits(inputs.run_dir)),
-        is_resumed=resume is not None,
-    )
-    return open_sinks(job.monitor.sinks, setup, rank.say)
-
-
-def _edits(run_dir: RunDir) -> dict[str, Any]:
-    """Returns the hand edits by file and key, for the sinks; nothing if they are not known."""
-    try:
-        edits = json.loads(run_dir.edits.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    by_file: dict[str, Any] = {}
-    for edit in edits:
-        values = {name: edit[name] for name in ("base", "yours") if name in edit}
-        by_file.setdefault(edit["file"], {})[edit["key"]] = values
-    return {"edits": by_file}
-
-
 def main(run_dir: Path) -> None:
     """Trains with the inputs in a run directory; writes metrics, checkpoints, the final model and a summary to it."""
     rank = ranks.from_environment(os.environ)
@@ -161,12 +99,10 @@ def main(run_dir: Path) -> None:
             rank.say(f"warning: {problem}: skipped")
     if resume is not None:
         rank.say(f"resuming from {resume.checkpoint.name}")
-    first_steps = _first_steps(inputs) if rank.is_first else None
-    monitoring = Monitoring(_sinks(inputs, rank, resume, first_steps), first_steps)
+    monitoring = monitoring_of(inputs, rank, is_resumed=resume is not None)
 
     def finish(end: End, error: str | None = None) -> None:
-        for sink in monitoring.sinks:
-            sink.finish(end, error)
+        monitoring.finish(inputs, end, error)
 
     if SAVE_ON_TERM not in os.environ:
         leave_on_sigterm(lambda: finish(End.ABORTED))

@@ -14,9 +14,18 @@ from dstrain.choices import Precision
 from dstrain.errors import EnvironmentProblem
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
+from dstrain.monitor.collectives import Collectives
 from dstrain.train import out_of_memory
 from dstrain.train import rank as ranks
 from dstrain.train.rank import Rank
+
+
+def observed(rank: Rank, *, on_gpu: bool) -> Collectives:
+    """Observes the collectives of this rank from now on; call it before DeepSpeed keeps their functions."""
+    collectives = Collectives(on_gpu=on_gpu)
+    if rank.world_size > 1:
+        collectives.install()
+    return collectives
 
 
 def connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], heartbeat: Sender, *, on_gpu: bool) -> Any:

@@ -86,7 +86,8 @@ class SequenceParallelTrainer(Trainer):
 
         `num_items_in_batch`: targets of the step on all ranks.
         """
-        outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+        with self.meter.forward(inputs["input_ids"].numel()):
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         loss = group_sum(outputs.loss * self.num_shares, self._gradient_scale)
         return (loss, outputs) if return_outputs else loss
 

@@ -20,6 +20,7 @@ from dstrain.heartbeat import Phase, Sender
 from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
+from dstrain.monitor.collectives import Collectives
 from dstrain.monitor.expert_loads import ExpertLoads, routers_of
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.watch import Watch
@@ -33,7 +34,7 @@ from dstrain.rundir import RunDir
 from dstrain.train import job_data
 from dstrain.train import rank as ranks
 from dstrain.train.adapters import note_on_base
-from dstrain.train.arguments import training_arguments, zero_stage
+from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
 from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
@@ -42,7 +43,7 @@ from dstrain.train.data.prepare import PreparedData
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
 from dstrain.train.preflight.checks import Checks
-from dstrain.train.process_group import connect
+from dstrain.train.process_group import connect, observed
 from dstrain.train.rank import Rank
 from dstrain.train.saving import require_weights
 from dstrain.train.scoring import note_on_padding
@@ -70,6 +71,8 @@ class TrainingSetup:
     """They must outlive the model: ZeRO-3 reads them through a weak reference."""
     group: Any
     """A gloo group of all ranks, for small gathers that touch no GPU; None with one rank."""
+    collectives: Collectives
+    """Observes those of training."""
     tokenizer: Any
     images: Images | None
     """Reads images; None: the model has no vision tower, or the task no images."""
@@ -98,6 +101,7 @@ class TrainingSetup:
         on_gpu = torch.cuda.is_available()
         ranks.import_muon(ds_config)
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
+        collectives = observed(rank, on_gpu=on_gpu)
         group = connect(rank, job, ds_config, heartbeat, on_gpu=on_gpu)
         transformers.set_seed(job.seed)  # adapters are drawn before the Trainer seeds
         arguments = training_arguments(job, ds_config, num_ranks=rank.world_size, on_gpu=on_gpu)
@@ -111,22 +115,19 @@ class TrainingSetup:
             rank.say(note)
         _announce(job, rank, data.tokenizer)
         heartbeat.send(0, Phase.WEIGHTS)
-        counted = partial(heartbeat.count, Phase.WEIGHTS)
-        sizes = {"num_tokens": len(data.tokenizer), "pad_token_id": data.tokenizer.pad_token_id}
-        loaded = load_model(job, source, ds_config, **sizes, report=counted)
-        heartbeat.send(0, Phase.LOADING)
         return cls(
             job=job,
             run_dir=inputs.run_dir,
             rank=rank,
             arguments=arguments,
             group=group,
+            collectives=collectives,
             tokenizer=data.tokenizer,
             images=data.images,
             objective=objective,
             train_data=data.train,
             eval_data=data.eval,
-            model=loaded,
+            model=_loaded(job, source, ds_config, data.tokenizer, heartbeat),
             base=base_config(source, trust_remote_code=job.trust_remote_code),
             against=_against(job, inputs.model, inputs.cluster) if on_gpu else None,
         )
@@ -143,7 +144,7 @@ class TrainingSetup:
         """
         first = self.rank.is_first
         self.metrics = MetricsCallback(
-            Meter(times_forward=self._forwards_alone),
+            Meter(self.collectives),
             group=self.group,
             against=self.against,
             metrics=JsonlFile(self.run_dir.metrics) if first else None,
@@ -188,21 +189,18 @@ class TrainingSetup:
             step_s=first_steps.planned_step_s if first_steps is not None else None,
         )
 
-    @property
-    def _forwards_alone(self) -> bool:
-        """Whether no other rank takes part in a forward pass: no weights are gathered, nor slices exchanged."""
-        return zero_stage(self.arguments.hf_deepspeed_config.config) < 3 and self.job.ranks_per_batch * self.job.ep == 1
-
     def _facts(self, first_steps: FirstSteps | None) -> Facts:
         """Returns what health rules compare with."""
         estimate = first_steps.estimate if first_steps is not None else None
+        speed = estimate.speed if estimate is not None else None
         on_gpu = torch.cuda.is_available()
         return Facts(
             is_cross_entropy=not self.job.task.has_own_loss,
             vocab_size=without_adapter(self.model).config.get_text_config().vocab_size,
             max_grad_norm=self.job.max_grad_norm,
             device_bytes=torch.cuda.get_device_properties().total_memory if on_gpu else None,
-            planned_mfu=estimate.speed.mfu_ratio if estimate is not None and estimate.speed is not None else None,
+            planned_mfu=speed.mfu_ratio if speed is not None else None,
+            planned_comm_share=first_steps.planned_comm_share if first_steps is not None else None,
         )
 
     def _kind_of_trainer(self) -> Callable[..., Trainer]:
@@ -271,6 +269,15 @@ def _announce(job: Job, rank: Rank, tokenizer: Any) -> None:
     for note in (note_on_base(job), note_on_padding(tokenizer) if job.task.has_score else None):
         if note is not None:
             rank.say(f"note: {note}")
+
+
+def _loaded(job: Job, source: str, ds_config: Mapping[str, Any], tokenizer: Any, heartbeat: Sender) -> Any:
+    """Returns the model, and tells how far its weights are."""
+    counted = partial(heartbeat.count, Phase.WEIGHTS)
+    sizes = {"num_tokens": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    model = load_model(job, source, ds_config, **sizes, report=counted)
+    heartbeat.send(0, Phase.LOADING)
+    return model
 
 
 def _against(job: Job, model: ModelFacts | None, cluster: Cluster | None) -> Hardware | None:

@@ -107,6 +107,39 @@ def test_the_next_plans_are_those_of_the_machine(dstrain: Type, tmp_path: Path, 
     assert dstrain(*words, HOME=str(tmp_path)).stdout != dstrain(*words, HOME=str(tmp_path / "other")).stdout
 
 
+def test_shared_records_tell_what_the_runs_tell(dstrain: Type, tmp_path: Path, runs: list[str]) -> None:
+    for place in runs:
+        done = dstrain("report", place, "--share", f"{place}.json")
+        assert done.returncode == 0, done.stderr
+    records = [f"{place}.json" for place in runs]
+    own, shared = (
+        json.loads(dstrain("calibrate", *paths, "-n", "--json").stdout)["gpus"]["h100-sxm"] for paths in (runs, records)
+    )
+    constants = {item["name"]: item["new"] for item in own["constants"]}
+    assert {item["name"]: item["new"] for item in shared["constants"]} == pytest.approx(constants, rel=1e-3)
+    assert sum(value is not None for value in constants.values()) >= 5
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"counted": None}, "nothing of this run counts"),
+        ({"num_params": 7}, "596,049,920 parameters in place of 7"),
+        ({"model": {"model_type": "acme"}}, "acme"),
+        ({"settings": {"zero_stage": "three"}}, "/settings/"),
+    ],
+)
+def test_a_record_that_tells_nothing_is_refused(
+    dstrain: Type, tmp_path: Path, change: dict[str, Any], problem: str
+) -> None:
+    dstrain("report", run(tmp_path / "run"), "--share", "run.json")
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    done = dstrain("calibrate", "run.json", "-n")
+    assert (done.returncode, "Traceback" in done.stderr) == (3, False)
+    assert problem in done.stderr
+
+
 def test_a_dry_run_writes_nothing_and_other_gpus_keep_their_entry(
     dstrain: Type, tmp_path: Path, runs: list[str]
 ) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from dstrain.facts.probe import read_model
 from dstrain.preflight import Check, CheckName, Preflight
-from dstrain.records import to_json
+from dstrain.records import to_data, to_json
 from dstrain.rundir import RunDir
-from tests.report.runs import gpu_run, night
+from tests.report.runs import collectives, gpu_run, night
 
 Type = Callable[..., Any]
 
@@ -72,3 +76,35 @@ def test_a_folder_that_is_no_run_is_an_error_that_says_what_to_name(dstrain: Typ
     assert (done.returncode, done.stdout) == (3, "")
     assert "nothing is not a run directory" in done.stderr
     assert "output_dir" in done.stderr
+
+
+def test_a_shared_record_is_a_kilobyte_without_names(dstrain: Type, tmp_path: Path) -> None:
+    folder = gpu_run(tmp_path / "acme-secret", more=collectives())
+    facts = json.loads((folder / "facts.json").read_text())
+    model = to_data(read_model("qwen3-8b")) | {"name": "acme-8b", "source": "/home/me/acme-8b"}
+    versions = {"torch": "2.13.0+cu130", "deepspeed": "0.19.8+acme"}
+    (folder / "facts.json").write_text(json.dumps(facts | {"model": model, "versions": versions}))
+    plan = json.loads((folder / "plan.json").read_text())
+    plan["configuration"] |= {"method": "lora", "lora": {"rank": 8, "alpha": 16, "dropout": 0.0, "targets": ["acme"]}}
+    (folder / "plan.json").write_text(json.dumps(plan))
+    done = dstrain("report", str(folder), "--share", "run.json")
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "run.json").read_text()
+    assert done.stdout == text, "it is shown before it is written"
+    assert len(text) < 1400
+    assert not re.search("acme|home|secret|localhost", text)
+    record = json.loads(text)
+    assert (record["gpu"], record["gpus_per_node"], record["num_params"]) == ("h100-sxm", 8, 8190735360)
+    assert record["measured"]["step_s"] == pytest.approx(record["planned"]["step_s"], rel=1e-3)
+    assert record["versions"] == {"torch": "2.13.0+cu130", "deepspeed": "0.19.8"}
+
+
+def test_a_record_is_only_printed_for_a_dash_and_replaces_no_other_file(dstrain: Type, tmp_path: Path) -> None:
+    night(tmp_path / "night")
+    done = dstrain("report", "night", "--share", "-")
+    assert (done.returncode, "nothing was written" in done.stderr) == (0, True)
+    assert json.loads(done.stdout)["gpu"] == "cpu"
+    (tmp_path / "mine.json").write_text("{}")
+    done = dstrain("report", "night", "--share", "mine.json")
+    assert (done.returncode, (tmp_path / "mine.json").read_text()) == (6, "{}")
+    assert dstrain("report", "night", "night", "--share", "-").returncode == 2

@@ -17,7 +17,7 @@ from dstrain.monitor.comparison import Part, Quantity
 from dstrain.report.report import UNKNOWN
 from tests.cli.browser import assert_stands_alone, parsed, shown
 from tests.cli.conftest import Server
-from tests.report.runs import gpu_run, night
+from tests.report.runs import collectives, gpu_run, judged, night
 
 Type = Callable[..., Any]
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -32,7 +32,7 @@ document.title = [innerWidth, clientWidth, scrollWidth, getComputedStyle(documen
 def pages(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Path:
     """The pages of a run on GPUs that a rule warned of, of one on CPUs, and of both; the run has a hostile name."""
     folder = tmp_path_factory.mktemp("report")
-    marked = gpu_run(folder / EVIL.replace("/", "|"), slower=1.2, waits=0.1)
+    marked = judged(gpu_run(folder / EVIL.replace("/", "|"), slower=1.2, waits=0.1, more=collectives(late=0.3)))
     told = {"rule": HealthRule.LOSS_SPIKE, "step": 20, "severity": "critical", "message": f"step 20: {EVIL}"}
     (marked / "health.jsonl").write_text(json.dumps(told) + "\n")
     night(folder / "night")
@@ -85,12 +85,24 @@ def test_the_curves_have_the_points_of_the_run(pages: Path) -> None:
 def test_there_is_a_bar_for_the_plan_and_each_rank(pages: Path) -> None:
     page = parsed(text_of(pages, "gpu"))
     rows = [values for _, values in page.tags if values.get("class") == "row"]
-    assert len(rows) == 1 + 8
+    assert len(rows) == 2 + 1 + 8  # of a step, and of memory
     widths = [
         float(re.findall(r"[\d.]+", str(values["style"]))[0]) for tag, values in page.tags if "width:" in str(values)
     ]
-    assert len(widths) == 4 * 9
-    assert sum(widths[:4]) == pytest.approx(100, abs=0.1)
+    of_steps, of_memory = widths[:8], widths[8:]
+    assert len(of_memory) == 4 * 9
+    assert sum(of_memory[:4]) == pytest.approx(100, abs=0.1)
+    assert sum(of_steps[:4]) == pytest.approx(100 / 1.2, abs=0.1), "a planned step, on the scale of the measured one"
+
+
+def test_checks_the_first_steps_and_the_parts_of_a_step_are_there(pages: Path) -> None:
+    texts = parsed(text_of(pages, "gpu")).texts
+    assert any("✗ first loss" in item for item in texts["li"])
+    assert any("to change: dataloader_num_workers: 2" in item for item in texts["p"])
+    assert any("all_gather 27.9 GiB" in item for item in texts["p"])
+    page = text_of(pages, "gpu")
+    widths = re.findall(r'class="p4" style="width:([\d.]+)%"', page)
+    assert [float(width) > 1 for width in widths] == [False, True], "a plan waits for no slower rank"
 
 
 def test_all_that_a_report_names_is_there_in_chinese() -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from dstrain.launch.nodes.process_tree import look
 from tests.cli.conftest import ROOT
-from tests.report.runs import gpu_run, night
+from tests.report.runs import collectives, gpu_run, judged, night
 
 Type = Callable[..., Any]
 WATCH = (sys.executable, "-P", "-m", "dstrain.cli", "watch", "output", "--every", "0.1")
@@ -123,6 +123,14 @@ def test_memory_and_speed_stand_beside_the_plan(dstrain: Type, tmp_path: Path) -
     _, step, _ = done.stdout.splitlines()
     assert "(-50 % of the plan)" in step
     assert "peak 62.2 GiB" in step
+
+
+def test_the_checks_the_first_steps_and_collectives_are_shown(dstrain: Type, tmp_path: Path) -> None:
+    judged(gpu_run(tmp_path / "output", slower=1.5, waits=1 / 3, more=collectives(least=2.0)))
+    (tmp_path / "output" / "summary.json").write_text(json.dumps({"steps": 40}))
+    done = dstrain("watch", "output")
+    assert "first steps: after step 20: waiting for data" in done.stdout
+    assert "% in collectives (" in done.stdout
 
 
 def test_a_run_that_was_killed_is_told_and_is_a_failure(dstrain: Type, tmp_path: Path) -> None:

@@ -119,16 +119,25 @@ def test_a_resumed_run_compares_its_first_loss_with_the_same_steps_before(tmp_pa
     assert [line for line in said if "differs by 25.0% from that of the same steps before" in line]
 
 
-def test_forward_passes_are_timed_only_if_asked_and_the_slowest_does_not_count() -> None:
+def test_forward_passes_are_timed_and_the_slowest_does_not_count() -> None:
     import time
 
-    meter, idle = Meter(times_forward=True), Meter()
+    meter = Meter()
     for seconds in (0.02, 0.02, 0.02, 0.1):
-        with meter.forward(10), idle.forward(10):
+        with meter.forward(10):
             time.sleep(seconds)
     assert 0.002 <= meter.close().forward_s_per_token < 0.01
-    assert math.isnan(idle.close().forward_s_per_token)
     assert math.isnan(meter.close().forward_s_per_token)
+
+
+def test_what_a_rank_did_alone_does_not_count_as_its_own_work() -> None:
+    import time
+
+    meter = Meter()
+    time.sleep(0.05)
+    meter.pause(0.04)
+    reading = meter.close()
+    assert 0.0 < reading.own_s < reading.window_s - 0.03
 
 
 def test_samples_without_any_label_are_counted_but_padding_is_not() -> None:

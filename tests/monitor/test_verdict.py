@@ -17,7 +17,7 @@ from dstrain.records import from_data
 from dstrain.rundir import RunDir
 from dstrain.units import GIB
 from tests.cases import ask
-from tests.report.runs import gpu_run, night
+from tests.report.runs import collectives, gpu_run, night
 
 
 def judged(folder: Path, *, changed: dict[str, Any] | None = None, **job: Any) -> tuple[Verdict, int, FirstSteps]:
@@ -63,6 +63,37 @@ def test_slower_training_has_no_line_to_change(tmp_path: Path) -> None:
     assert verdict.cause is not None
     assert (verdict.cause.part, verdict.advice) == (Part.TRAINING, None)
     assert "no single setting explains it" in verdict.note
+
+
+@pytest.mark.parametrize(
+    ("more", "part", "words"),
+    [
+        ({"late": 2.0}, Part.SLOWER_RANKS, "health rules name the slow rank"),
+        ({"least": 14.0, "bus_share": 0.2}, Part.COMMUNICATION, "links reach 20% of what the plan expects"),
+        ({"least": 14.0}, Part.COMMUNICATION, "more tokens between collectives hide them"),
+        ({}, Part.COMPUTATION, "every rank computes longer than planned"),
+    ],
+)
+def test_a_slower_step_is_put_down_to_ranks_links_or_computation(
+    tmp_path: Path, more: dict[str, float], part: Part, words: str
+) -> None:
+    verdict, _, steps = judged(gpu_run(tmp_path / "run", slower=1.5, more=collectives(**more)))
+    assert verdict.cause is not None
+    assert verdict.cause.part is part
+    assert words in text(verdict, steps)
+    assert "  a step: " in text(verdict, steps)
+
+
+def test_many_small_collectives_are_answered_with_a_larger_bucket(tmp_path: Path) -> None:
+    more = collectives(least=14.0) | {"comm_bytes": 1e9, "comm_calls": 2000.0}
+    folder = gpu_run(tmp_path / "run", slower=1.5, more=more)
+    plan = RunDir(folder).plan
+    data = json.loads(plan.read_text())
+    data["configuration"]["reduce_bucket_size"] = 1_000_000
+    plan.write_text(json.dumps(data))
+    verdict, _, _ = judged(folder)
+    assert verdict.advice is not None
+    assert verdict.advice.setting.startswith("zero_optimization.reduce_bucket_size: 50000000 in ds_config.json (now 1")
 
 
 def test_a_faster_run_than_planned_is_worth_a_calibration(tmp_path: Path) -> None:

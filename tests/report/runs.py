@@ -11,8 +11,13 @@ from typing import Any
 from cases import ask
 
 from dstrain.facts.cluster.cluster import Cluster
+from dstrain.job.schema import Job
+from dstrain.monitor.comparison import communication_s
+from dstrain.monitor.sinks.jsonl import JsonlFile, read_jsonl
+from dstrain.monitor.verdict import FirstSteps
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.search.decide import decide
+from dstrain.preflight import Check, CheckName, Preflight
 from dstrain.records import to_data, to_json
 from dstrain.rundir import RunDir
 
@@ -29,11 +34,19 @@ def night(folder: Path) -> Path:
     return folder
 
 
-def gpu_run(folder: Path, *, slower: float = 1.0, waits: float = 0.0, more_bytes: int = 0, steps: int = 40) -> Path:
+def gpu_run(
+    folder: Path,
+    *,
+    slower: float = 1.0,
+    waits: float = 0.0,
+    more_bytes: int = 0,
+    steps: int = 40,
+    more: dict[str, Any] | None = None,
+) -> Path:
     """Writes what 8 H100 would leave that train as planned, and returns the folder.
 
     Each step takes `slower` times what is planned, of which the share `waits` is waiting for data, and holds
-    `more_bytes` beyond the plan.
+    `more_bytes` beyond the plan. `more` are other metrics of each window, such as those of `collectives`.
     """
     cluster, chosen = _planned()
     folder.mkdir()
@@ -44,7 +57,52 @@ def gpu_run(folder: Path, *, slower: float = 1.0, waits: float = 0.0, more_bytes
     held = {name: getattr(chosen.memory.states, name) for name in ("params", "grads", "optimizer", "host")}
     place.states.write_text(json.dumps({"ranks": [held] * 8}))
     lines = [_window(step, chosen, slower=slower, waits=waits, more_bytes=more_bytes) for step in range(1, steps + 1)]
-    place.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    place.metrics.write_text("".join(f"{json.dumps(line | (more or {}))}\n" for line in lines))
+    return folder
+
+
+def collectives(*, least: float = 1.0, late: float = 0.0, bus_share: float = 1.0) -> dict[str, Any]:
+    """Returns the metrics of collectives: `least` times the planned on rank 7, `late` s more on others."""
+    _, chosen = _planned()
+    assert chosen.speed is not None
+    planned = communication_s(chosen.speed) * least
+    by_rank = [*[planned + late] * 7, planned]
+    mean = sum(by_rank) / 8
+    return {
+        "comm_s": mean,
+        "comm_share": mean / chosen.speed.step_s,
+        "comm_s_by_rank": by_rank,
+        "comm_bytes": 4e10,
+        "comm_calls": 800.0,
+        "comm/all_gather_s": mean * 0.75,
+        "comm/all_gather_bytes": 3e10,
+        "comm/all_gather_calls": 600.0,
+        "comm/reduce_scatter_s": mean * 0.25,
+        "comm/reduce_scatter_bytes": 1e10,
+        "comm/reduce_scatter_calls": 200.0,
+        "bus_bytes_per_s": 3.5e11 * bus_share,
+        "bus_share": bus_share,
+    }
+
+
+def judged(folder: Path) -> Path:
+    """Adds to a run what its checks and its first steps found, as its ranks would, and returns the folder."""
+    place = RunDir(folder)
+    checks = (
+        Check(name=CheckName.WORST_BATCH, passed=True, text="1 × 4,096 tokens, forward and backward", seconds=1.5),
+        Check(name=CheckName.FIRST_LOSS, passed=False, text="20; a model that guesses has 11.9"),
+    )
+    place.preflight.write_text(to_json(Preflight(step=0, checks=checks, seconds=2.0, limit_s=60.0)))
+    cluster, _ = _planned()
+    job = Job(model="m", data="d", output_dir=str(folder))
+    steps = FirstSteps(run_dir=place, job=job, ds_config={}, model=None, cluster=cluster)
+    verdicts = [
+        found | {"time_s": line["time_s"] + 0.001}
+        for line in read_jsonl(place.metrics)
+        if (verdict := steps.see(line, steps=line["step"])) is not None and (found := verdict.to_data())
+    ]
+    for data in verdicts:
+        JsonlFile(place.metrics).append(data)
     return folder
 
 

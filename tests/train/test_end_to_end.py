@@ -399,6 +399,16 @@ def test_no_secret_reaches_swanlabs_files(runs: Path) -> None:
             assert b"do-not-tell" not in file.read_bytes(), file
 
 
+def test_trackers_get_the_report_of_the_run(runs: Path) -> None:
+    (text,) = (runs / "half" / "swanlog").glob("run-*/media/text/*")
+    assert text.read_text().startswith("# success after 3 steps\n\n|  | planned | measured | off |")
+    (table,) = (runs / "half" / "swanlog").glob("run-*/media/echarts/*")
+    assert "time of a step" in table.read_text()
+    (events,) = (runs / "zero1" / "tensorboard").glob("*/events.*")
+    assert b"report/text_summary" in events.read_bytes()
+    assert b"# success after 3 steps" in events.read_bytes()
+
+
 def test_a_swanlab_that_cannot_start_online_goes_on_offline(runs: Path) -> None:
     assert said(runs / "online").count("SwanLab: online failed to start") == 1
     assert _summary(runs / "online")["swanlab_mode"] == "offline"

@@ -160,6 +160,17 @@ def test_tokens_are_counted_once(pair: tuple[Path, Path]) -> None:
     assert totals[0] == totals[1]
 
 
+def test_each_rank_is_timed_without_what_it_waits_for(pair: tuple[Path, Path]) -> None:
+    parallel, _ = pair
+    case = CASES[parallel.name]
+    assert set(codes(parallel)[0]) == {0}, said(parallel)[-3000:]
+    for name in ("own_s_by_rank", "comm_s_by_rank"):
+        assert [len(seconds) for seconds in metrics(parallel, name).values()] == [case.ranks] * STEPS
+        assert all(second > 0 for seconds in metrics(parallel, name).values() for second in seconds)
+    kind = "all_to_all" if case.sp > 1 or case.ep > 1 else "all_reduce" if case.tp > 1 else "all_gather"
+    assert all(metrics(parallel, f"comm/{kind}_bytes").values())
+
+
 def test_the_final_weights_are_those_of_one_rank(pair: tuple[Path, Path]) -> None:
     whole, expected = tensors(pair[0] / "final"), tensors(pair[1] / "final")
     assert set(whole) == set(expected)

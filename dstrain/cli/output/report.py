@@ -13,12 +13,12 @@ from dstrain.cli.console import wrapped
 from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
 from dstrain.monitor.comparison import plans_time
-from dstrain.monitor.comparison_text import difference_text, table
+from dstrain.monitor.comparison_text import difference_text, split_text, table
 from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.records import to_data
 from dstrain.report.report import UNKNOWN, Report, Restart
-from dstrain.units import format_seconds
+from dstrain.units import format_bytes, format_seconds
 
 _MOST_MARKS = 5
 
@@ -55,7 +55,13 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     """Yields the other facts of a run as rows of a name and a value."""
     if report.largest is not None:
         yield "differs most", difference_text(report.largest)
-    yield from (("checks", text) for text in _checks(report))
+    yield from (("checks", text) for text in checks_text(report))
+    if first := first_text(report):
+        yield "first steps", first
+    if split := split_text(report.parts):
+        yield "a step", split
+    if report.traffic:
+        yield "collectives", traffic_text(report)
     if report.losses:
         yield "loss", loss_text(report)
     yield from (("health", text) for text in _health(report))
@@ -76,7 +82,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         yield "next", f"`{command}` lets later plans use what this run measured"
 
 
-def _checks(report: Report) -> Iterator[str]:
+def checks_text(report: Report) -> Iterator[str]:
     """Yields the checks before the first step in a line, and each that did not pass in one of its own."""
     record = report.recorded.preflight
     if record is None:
@@ -84,6 +90,26 @@ def _checks(report: Report) -> Iterator[str]:
     passed = ", ".join(check.name for check in record.checks if check.passed)
     yield f"{passed or 'none'} passed before the first step, in {format_seconds(record.seconds)}"
     yield from (check.line for check in record.checks if not check.passed)
+
+
+def first_text(report: Report) -> str:
+    """Returns what the first steps said about the plan, and what to change; empty before them."""
+    first = report.first
+    if first is None:
+        return ""
+    parts = [difference_text(first.cause)] if first.cause is not None else []
+    parts += [f"to change: {first.setting}: {first.gain}"] if first.setting else []
+    return f"after step {first.step:,}: " + "; ".join([*parts, *([first.note] if first.note else [])])
+
+
+def traffic_text(report: Report) -> str:
+    """Returns the collectives of a step: bytes of each kind, and the seconds in which ranks wait for them."""
+    kinds = (
+        f"{kind} {format_bytes(size)}" + (f" in {format_seconds(seconds)}" if seconds else "")
+        for kind, size, seconds in report.traffic
+        if size or seconds
+    )
+    return f"of a step, with the time that ranks wait for them: {', '.join(kinds)}"
 
 
 def loss_text(report: Report) -> str:
@@ -175,6 +201,9 @@ def document(report: Report) -> dict[str, Any]:
         **{name: getattr(report, name) for name in names},
         "comparisons": [asdict(one) | {"off": one.off} for one in report.comparisons],
         "differs_most": asdict(report.largest) if report.largest else None,
+        "parts": [asdict(one) for one in report.parts],
+        "collectives": [{"kind": kind, "bytes": size, "seconds": spent} for kind, size, spent in report.traffic],
+        "first_steps": asdict(report.first) if report.first else None,
         "preflight": to_data(recorded.preflight) if recorded.preflight else None,
         "losses": report.losses,
         "evaluations": report.evaluations,

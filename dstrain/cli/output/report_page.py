@@ -26,12 +26,22 @@ MOST_RANKS = 16
 """Ranks with a bar of their own; of more, those with the largest bars."""
 _PARTS = (Part.PARAMS, Part.GRADS, Part.OPTIMIZER, Part.TRANSIENT)
 """What a bar of memory consists of."""
+_STEP_COLORS: Mapping[str, str] = {
+    Part.COMPUTATION: "p0",
+    Part.TRAINING: "p0",
+    Part.COMMUNICATION: "p2",
+    Part.SLOWER_RANKS: "p4",
+    Part.DATA_WAIT: "p5",
+}
+"""What a bar of time consists of; computation has one of two names."""
 # fmt: off
 CHINESE: Mapping[str, str] = {
     **PLAN_CHINESE,
     Quantity.STEP_S: "每步时间", Quantity.TOKENS: "每 GPU token/s", Quantity.MFU: "MFU",
     Quantity.PEAK: "每 GPU 张量峰值", Quantity.RESERVED: "每 GPU PyTorch 占用", Quantity.STATES: "每 GPU 模型状态",
     Quantity.HOST: "每 rank 卸载的状态",
+    Quantity.COMM: "等待集合通信", Quantity.BUS: "总线带宽",
+    Part.COMPUTATION: "计算", Part.COMMUNICATION: "未被掩盖的通信", Part.SLOWER_RANKS: "等待较慢的 rank",
     Part.DATA_WAIT: "等待数据", Part.TRAINING: "计算与通信", Part.PARAMS: "参数", Part.GRADS: "梯度",
     Part.OPTIMIZER: "优化器状态", Part.TRANSIENT: "激活、logits 与缓冲区",
     Stage.STARTING: "启动中", Stage.RUNNING: "训练中", Stage.ENDED: "已结束", Stage.SAVED: "已保存并退出",
@@ -50,6 +60,7 @@ def page(reports: Sequence[Report]) -> str:
         "runs": [_run(one) for one in reports],
         "chinese": {str(key): name for key, name in CHINESE.items()},
         "colors": {str(part): color for part, color in zip(_PARTS, ("p0", "p1", "p2", "p5"), strict=True)},
+        "step_colors": _STEP_COLORS,
     }
     return render("report", data)
 
@@ -71,6 +82,10 @@ def _run(report: Report) -> dict[str, Any]:
             for one in report.comparisons
         ],
         "differs": _difference(report),
+        "checks": [check.line for check in recorded.preflight.checks] if recorded.preflight else [],
+        "first": text.first_text(report),
+        "step": {"bars": list(_step_bars(report)), "parts": [str(one.part) for one in report.parts]},
+        "traffic": text.traffic_text(report) if report.traffic else "",
         "plots": [asdict(each) | names for each, names in _plots(report)],
         "bars": bars,
         "legend": [part for index, part in enumerate(_PARTS) if any(bar["shares"][index] for bar in bars)],
@@ -156,6 +171,17 @@ def _plots(report: Report) -> Iterator[tuple[Any, dict[str, str]]]:
 
 def _rate(value: float) -> str:
     return f"{value:,.0f}"
+
+
+def _step_bars(report: Report) -> Iterator[dict[str, Any]]:
+    """Yields the bar of a planned step, if its time is planned, and that of a measured one, both on one scale."""
+    planned = [one.planned for one in report.parts]
+    bars = [("plan", "方案", [seconds or 0.0 for seconds in planned])] if any(planned) else []
+    bars += [("run", "运行", [one.measured for one in report.parts])] if report.parts else []
+    scale = max((sum(seconds) for _, _, seconds in bars), default=0.0) or 1.0
+    for en, zh, seconds in bars:
+        shares = [round(100 * each / scale, 2) for each in seconds]
+        yield {"en": en, "zh": zh, "total": format_seconds(sum(seconds)), "shares": shares}
 
 
 def _bars(report: Report) -> Iterator[dict[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from dstrain.cli.console import wrapped
-from dstrain.cli.output.report import edit_text, restart_text, verdict
+from dstrain.cli.output.report import checks_text, edit_text, first_text, restart_text, verdict
 from dstrain.config.lint.finding import printable
 from dstrain.monitor.comparison import Quantity
 from dstrain.monitor.comparison_text import figure
@@ -52,6 +52,11 @@ def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
         yield "", f"{_bar(share)} {100 * share:.0f} %", "green"
     if recorded.state is not None and recorded.state.start and not recorded.windows:
         yield "start", recorded.state.start, ""
+    for number_of, text in enumerate(checks_text(report)):
+        yield "" if number_of else "checks", text, "yellow" if number_of else ""
+    if first := first_text(report):
+        is_told = report.first is not None and report.first.cause is not None
+        yield "first steps", first, "yellow" if is_told else ""
     if report.losses:
         text = f"{sparkline([value for _, value in report.losses[-_PLOTTED:]])} {report.losses[-1][1]:.4f}"
         yield "loss", text, ""
@@ -106,6 +111,11 @@ def speed_text(report: Report, window: Mapping[str, Any]) -> str:
     parts += [f"MFU {figure(Quantity.MFU, mfu)}"] if mfu is not None else []
     wait = number(window.get("data_wait_share"))
     parts += [f"{100 * wait:.0f} % waiting for data"] if wait is not None and wait >= 0.01 else []
+    share = number(window.get("comm_share"))
+    if share is not None and share >= 0.01:
+        plan = planned.get(Quantity.COMM)
+        off = f" ({100 * plan / step_s:.0f} % planned)" if plan is not None and step_s else ""
+        parts.append(f"{100 * share:.0f} % in collectives{off}")
     return ", ".join(parts)
 
 
@@ -131,8 +141,17 @@ def news(report: Report, since: float) -> Iterator[tuple[float, str]]:
     found += [
         (line, f"restart: {restart_text(one)}") for line, one in zip(recorded.restarts, report.restarts, strict=False)
     ]
-    timed = ((number(line.get("time_s")) or 0.0, text) for line, text in found)
-    yield from sorted(pair for pair in timed if pair[0] > since)
+    timed = [(number(line.get("time_s")) or 0.0, text) for line, text in found]
+    yield from sorted(pair for pair in (*timed, *findings(report)) if pair[0] > since)
+
+
+def findings(report: Report) -> Iterator[tuple[float, str]]:
+    """Yields what the checks and the first steps found, with its time, in seconds since the epoch."""
+    recorded, first = report.recorded, first_text(report)
+    if recorded.state is not None:
+        yield from ((recorded.state.began, f"checks: {printable(text)}") for text in checks_text(report))
+    if recorded.verdict is not None and first:
+        yield number(recorded.verdict.get("time_s")) or 0.0, f"first steps: {printable(first)}"
 
 
 def sparkline(values: Sequence[float]) -> str:

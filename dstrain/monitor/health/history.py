@@ -36,6 +36,8 @@ class Facts:
     """Memory of a GPU."""
     planned_mfu: float | None = None
     """MFU of the plan, 0…1."""
+    planned_comm_share: float | None = None
+    """Share of a step in which the plan expects ranks to wait for collectives, 0…1."""
 
 
 class History:

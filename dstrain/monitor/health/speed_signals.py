@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -22,6 +22,7 @@ _STRAGGLER = 0.33
 _LEAST_NOISE = 0.02
 """Deviation of a rank's lag that is assumed at least."""
 _PER_PASS, _PER_TOKEN = "forward_s_by_rank", "forward_s_per_token_by_rank"
+_OWN, _QUEUED, _COMMUNICATION = "own_s_by_rank", "queued_s_by_rank", "comm_s_by_rank"
 _CPU_WAIT = "cpu_wait_share_by_rank"
 _SAME_WAIT = 0.05
 """Share of time by which waiting may grow and count as no longer than before."""
@@ -77,39 +78,49 @@ def padding(history: History) -> float | None:
 
 
 def slow_rank(history: History) -> float | None:
-    """Returns how much longer forward passes take on the slowest rank than on the fastest, as a share: per pass or per
-    token, whichever is less, in each of the last three windows, or ten if it is less than a third; 0 if it is noise.
+    """Returns how much longer the slowest rank works than the fastest, as a share: in forward passes, per pass or per
+    token, whichever is less; or in whole steps, if that is more, where it enters collectives last and waits least; in
+    each of the last three windows, or ten if it is less than a third; 0 if it is noise.
     """
     lags = _lags(history)
     return max(lags) if lags else None
 
 
 def slowest_rank(history: History) -> int:
-    """Returns the rank whose forward passes take longest."""
+    """Returns the rank that works longest."""
     lags = _lags(history)
     return lags.index(max(lags))
 
 
 def _lags(history: History) -> list[float]:
-    """Returns the value of `slow_rank` for each rank; empty without two ranks or three windows.
+    """Returns the value of `slow_rank` for each rank; empty without two ranks or three windows."""
+    forward = _lasting(history.with_metric(_PER_TOKEN)[1:], _PER_TOKEN, _forward_lags)
+    whole = _lasting(history.with_metric(_OWN)[1:], _OWN, _own_lags)
+    return [max(pair) for pair in zip(forward, whole, strict=True)] if forward and whole else forward or whole
+
+
+def _lasting(
+    windows: Sequence[Mapping[str, Any]], name: str, lags_of: Callable[[Mapping[str, Any]], list[float]]
+) -> list[float]:
+    """Returns the lag of each rank that lasts, or 0; empty without two ranks or three windows.
 
     The noise is that from one window to the next, so that a rank that has become slow does not hide itself.
     """
-    windows = history.with_metric(_PER_TOKEN)[1:]
-    if len(windows) < _FEW or len({len(window[_PER_TOKEN]) for window in windows} - {0, 1}) != 1:
+    if len(windows) < _FEW or len({len(window[name]) for window in windows} - {0, 1}) != 1:
         return []
-    recent = [_lags_of_window(window) for window in windows[-_MANY:]]
-    lags = [0.0] * len(recent[0])
-    for rank, of_rank in enumerate(zip(*recent, strict=True)):
-        least = min(of_rank[-_FEW:])
+    by_rank = list(zip(*map(lags_of, windows), strict=True))
+    lags = [0.0] * len(by_rank)
+    for rank, of_rank in enumerate(by_rank):
+        recent = of_rank[-_MANY:]
+        least = min(recent[-_FEW:])
         if least < _STRAGGLER:
-            least = min(of_rank) if len(of_rank) == _MANY else 0.0
-        if least > 3 * _LEAST_NOISE and least > 3 * _noise(windows, rank):
+            least = min(recent) if len(recent) == _MANY else 0.0
+        if least > 3 * _LEAST_NOISE and least > 3 * _noise(of_rank):
             lags[rank] = least
     return lags
 
 
-def _lags_of_window(window: Mapping[str, Any]) -> list[float]:
+def _forward_lags(window: Mapping[str, Any]) -> list[float]:
     """Returns how much longer a forward pass takes on each rank than on the fastest: per pass or token, as a share.
 
     Small passes take the same time whatever their tokens, and large ones the time of their tokens.
@@ -119,9 +130,20 @@ def _lags_of_window(window: Mapping[str, Any]) -> list[float]:
     return [min(seconds / fastest, per_token / fastest_token) - 1 for seconds, per_token in pairs]
 
 
-def _noise(windows: Sequence[Mapping[str, Any]], rank: int) -> float:
+def _own_lags(window: Mapping[str, Any]) -> list[float]:
+    """Returns how much longer each rank works in a step than the fastest, as a share.
+
+    On a CPU, a rank works between all that it did not wait, and that without the time in which it had no core: what
+    longer times do not have in common is not its own work.
+    """
+    own, queued = window[_OWN], window.get(_QUEUED) or [0.0] * len(window[_OWN])
+    without = [max(seconds - waits, 1e-9) for seconds, waits in zip(own, queued, strict=True)]
+    pairs = [[seconds / max(min(times), 1e-9) - 1 for seconds in times] for times in (own, without)]
+    return [min(pair) for pair in zip(*pairs, strict=True)]
+
+
+def _noise(lags: Sequence[float]) -> float:
     """Returns the standard deviation of a rank's lag, by the MAD of its changes."""
-    lags = [_lags_of_window(window)[rank] for window in windows]
     return 1.4826 * median(abs(after - before) for before, after in pairwise(lags)) / math.sqrt(2)
 
 
@@ -140,26 +162,50 @@ def rank_without_cpu(history: History) -> int:
 
 
 def slow_links(history: History) -> float | None:
-    """Returns the ratio of `slowdown` unless forward passes, or waiting for data or a CPU, take longer than before.
-
-    What is left is backward passes, whose computation is that of the forward ones, and communication.
+    """Returns the ratio of `slowdown` if most of the additional time is that of collectives, on the rank that waits
+    least, and not for want of a CPU; if that was not measured, unless forward passes, or waiting for data or a CPU,
+    take longer than before.
     """
     ratio = slowdown(history)
     windows = history.with_metric("step_s")[1:]
-    if ratio is None or not all(window.get(_PER_TOKEN) for window in windows):
+    is_measured = all(window.get(_COMMUNICATION) for window in windows)
+    if ratio is None or not (is_measured or all(window.get(_PER_TOKEN) for window in windows)):
         return None
     if ratio <= _SAME:
         return ratio
     recent = _num_recent(windows, _RECENT_STEPS, _FEW)
 
-    def medians(name: str) -> tuple[float, float]:
-        values = [value if isinstance(value := window[name], float) else max(value) for window in windows]
+    def medians(name: str, of: Callable[[Any], float] = max) -> tuple[float, float]:
+        values = [value if isinstance(value := window.get(name, 0.0), float) else of(value) for window in windows]
         return median(values[-recent:]), median(values[:-recent])
 
+    if is_measured:
+        pairs = medians("step_s"), medians(_COMMUNICATION, min), medians(_QUEUED)
+        step, waits, queued = (now - before for now, before in pairs)
+        return ratio if waits - max(0.0, queued) > step / 2 else 0.0
     forward, forward_before = medians(_PER_PASS)
-    waits = [medians(name) for name in ("data_wait_share", _CPU_WAIT) if all(name in window for window in windows)]
-    waits_more = any(now > before + _SAME_WAIT for now, before in waits)
+    waits_of = [medians(name) for name in ("data_wait_share", _CPU_WAIT) if all(name in window for window in windows)]
+    waits_more = any(now > before + _SAME_WAIT for now, before in waits_of)
     return 0.0 if waits_more or forward > _SAME * forward_before else ratio
+
+
+def bus_bandwidth(history: History) -> float | None:
+    """Returns the speed of large collectives over what the links of the plan allow: the median of the last ten windows,
+    of which there must be three after the first.
+    """
+    shares = history.series("bus_share")[1:][-_MANY:]
+    return median(shares) if len(shares) >= _FEW else None
+
+
+def exposed_communication(history: History) -> float | None:
+    """Returns by how much more of a step than planned the rank that waits least waits for collectives, as a share of
+    the step: the median of the last ten windows, of which there must be three after the first.
+    """
+    planned, windows = history.facts.planned_comm_share, history.with_metric(_COMMUNICATION)[1:][-_MANY:]
+    if planned is None or len(windows) < _FEW:
+        return None
+    shares = [float(min(window[_COMMUNICATION]) / window["step_s"]) for window in windows]
+    return median(shares) - planned
 
 
 def low_mfu(history: History) -> float | None:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from dstrain.errors import DstrainError, InvalidConfig, did_you_mean
 from dstrain.monitor.sinks import swanlab, tensorboard, wandb
 from dstrain.monitor.sinks.sink import End, Opener, Say, Setup, Sink
+
+if TYPE_CHECKING:
+    from dstrain.monitor.end_report import EndReport
 
 SINKS: Mapping[str, Opener] = MappingProxyType(
     {
@@ -32,6 +36,10 @@ class Guarded:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Adds one point to each curve, unless the sink has failed before."""
         self._try("log", lambda: self.sink.log(values, step))
+
+    def report(self, report: EndReport) -> None:
+        """Adds the report of the run."""
+        self._try("report", lambda: self.sink.report(report))
 
     def finish(self, end: End, error: str | None = None) -> None:
         """Flushes and closes the sink."""

@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dstrain.choices import SwanLabMode
+
+if TYPE_CHECKING:
+    from dstrain.monitor.end_report import EndReport  # loads the planner, which rank 0 alone needs
 
 Say = Callable[[str], None]
 
@@ -54,6 +57,9 @@ class Sink(Protocol):
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Adds one point to each curve."""
+
+    def report(self, report: EndReport) -> None:
+        """Adds the report of the run, as text and as a table, if the sink can show them."""
 
     def finish(self, end: str, error: str | None) -> None:
         """Flushes and closes; `end` is a value of `End`."""

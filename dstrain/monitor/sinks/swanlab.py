@@ -7,6 +7,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from dstrain.monitor.mode import upload_command
 from dstrain.paths import write_atomic
 
 if TYPE_CHECKING:
+    from dstrain.monitor.end_report import EndReport
     from dstrain.monitor.sinks.sink import Setup
 
 RUN_RECORD = ".dstrain-run.json"
@@ -56,6 +58,14 @@ class SwanlabSink:
         """Adds one point to each curve."""
         named = {name if "/" in name else f"{_section(name)}/{name}": value for name, value in values.items()}
         self._swanlab.log(named, step=int(step))
+
+    def report(self, report: EndReport) -> None:
+        """Adds a text, and a table where SwanLab's charts are installed."""
+        self._swanlab.log({"report/text": self._swanlab.Text(report.text)}, step=report.step)
+        with suppress(ImportError):
+            table = self._swanlab.echarts.Table()
+            table.add(list(report.columns), [list(row) for row in report.rows])
+            self._swanlab.log({"report/figures": table}, step=report.step)
 
     def finish(self, end: str, error: str | None) -> None:
         """Closes the run: SwanLab flushes its file only then."""

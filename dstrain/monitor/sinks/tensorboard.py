@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
+    from dstrain.monitor.end_report import EndReport
     from dstrain.monitor.sinks.sink import Setup
 
 
@@ -34,6 +35,10 @@ class TensorboardSink:
         """Adds one point to each curve."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
+
+    def report(self, report: EndReport) -> None:
+        """Adds a text, which has the table."""
+        self._writer.add_text("report", report.text, report.step)
 
     def finish(self, end: str, error: str | None) -> None:
         """Closes the file."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
+    from dstrain.monitor.end_report import EndReport
     from dstrain.monitor.sinks.sink import Setup
 
 
@@ -32,6 +33,14 @@ class WandbSink:
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Adds one point to each curve."""
         self._run.log(dict(values), step=step)
+
+    def report(self, report: EndReport) -> None:
+        """Adds a table, and the text to the notes, which W&B shows as Markdown on the page of the run."""
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+
+        table = wandb.Table(columns=list(report.columns), data=[list(row) for row in report.rows])
+        self._run.log({"report": table}, step=report.step)
+        self._run.notes = "\n\n".join(filter(None, (self._run.notes, report.text)))
 
     def finish(self, end: str, error: str | None) -> None:
         """Uploads the rest and closes the run."""

@@ -40,7 +40,8 @@ class TaskTrainer(Trainer):
 
         `_get_train_sampler` pads the data to whole steps, so no micro-batch is shorter than another one.
         """
-        outputs, figures = self._outcome(model, inputs)
+        with self.meter.forward(inputs["input_ids"].numel()):
+            outputs, figures = self._outcome(model, inputs)
         others = {name: value for name, value in figures.items() if name != "loss"}
         self._figures.add(others, self._objective.counts(outputs), self._objective.among(outputs))
         loss = figures["loss"].mean()

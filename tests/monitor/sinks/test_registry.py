@@ -9,6 +9,7 @@ import pytest
 
 from dstrain.choices import SwanLabMode
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.monitor.end_report import EndReport
 from dstrain.monitor.sinks import registry
 from dstrain.monitor.sinks.registry import Guarded, open_sinks
 from dstrain.monitor.sinks.sink import End, Say, Setup
@@ -25,6 +26,9 @@ class Broken:
     facts: Mapping[str, str] = {}
 
     def log(self, values: Mapping[str, float], step: int) -> None:
+        raise ConnectionError("no route to host")
+
+    def report(self, report: EndReport) -> None:
         raise ConnectionError("no route to host")
 
     def finish(self, end: str, error: str | None) -> None:

@@ -1,0 +1,107 @@
+"""Makes the report that experiment trackers get at the end of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.monitor.comparison import comparisons, step_parts
+from dstrain.monitor.comparison_text import COLUMNS, rows_of, split_text
+from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.monitor.sinks.registry import Guarded
+from dstrain.monitor.windows import Line, series, states_by_rank
+from dstrain.plan.estimate_records import Estimate
+from dstrain.rundir import RunDir
+
+_MOST_RULES = 8
+"""Health rules that are named with their message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """A run at its end, as `comparison.Measured` wants it."""
+
+    estimate: Estimate | None
+    """The prediction for this run."""
+    cluster: Cluster | None
+    windows: Sequence[Line]
+    """Metrics of each logged window."""
+    states: Sequence[Mapping[str, int]]
+    """Measured bytes of model states, by rank."""
+    evaluations: Sequence[Line] = ()
+    """Metrics of each evaluation."""
+    findings: Sequence[Line] = ()
+    """Warnings of the health rules."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndReport:
+    """What a tracker gets."""
+
+    step: int
+    """The last logged step."""
+    text: str
+    """Markdown."""
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    """Figures: name, planned, measured, and how far off."""
+
+
+def read_end(run_dir: RunDir, *, estimate: Estimate | None, cluster: Cluster | None) -> Ended:
+    """Returns what a run has recorded, without warnings of an earlier run in the same folder."""
+    logged = current_steps(read_jsonl(run_dir.metrics))
+    windows = [line for line in logged if "loss" in line]
+    began = next((line["time_s"] for line in windows if "time_s" in line), 0.0)
+    states: tuple[Mapping[str, int], ...] = ()
+    with suppress(OSError, ValueError):
+        states = states_by_rank(json.loads(run_dir.states.read_text(encoding="utf-8")))
+    return Ended(
+        estimate=estimate,
+        cluster=cluster,
+        windows=windows,
+        states=states,
+        evaluations=[line for line in logged if "eval_loss" in line],
+        findings=[line for line in read_jsonl(run_dir.health) if line.get("time_s", began) >= began],
+    )
+
+
+def end_report(run: Ended, *, how: str) -> EndReport | None:
+    """Returns the report of a run; None before its first logged step. `how` is how it ended, in a word."""
+    if not run.windows:
+        return None
+    rows, step = tuple(rows_of(comparisons(run), run.cluster)), int(run.windows[-1]["step"])
+    title = f"{how} after {step:,} steps"
+    lines = [f"# {title}", "", _table(rows), ""] if rows else [f"# {title}", ""]
+    if split := split_text(step_parts(run)):
+        lines += [f"**a step**: {split}", ""]
+    lines += [f"**loss**: {_losses(run)}", ""]
+    last = {line["rule"]: line for line in run.findings if line.get("rule")}
+    lines += [f"- **{rule}** {line.get('message', '')}" for rule, line in list(last.items())[:_MOST_RULES]]
+    lines += ["", "`dstrain report` on the run directory has the rest."] if last else ["No health rule was broken."]
+    return EndReport(step=step, text="\n".join(lines) + "\n", columns=COLUMNS, rows=rows)
+
+
+def report_to(
+    sinks: Sequence[Guarded], run_dir: RunDir, cluster: Cluster | None, *, estimate: Estimate | None, how: str
+) -> None:
+    """Gives the sinks the report of a run; no error in it reaches training, such as that of a damaged file."""
+    report = None
+    with suppress(Exception):
+        report = end_report(read_end(run_dir, estimate=estimate, cluster=cluster), how=how) if sinks else None
+    if report is not None:
+        for sink in sinks:
+            sink.report(report)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
+def _losses(run: Ended) -> str:
+    losses, evaluations = series(run.windows, "loss"), series(run.evaluations, "eval_loss")
+    text = f"{losses[0][1]:.4f} at step {losses[0][0]} → {losses[-1][1]:.4f}" if losses else "not finite"
+    return text + (f"; evaluation {evaluations[-1][1]:.4f} at step {evaluations[-1][0]}" if evaluations else "")

@@ -1,0 +1,80 @@
+"""Collectives of real ranks: their bytes, and what a late rank or slow links do to them, with the rules that say so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.health_exam.rank import SETTINGS
+from dstrain.facts.cluster.cluster import Cluster, Origin, describe
+from dstrain.facts.cluster.gpus import gpu
+from dstrain.facts.cluster.links import Link
+from dstrain.facts.probe import read_model
+from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.records import to_data
+from tests.train.engine import Engine
+from tests.train.launching import lines, make_run, said
+
+MEASURED, THROTTLED = 1e9, 5e7
+"""Bytes per second that the links are said to have, and that they are held to."""
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path, demo: Path, made_demo: Path, engine: Engine) -> Path:
+    """Two runs under ZeRO-3: one whose rank 1 works longer, and one with slow links and a model of some MB."""
+    folder = root / "hindered"
+    for name, cause, size, model, steps in (
+        ("slow", "slow rank", 1.5, demo, 10),
+        ("links", "throttled links", THROTTLED, made_demo, 5),
+    ):
+        run = make_run(folder / name, model, zero={"stage": 3}, max_steps=steps)
+        (run / "facts.json").write_text(json.dumps(_facts(model / "model")))
+        settings = {"cause": cause, "onset": 1, "size": size, "on_rank": 1}
+        (run / SETTINGS).write_text(json.dumps(settings))
+        codes = engine.run("benchmarks.health_exam.rank", run, log=Path(f"{run}.log"))
+        assert codes == [0, 0], said(run)[-3000:]
+    return folder
+
+
+def _facts(model: Path) -> dict[str, Any]:
+    """Returns the facts of a run on two CPU ranks whose links were measured."""
+    cluster: Cluster = describe(gpu=gpu("cpu"), gpu_origin=Origin.GIVEN, gpus=2)
+    link = Link(name="loopback (measured)", bytes_per_s=MEASURED, source="test")
+    cluster = replace(cluster, intra_link=link, intra_link_origin=Origin.MEASURED)
+    return {"model": to_data(read_model(str(model))), "cluster": to_data(cluster)}
+
+
+def _broken(run: Path) -> dict[str, dict[str, Any]]:
+    return {line["rule"]: line for line in read_jsonl(run / "health.jsonl")}
+
+
+def test_zero_3_gathers_all_weights_twice_and_scatters_all_gradients_once(runs: Path, demo: Path) -> None:
+    weights = 2 * read_model(str(demo / "model")).num_params  # bytes in bf16
+    window = lines(runs / "slow")[-1]
+    assert window["comm/all_gather_bytes"] == pytest.approx(2 * weights, rel=0.01)
+    assert window["comm/reduce_scatter_bytes"] == pytest.approx(weights, rel=0.01)
+
+
+def test_a_slow_rank_under_zero_3_is_the_one_that_waits_least(runs: Path) -> None:
+    windows = lines(runs / "slow")[1:]
+    assert all(window["comm_s_by_rank"][1] < window["comm_s_by_rank"][0] for window in windows)
+    assert _broken(runs / "slow")["slow_rank"]["rank"] == 1
+
+
+def test_what_ranks_wait_and_work_is_no_more_than_the_step(runs: Path) -> None:
+    for window in lines(runs / "slow") + lines(runs / "links"):
+        for waits, works in zip(window["comm_s_by_rank"], window["own_s_by_rank"], strict=True):
+            assert 0 < waits + works <= window["step_s"]
+
+
+def test_links_slower_than_measured_are_told_with_their_share(runs: Path) -> None:
+    window = lines(runs / "links")[-1]
+    assert THROTTLED / 10 < window["bus_bytes_per_s"] < THROTTLED
+    finding = _broken(runs / "links")["bus_bandwidth"]
+    assert finding["severity"] == "critical"
+    assert "dstrain doctor --network" in finding["message"]
+    assert "slow_rank" not in _broken(runs / "links")
