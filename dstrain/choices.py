@@ -120,8 +120,7 @@ class Optimizer(StrEnum):
     """The optimizer, by the names of Transformers' `optim`; its states are what memory depends on.
 
     Without DeepSpeed `adamw` is PyTorch's foreach implementation, whose temporaries are as large as the parameters;
-    `adamw_fused` has none. `adamw_bf16` is AdamW whose master
-    weights and moments DeepSpeed keeps in bf16. `muon` is DeepSpeed's, with AdamW for all but matrices of layers."""
+    `adamw_fused` has none. DeepSpeed keeps all of `adamw_bf16` in bf16, and steps only matrices of layers by `muon`."""
 
     ADAMW = "adamw"
     ADAMW_FUSED = "adamw_fused"

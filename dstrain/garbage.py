@@ -6,9 +6,9 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-OBJECTS_BETWEEN_COLLECTIONS = 100_000
+OBJECTS_BETWEEN_COLLECTIONS = 1_000_000
 """A plan makes a million objects. With 700 new ones between two collections, which is Python's default, the collections
-take a quarter of its time."""
+take a quarter of its time; with 100,000, 4 %."""
 
 
 def collect_seldom() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dstrain.choices import Task
 from dstrain.config.imports import axolotl_values as values
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports import datasets, huggingface
+from dstrain.config.imports import datasets, huggingface, preferences
 from dstrain.config.imports.environment import RANKS
 from dstrain.config.imports.rows import ABSENT, inside, lacks, needless, read_with, stops, table, to
 from dstrain.config.imports.source import Tool
@@ -195,14 +195,16 @@ ROWS = table(
         "dstrain trains on text with the loss of the next token",
         unless=_ONE,
     ),
-    to("rl", "", values.preferences),
-    to("reward_model", "", values.preferences),
-    to("rl_beta", "", convert.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
-    to("dpo_beta", "", convert.of_task(convert.number, "beta", Task.DPO)),
-    to("rpo_alpha", "", convert.of_task(convert.number, "sft_weight", Task.DPO)),
-    to("kto_desirable_weight", "", convert.of_task(convert.number, "desirable_weight", Task.KTO)),
-    to("kto_undesirable_weight", "", convert.of_task(convert.number, "undesirable_weight", Task.KTO)),
-    to("center_rewards_coefficient", "", convert.of_task(convert.number, "center_rewards_coefficient", Task.REWARD)),
+    to("rl", "", values.task),
+    to("reward_model", "", values.task),
+    to("rl_beta", "", preferences.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
+    to("dpo_beta", "", preferences.of_task(convert.number, "beta", Task.DPO)),
+    to("rpo_alpha", "", preferences.of_task(convert.number, "sft_weight", Task.DPO)),
+    to("kto_desirable_weight", "", preferences.of_task(convert.number, "desirable_weight", Task.KTO)),
+    to("kto_undesirable_weight", "", preferences.of_task(convert.number, "undesirable_weight", Task.KTO)),
+    to(
+        "center_rewards_coefficient", "", preferences.of_task(convert.number, "center_rewards_coefficient", Task.REWARD)
+    ),
     stops("dpo_label_smoothing dpo_use_weighting", "another loss of preferences", unless=(None, False, 0, 0.0)),
     to("unfrozen_parameters", "train_only", values.unfrozen),
     to("lora_model_dir", "adapter", convert.adapter),

@@ -9,6 +9,7 @@ from typing import Any
 from dstrain.config import jsonc
 from dstrain.config.document import lookup
 from dstrain.config.imports import converters as convert
+from dstrain.config.imports import preferences
 from dstrain.config.imports.rows import ABSENT, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.config.imports.strategy import ds_config as named_config
@@ -27,9 +28,9 @@ def method(value: Any, source: Source) -> Any:
     return convert.method(kind, bits=4 if four or value == "qlora" else None, source=source)
 
 
-def preferences(value: Any, source: Source) -> Any:
+def task(value: Any, source: Source) -> Any:
     """Returns the task of `rl`, or of `reward_model: true`."""
-    return convert.preferences(value, source) if value else ABSENT
+    return preferences.task(value, source) if value else ABSENT
 
 
 def targets(value: Any, source: Source) -> Any:

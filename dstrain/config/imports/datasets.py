@@ -10,7 +10,8 @@ from typing import Any
 
 from dstrain.choices import Task
 from dstrain.config import jsonc
-from dstrain.config.imports.converters import listed, names, preference_task
+from dstrain.config.imports.converters import listed, names
+from dstrain.config.imports.preferences import preference_task
 from dstrain.config.imports.rows import Convert, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.errors import InvalidConfig

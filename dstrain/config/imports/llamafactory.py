@@ -6,7 +6,7 @@ from typing import Any
 
 from dstrain.choices import Task
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports import datasets, huggingface
+from dstrain.config.imports import datasets, huggingface, preferences
 from dstrain.config.imports.environment import RANKS
 from dstrain.config.imports.rows import ABSENT, Converted, OtherTraining, lacks, needless, read_with, stops, table, to
 from dstrain.config.imports.source import Source, Tool
@@ -15,12 +15,12 @@ from dstrain.config.imports.source import Source, Tool
 def _stage(value: Any, source: Source) -> Any:
     if value == "pt":
         return Converted(values={"loss_on": "all", "data_format": "text"})
-    return ABSENT if value == "sft" else convert.preferences(value, source)
+    return ABSENT if value == "sft" else preferences.task(value, source)
 
 
 def _sft_weight(value: Any, source: Source) -> Any:
-    convert.zero_for(Task.KTO)(value, source)
-    return convert.of_task(convert.number, "sft_weight", Task.DPO)(value, source)
+    preferences.zero_for(Task.KTO)(value, source)
+    return preferences.of_task(convert.number, "sft_weight", Task.DPO)(value, source)
 
 
 def _method(value: Any, source: Source) -> Any:
@@ -177,11 +177,11 @@ ROWS = table(
         "other weights are trained",
     ),
     stops("fp8 fp8_backend fp8_enable_fsdp_float8_all_gather", "fp8", unless=(False, "auto")),
-    to("pref_beta", "", convert.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
-    to("pref_loss", "dpo.loss_type", convert.of_dpo(convert.dpo_loss)),
+    to("pref_beta", "", preferences.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
+    to("pref_loss", "dpo.loss_type", preferences.of_dpo(preferences.dpo_loss)),
     to("pref_ftx", "", _sft_weight),
-    to("kto_chosen_weight", "", convert.of_task(convert.number, "desirable_weight", Task.KTO)),
-    to("kto_rejected_weight", "", convert.of_task(convert.number, "undesirable_weight", Task.KTO)),
+    to("kto_chosen_weight", "", preferences.of_task(convert.number, "desirable_weight", Task.KTO)),
+    to("kto_rejected_weight", "", preferences.of_task(convert.number, "undesirable_weight", Task.KTO)),
     stops("pref_bco_weight dpo_label_smoothing", "another loss of preferences", unless=(0, 0.0)),
     stops(
         """

@@ -8,7 +8,7 @@ from typing import Any
 
 from dstrain.choices import Task
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports import datasets, huggingface
+from dstrain.config.imports import datasets, huggingface, preferences
 from dstrain.config.imports.environment import RANKS
 from dstrain.config.imports.rows import (
     ABSENT,
@@ -92,9 +92,9 @@ def _sft_weight(value: Any, source: Source) -> Any:
 
 
 def _loss(value: Any, source: Source) -> Any:
-    if convert.is_dpo(source):
-        return convert.dpo_loss(value, source)
-    if value == "kto" and convert.preference_task(source) is Task.KTO:
+    if preferences.is_dpo(source):
+        return preferences.dpo_loss(value, source)
+    if value == "kto" and preferences.preference_task(source) is Task.KTO:
         return ABSENT
     if value not in ("causal_lm", None):
         raise OtherTraining("not a causal language model's loss")
@@ -215,13 +215,15 @@ ROWS = table(
         "not a causal language model's loss",
         unless=("causal_lm", None),
     ),
-    to("rlhf_type", "", convert.preferences),
-    to("beta", "", convert.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
-    to("desirable_weight", "", convert.of_task(convert.number, "desirable_weight", Task.KTO)),
-    to("undesirable_weight", "", convert.of_task(convert.number, "undesirable_weight", Task.KTO)),
-    to("center_rewards_coefficient", "", convert.of_task(convert.number, "center_rewards_coefficient", Task.REWARD)),
+    to("rlhf_type", "", preferences.task),
+    to("beta", "", preferences.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
+    to("desirable_weight", "", preferences.of_task(convert.number, "desirable_weight", Task.KTO)),
+    to("undesirable_weight", "", preferences.of_task(convert.number, "undesirable_weight", Task.KTO)),
+    to(
+        "center_rewards_coefficient", "", preferences.of_task(convert.number, "center_rewards_coefficient", Task.REWARD)
+    ),
     to("loss_type", "dpo.loss_type", _loss),
-    to("rpo_alpha", "dpo.sft_weight", convert.of_dpo(_sft_weight)),
+    to("rpo_alpha", "dpo.sft_weight", preferences.of_dpo(_sft_weight)),
     stops("label_smoothing ld_alpha loss_weights", "another loss of preferences", unless=(0, 0.0, None)),
     stops("ref_model ref_adapters", "the reference is another model than the one before training", unless=(None,)),
     to("adapters", "adapter", convert.adapter),

@@ -96,11 +96,6 @@ class Block:
         self.is_free = True
         self.is_mapped = True
 
-    @property
-    def key(self) -> int:
-        """The place among free blocks: by size, then by address."""
-        return self.size << _ADDRESS_BITS | self.address
-
     def cut(self, size: int) -> Block:
         """Keeps the first `size` bytes, and returns a new block with the rest."""
         rest = Block(self.pool, self.address + size, self.size - size)
@@ -114,7 +109,7 @@ class Block:
 
 
 class Pool:
-    """Free blocks of one pool, and segments as cudaMalloc gives them."""
+    """Free blocks of one pool, ordered by size, then by address; and segments as cudaMalloc gives them."""
 
     def __init__(self, driver: Driver, *, is_small: bool) -> None:
         self.driver = driver
@@ -175,13 +170,13 @@ class Pool:
 
     def add(self, block: Block) -> None:
         """Adds a block to the free ones."""
-        key = block.key
+        key = block.size << _ADDRESS_BITS | block.address
         insort(self._keys, key)
         self._blocks[key] = block
 
     def remove(self, block: Block) -> None:
         """Removes a block from the free ones."""
-        key = block.key
+        key = block.size << _ADDRESS_BITS | block.address
         del self._keys[bisect_left(self._keys, key)]
         del self._blocks[key]
 

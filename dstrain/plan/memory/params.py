@@ -61,15 +61,20 @@ class Trained:
         """
         if not self.flat_groups:
             return [-(-self.everywhere // num_ranks)] * num_ranks
-        shares = [0] * num_ranks
-        for group in self.flat_groups:
-            partition = -(-sum(group) // (2 * num_ranks)) * 2
-            start = 0
-            for numel in group:
-                for rank in range(start // partition, (start + numel - 1) // partition + 1):
-                    shares[rank] += numel
-                start += numel
-        return shares
+        return _whole_shares(self.flat_groups, num_ranks)
+
+
+@cache
+def _whole_shares(flat_groups: tuple[tuple[int, ...], ...], num_ranks: int) -> list[int]:
+    shares = [0] * num_ranks
+    for group in flat_groups:
+        partition = -(-sum(group) // (2 * num_ranks)) * 2
+        start = 0
+        for numel in group:
+            for rank in range(start // partition, (start + numel - 1) // partition + 1):
+                shares[rank] += numel
+            start += numel
+    return shares
 
 
 def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:

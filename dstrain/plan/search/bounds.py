@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 
 from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.outside import outside_bytes
-from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, trained_on_rank
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained, is_inside, shard, trained_on_rank
 from dstrain.plan.memory.zero import master_item, partition_of
 from dstrain.plan.speed.compute import passes
 from dstrain.plan.speed.efficiency import efficiency
@@ -64,15 +64,28 @@ activation and product, the last not before frozen weights; gate and up alone wh
 Source: tensors saved by Transformers 5.23's layers, counted (16 and 8 under full training); Liger-Kernel
 ops/rms_norm.py and swiglu.py."""
 
+SUB_GROUP_SIZES = (2**26, 2**28)
+"""Elements of ZeRO-3's sub-groups on the rungs that a search tries (`buffer_sizes.sizes`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
     """The minimum that a strategy needs, for any batch and any buffers."""
 
     fixed_bytes: int
-    """On the GPU in the backward pass of the loss, whatever the batch."""
+    """On the GPU all the time, whatever the batch."""
+    waiting_bytes: int
+    """On the GPU besides from the second micro-batch of a step on: gradients to which others are added."""
+    head_bytes: int
+    """On the GPU in the backward pass of the head: its weight, if it is gathered for that."""
+    unit_bytes: int
+    """On the GPU in the backward pass of a layer: a gathered weight, and its gradient."""
     sample_bytes: int
-    """On the GPU at the same instant, for each sample of a micro-batch."""
+    """On the GPU in either, for each sample of a micro-batch: what all layers keep but the one at work."""
+    logits_bytes: int
+    """On the GPU in the backward pass of the loss, for each sample."""
+    layer_bytes: int
+    """On the GPU in that of a layer, for each sample: what the layer has kept or made again."""
     step_bytes: int
     """On the GPU when the optimizer steps or the last gradient arrives."""
     load_bytes: int
@@ -82,18 +95,21 @@ class Bound:
     step_s: float
     """Seconds of optimizer, CPU, PCIe and drives in each step."""
 
-    def device_bytes(self, micro_batch: int) -> int:
-        """Returns the bytes on the GPU with this micro-batch."""
-        return max(self.fixed_bytes + micro_batch * self.sample_bytes, self.step_bytes)
+    def device_bytes(self, micro_batch: int, grad_accum: int) -> int:
+        """Returns the bytes on the GPU with this micro-batch and accumulation."""
+        fixed = self.fixed_bytes + (self.waiting_bytes if grad_accum > 1 else 0)
+        loss = max(self.head_bytes, micro_batch * self.logits_bytes)
+        work = max(loss, self.unit_bytes + micro_batch * self.layer_bytes)
+        return max(fixed + micro_batch * self.sample_bytes + work, self.step_bytes)
 
 
 def bound(workload: Workload, way: Configuration) -> Bound:
     """Returns the bound of a strategy.
 
-    On the GPU: context and NCCL, parameters and optimizer states of this rank; with them, at the loss, the layers'
-    inputs (checkpointing) or most of what they save, and the logits; at the end, the gradients. Left out, so that the
-    bound stays below every estimate: workspaces, buckets, gathered layers, fragmentation, a layer's working set,
-    smaller tensors. In host RAM: master copy and moments. In time: what a step takes beside its passes.
+    On the GPU: context and NCCL, parameters and optimizer states of this rank; with them the layers' inputs
+    (checkpointing) or most of what they save, and at the loss the logits or a gathered head, in the last layer most of
+    what it saves, a gathered weight and its gradient; at the end, under ZeRO-3 always, the gradients; nothing smaller.
+    In host RAM: master copy and moments. In time: what a step takes beside its passes.
     """
     model, cluster = workload.model, workload.cluster
     counts = trained_on_rank(model, way)
@@ -108,11 +124,21 @@ def bound(workload: Workload, way: Configuration) -> Bound:
     grads = way.model.item * (counts.trainable if is_whole else partition)
     is_here = not way.zero.is_offloaded
     outside = 0 if cluster.gpu.is_cpu else outside_bytes(cluster, way, workload.measured)
-    fixed = outside + params + (states if is_here else 0.0)
+    fixed = outside + params + (states if is_here else _staying_bytes(counts, way, partition))
+    head, unit = _gathered_bytes(model, way, ranks)
+    if way.zero.hpz > 1:
+        fixed += (0.99 * weights - head - unit) / way.zero.hpz
+    end = fixed + (grads if is_here else 0.0)
+    all_layers, layer = _activation_bytes(model, way)
     return Bound(
-        fixed_bytes=int(fixed),
-        sample_bytes=int(_activation_bytes(model, way) + _logits_bytes(model, way)),
-        step_bytes=int(fixed + (grads if is_here else 0.0)),
+        fixed_bytes=int(end if way.zero.stage == 3 and way.model.is_deepspeed else fixed),
+        waiting_bytes=_waiting_bytes(counts, way, partition),
+        head_bytes=head,
+        unit_bytes=unit,
+        sample_bytes=int(all_layers),
+        logits_bytes=int(_logits_bytes(model, way)),
+        layer_bytes=int(layer),
+        step_bytes=int(end),
         load_bytes=int(outside + weights) if way.model.is_deepspeed and way.model.method is Method.QLORA else 0,
         host_bytes=int(_host_bytes(cluster, way, states, shared)),
         step_s=_step_s(workload, way),
@@ -147,6 +173,30 @@ def _step_s(workload: Workload, way: Configuration) -> float:
     return seconds.optimizer + seconds.cpu_optimizer + seconds.nvme + seconds.pcie_step
 
 
+def _waiting_bytes(counts: Trained, way: Configuration, partition: float) -> int:
+    """Returns the gradients to which those of later micro-batches are added, as far as they come and go."""
+    stage = way.zero.stage
+    if stage == 3 or not way.model.is_deepspeed or (way.zero.is_offloaded and stage != 1):
+        return 0
+    return int(way.model.item * (counts.trainable if stage < 2 else partition))
+
+
+def _staying_bytes(counts: Trained, way: Configuration, partition: float) -> float:
+    """Returns states and gradients of the sub-groups of a divided optimizer that stay on the GPU, with any buffers.
+
+    Sub-groups reach their size with the parameter that exceeds it; those without decay, which are few, come last.
+    Source: deepspeed 0.19.8 runtime/zero/stage3.py: _create_fp16_sub_groups, subgroup_to_device.
+    """
+    zero = way.zero
+    if zero.stage < 3 or zero.offload is not Offload.OPTIMIZER or zero.offload_ratio == 1 or way.parallel.ep > 1:
+        return 0.0
+    largest = partition * counts.largest_trainable / counts.trainable
+    elements = min(
+        int((1 - zero.offload_ratio) * (0.99 * partition / (size + largest))) * size for size in SUB_GROUP_SIZES
+    )
+    return (_optimizer_bytes(way) + master_item(way.step.optimizer)) * elements
+
+
 def _optimizer_bytes(way: Configuration) -> int:
     """Returns bytes of master copy and moments for each trained parameter."""
     is_copied = way.model.is_deepspeed and way.model.precision is not Precision.FP32
@@ -154,8 +204,8 @@ def _optimizer_bytes(way: Configuration) -> int:
     return master + MOMENT_BYTES_PER_PARAM[way.model.state_dtypes][way.step.optimizer]
 
 
-def _activation_bytes(model: ModelFacts, way: Configuration) -> float:
-    """Returns what all layers but one keep of one sample.
+def _activation_bytes(model: ModelFacts, way: Configuration) -> tuple[float, float]:
+    """Returns what all layers but one keep of one sample, and what that one keeps or makes again.
 
     Recomputed ones h of each token in half precision; others `LAYER_BYTES` and queries and outputs of attention.
     """
@@ -165,10 +215,29 @@ def _activation_bytes(model: ModelFacts, way: Configuration) -> float:
     hidden, inner = LAYER_BYTES[kernels]
     attention = 4 * model.num_attention_heads * model.v_head_dim
     kept = hidden * model.hidden_size + (attention + inner * _mlp_width(model)) / way.parallel.tp
+    last = kept - inner * _mlp_width(model) / way.parallel.tp if checkpointing.tiled_mlp else kept
     recomputed = 0 if checkpointing.offload else 2 * model.hidden_size
     num_recomputed = round(checkpointing.share(depth) * depth)
     num_kept = max(0, depth - num_recomputed - 1)
-    return (num_kept * kept + (depth - 1 - num_kept) * recomputed) * tokens
+    return (num_kept * kept + (depth - 1 - num_kept) * recomputed) * tokens, last * tokens
+
+
+def _gathered_bytes(model: ModelFacts, way: Configuration, ranks: int) -> tuple[int, int]:
+    """Returns what ZeRO-3 gathers at least for the head, and for the last module of a layer with a gradient that it
+    makes: one weight of an MLP, or the experts of a layer, which are gathered together."""
+    tensors = shard(model, way.parallel).tensors
+    moe, item = model.moe is not None, way.model.item
+    inner = [group for group in tensors if group.kind is (Kind.EXPERT if moe else Kind.MLP) and is_inside(group)]
+    if way.zero.stage < 3 or not way.model.is_deepspeed or not inner:
+        return 0, 0
+    numel = sum(group.numel for group in inner) if moe else min(group.numel for group in inner if group.is_linear)
+    quantized = 4 if way.model.method is Method.QLORA and not moe else 1
+    are_alone = ranks // way.parallel.ep <= 1 and not way.zero.offloads_params
+    gathered = 0 if are_alone else item * numel // quantized
+    is_trained = way.model.is_full and all(group.num_trained == group.numel * group.count for group in inner)
+    grad = item * min(group.numel for group in inner if len(group.shape) > 1) if is_trained else 0
+    head = 0 if ranks == 1 and not way.zero.offloads_params else item * model.vocab_size * model.hidden_size
+    return head, gathered + grad
 
 
 def _mlp_width(model: ModelFacts) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from operator import ge
 
-from dstrain.choices import Offload
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import ASKED_GPU_RATIO, USABLE_GPU_RATIO, USABLE_HOST_RATIO, assess
@@ -15,6 +13,7 @@ from dstrain.plan.estimate_records import Estimate, Speed
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.memory import Detail, host_bytes
 from dstrain.plan.request import Request
+from dstrain.plan.search.appetite import Appetite, appetite_of, kind_of
 from dstrain.plan.search.bounds import Bound, bound, passes_s
 from dstrain.plan.search.search_space import Candidate, data_parallel_ranks, space
 from dstrain.plan.speed.efficiency import efficiency
@@ -36,10 +35,10 @@ MOST_MISSES = 6
 """Candidates for an alternative or a proposal that may turn out not to fit before no more are looked for; each takes a
 tenth of a second."""
 
-Appetite = tuple[float, ...]
-"""Numbers of which none makes a candidate need less memory on the GPU for being larger."""
 Failures = dict[object, list[Appetite]]
 """Appetites of candidates, by their kind."""
+Shortage = tuple[bool, int]
+"""Whether the GPU could not hold a candidate; and the bytes that it needs there or, if it could, in host RAM."""
 Key = tuple[float, ...]
 """Sort key of candidates: seconds per sample or, if speed is unknown, the order of lost speed."""
 
@@ -51,6 +50,7 @@ class Evaluator:
     workload: Workload
     usable_ratio: float
     spaces: dict[Request, list[Candidate]] = field(default_factory=dict)
+    configurations: dict[Candidate, Configuration] = field(default_factory=dict)
     bounds: dict[int, Bound] = field(default_factory=dict)
     passes: dict[tuple[object, ...], float] = field(default_factory=dict)
     times: dict[Candidate, Key | None] = field(default_factory=dict)
@@ -59,6 +59,8 @@ class Evaluator:
     exact: set[Candidate] = field(default_factory=set)
     hopeless: set[Candidate] = field(default_factory=set)
     """Candidates that do not fit, without having been verified."""
+    kin: dict[object, list[Candidate]] = field(default_factory=lambda: defaultdict(list))
+    """Candidates whose appetites can be compared, as long as none of them has failed."""
     too_large: Failures = field(default_factory=lambda: defaultdict(list))
     """Candidates that live in more than the GPU has."""
     too_scattered: Failures = field(default_factory=lambda: defaultdict(list))
@@ -68,7 +70,15 @@ class Evaluator:
         """Returns the candidates of a request, the same ones each time."""
         if request not in self.spaces:
             self.spaces[request] = space(self.workload, request)
+            for candidate in self.spaces[request]:
+                self.kin[kind_of(candidate), candidate.way.parallel.sp].append(candidate)
         return self.spaces[request]
+
+    def configuration(self, candidate: Candidate) -> Configuration:
+        """Returns the whole configuration of a candidate, written out once."""
+        if candidate not in self.configurations:
+            self.configurations[candidate] = candidate.configuration(self.workload.model)
+        return self.configurations[candidate]
 
     def bound(self, candidate: Candidate) -> Bound:
         """Returns the bound of a candidate's way, computed once."""
@@ -90,7 +100,7 @@ class Evaluator:
         """Returns the seconds of one sample of a step, by which plans of different batches compare; None if the GPU's
         speed is unknown."""
         if candidate not in self.times:
-            known = speed(self.workload, candidate.configuration(self.workload.model))
+            known = speed(self.workload, self.configuration(candidate))
             self.times[candidate] = None
             if known is not None:
                 self.times[candidate] = (known.step_s / self.samples(candidate),)
@@ -110,7 +120,10 @@ class Evaluator:
     def may_fit(self, candidate: Candidate) -> bool:
         """Returns whether the bound leaves room; an excluded candidate needs no estimate."""
         least, cluster = self.bound(candidate), self.workload.cluster
-        fits_gpu = least.device_bytes(candidate.micro_batch) <= self.usable_ratio * cluster.gpu.memory_bytes
+        fits_gpu = (
+            least.device_bytes(candidate.micro_batch, candidate.grad_accum)
+            <= self.usable_ratio * cluster.gpu.memory_bytes
+        )
         fits_gpu = fits_gpu and least.load_bytes <= cluster.gpu.memory_bytes
         return fits_gpu and least.host_bytes <= USABLE_HOST_RATIO * cluster.host_memory_bytes
 
@@ -147,6 +160,7 @@ class Evaluator:
             return False
         fits = self.estimate(candidate).fits_gpu
         if not fits:
+            self._look_at_least(candidate)
             self.too_large[kind_of(candidate)].append(appetite_of(candidate))
         return fits
 
@@ -156,9 +170,20 @@ class Evaluator:
             return True
         self.estimate(candidate)
         self._learn(candidate, self._error_ratio(candidate))
-        return not self._seems_to_fit_gpu(candidate)
+        if self._seems_to_fit_gpu(candidate):
+            return False
+        self._look_at_least(candidate)
+        return True
 
-    def shortage(self, candidate: Candidate) -> tuple[bool, int]:
+    def _look_at_least(self, failed: Candidate) -> None:
+        """Learns from the candidate of least appetite whether any of its kin can fit, once one has failed."""
+        kin = self.kin.pop((kind_of(failed), failed.way.parallel.sp), [])
+        least = next((each for each in sorted(kin, key=appetite_of) if self._is_host_room(each)), None)
+        if least is not None:
+            self.estimate(least)
+            self._learn(least, self._error_ratio(least))
+
+    def shortage(self, candidate: Candidate) -> Shortage:
         """Returns how far a candidate is from fitting: what the GPU could hold is nearer than what it could not."""
         fits, needs = self._seems_to_fit_gpu(candidate), self.estimate(candidate).memory
         return not fits, needs.host_bytes_per_node if fits else needs.needed_bytes_per_gpu
@@ -177,7 +202,11 @@ class Evaluator:
 
     def _is_host_room(self, candidate: Candidate) -> bool:
         usable = USABLE_HOST_RATIO * self.workload.cluster.host_memory_bytes
-        return host_bytes(self.workload, candidate.configuration(self.workload.model)) <= usable
+        return self.host_bytes(candidate) <= usable
+
+    def host_bytes(self, candidate: Candidate) -> int:
+        """Returns the host RAM of one node, which is exact."""
+        return host_bytes(self.workload, self.configuration(candidate))
 
     def verify(self, candidate: Candidate) -> Estimate:
         """Returns the exact estimate, which from then on is the candidate's.
@@ -189,7 +218,7 @@ class Evaluator:
             for detail in (Detail.ENGINE, Detail.REPLAYED):
                 self.estimates[candidate] = assess(
                     self.workload,
-                    candidate.configuration(self.workload.model),
+                    self.configuration(candidate),
                     detail=detail,
                     usable_gpu_ratio=self.usable_ratio,
                 )
@@ -218,7 +247,7 @@ class Evaluator:
     def estimate(self, candidate: Candidate) -> Estimate:
         """Returns the estimate, made once."""
         if candidate not in self.estimates:
-            configuration = candidate.configuration(self.workload.model)
+            configuration = self.configuration(candidate)
             self.estimates[candidate] = estimated(self.workload, configuration, usable_gpu_ratio=self.usable_ratio)
         return self.estimates[candidate]
 
@@ -235,36 +264,6 @@ def _is_gpu_room(estimate: Estimate) -> bool:
 def live_bytes(estimate: Estimate) -> int:
     """Returns what the GPU holds if the allocator holds only live bytes."""
     return estimate.memory.device_bytes_per_gpu - estimate.memory.breakdown_bytes.fragmentation
-
-
-def kind_of(candidate: Candidate) -> object:
-    """Returns what candidates have in common whose appetites can be compared.
-
-    Below ZeRO-3 that includes offload, on which the engine's buffers depend, and buckets: smaller ones may leave more
-    gradients waiting.
-    """
-    zero, parallel = candidate.way.zero, candidate.way.parallel
-    is_open = zero.stage == 3 and candidate.rung is not None
-    buffers = None if is_open else (zero.offload, candidate.rung)
-    return zero.stage, buffers, zero.qwz, zero.qgz, parallel.tp, parallel.ep, candidate.way.kernels
-
-
-def appetite_of(candidate: Candidate) -> Appetite:
-    """Returns SP, on which only NCCL's buffers depend, and what blocks depend on: tokens of this rank, layers and
-    inputs kept, whole MLPs, buffers, accumulation, hpZ, and states that stay."""
-    zero, checkpointing, sp = candidate.way.zero, candidate.way.checkpointing, candidate.way.parallel.sp
-    return (
-        sp,
-        candidate.micro_batch * candidate.way.batch.seq_len / sp,
-        checkpointing.every_n_layers if checkpointing.enabled else sys.maxsize,
-        not checkpointing.offload,
-        not checkpointing.tiled_mlp,
-        candidate.rung or 0,
-        candidate.grad_accum > 1,
-        zero.hpz,
-        list(Offload)[::-1].index(zero.offload),
-        -zero.offload_ratio,
-    )
 
 
 def estimated(

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dstrain.plan.search.buffer_sizes import TIGHT
-from dstrain.plan.search.evaluator import MOST_MISSES, Evaluator
+from dstrain.plan.search.evaluator import MOST_MISSES, Evaluator, Shortage
 from dstrain.plan.search.search_space import Candidate, strategy_key
+
+_Entry = tuple[Shortage, int, Candidate]
+"""A candidate, how far it is from fitting, and its place: of equals, the first comes nearest."""
 
 
 def nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
@@ -21,37 +24,44 @@ def nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list
         for candidate in candidates
         if candidate.rung in (TIGHT, None) and candidate.micro_batch == smallest[strategy_key(candidate.way)]
     ]
-    frugal.sort(key=lambda candidate: _least_shortage(evaluator, candidate))
+    frugal.sort(key=lambda candidate: _bound(evaluator, candidate))
+    ordered = sorted(
+        (_least_shortage(evaluator, candidate), place, candidate) for place, candidate in enumerate(frugal)
+    )
     for _ in range(MOST_MISSES):
-        found = _seemingly_nearest(evaluator, frugal, top)
+        found = _seemingly_nearest(evaluator, ordered, top)
         if evaluator.exact.issuperset(found):
             break
         for candidate in found:
             evaluator.verify(candidate)
-    return _seemingly_nearest(evaluator, [candidate for candidate in frugal if candidate in evaluator.exact], top)
+    return _seemingly_nearest(evaluator, [entry for entry in ordered if entry[2] in evaluator.exact], top)
 
 
-def _seemingly_nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
+def _seemingly_nearest(evaluator: Evaluator, ordered: list[_Entry], top: int) -> list[Candidate]:
     """Returns the nearest of candidates in the order of their bounds: one of each strategy, as far as is known.
 
     Those that the GPU could hold come before those that it could not; then by bytes. A bound above these bytes ends the
     search: nothing that is left comes nearer.
     """
-    by_strategy: dict[tuple[object, ...], tuple[tuple[bool, int], Candidate]] = {}
-    for candidate in candidates:
-        known = sorted(shortage for shortage, _ in by_strategy.values())
-        if len(known) >= top and known[top - 1] <= _least_shortage(evaluator, candidate):
+    by_strategy: dict[tuple[object, ...], _Entry] = {}
+    for least, place, candidate in ordered:
+        known = sorted(shortage for shortage, _, _ in by_strategy.values())
+        if len(known) >= top and known[top - 1] <= least:
             break
-        shortage = evaluator.shortage(candidate)
-        key = strategy_key(candidate.way)
-        if key not in by_strategy or shortage < by_strategy[key][0]:
-            by_strategy[key] = shortage, candidate
-    return [candidate for _, candidate in sorted(by_strategy.values(), key=lambda entry: entry[0])][:top]
+        entry, key = (evaluator.shortage(candidate), place, candidate), strategy_key(candidate.way)
+        by_strategy[key] = min(entry, by_strategy.get(key, entry))
+    return [candidate for _, _, candidate in sorted(by_strategy.values())][:top]
 
 
-def _least_shortage(evaluator: Evaluator, candidate: Candidate) -> tuple[bool, int]:
+def _bound(evaluator: Evaluator, candidate: Candidate) -> Shortage:
     """Returns a lower bound of `Evaluator.shortage`."""
     least = evaluator.bound(candidate)
-    device = least.device_bytes(candidate.micro_batch)
+    device = least.device_bytes(candidate.micro_batch, candidate.grad_accum)
     fits_gpu = device <= evaluator.usable_ratio * evaluator.workload.cluster.gpu.memory_bytes
     return not fits_gpu, least.host_bytes if fits_gpu else device
+
+
+def _least_shortage(evaluator: Evaluator, candidate: Candidate) -> Shortage:
+    """Returns the same with exact bytes of the host, which are known without an estimate."""
+    is_too_large, least = _bound(evaluator, candidate)
+    return is_too_large, least if is_too_large else evaluator.host_bytes(candidate)

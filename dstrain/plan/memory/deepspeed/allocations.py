@@ -54,7 +54,7 @@ def _write(
 ) -> None:
     """Writes a micro-batch; the thread that goes backward has a workspace of its own, from its first product on."""
     start, head = 0, recording.place_of("head backward")
-    for action, number in zip(actions, places(recording.numbers(), actions), strict=True):
+    for action, number in zip(actions, places(recording.numbers, actions), strict=True):
         end = recording.moments[number].place
         script.events += recording.events[start:end]
         if start <= head < end:

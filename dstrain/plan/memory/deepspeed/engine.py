@@ -76,7 +76,7 @@ def brief_peak(model: ModelFacts, configuration: Configuration, num_ranks: int, 
     )
     micro_batch = program(shard(model, Parallel(ep=configuration.parallel.ep)), _shape(configuration, brief), passes)
     engine = _engine(model, micro_batch, settings_of(configuration), num_ranks)
-    return _highest(_instants(engine, brief), engine.resident)
+    return _highest(engine, brief)
 
 
 def _edge(model: ModelFacts, configuration: Configuration) -> int:
@@ -95,12 +95,26 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, on_
     `on_gpu` says whether kernels are those of CUDA, and what they allocate inside is counted.
     Source: live storages of DeepSpeed 0.19.8 on two and four CPU ranks; `benchmarks/engine.py` compares.
     """
-    found = instants(model, configuration, num_ranks, on_gpu=on_gpu)
-    return _highest(found, engine_of(model, configuration, num_ranks).resident)
+    recording = recorded(model, configuration, on_gpu=on_gpu)
+    return _highest(engine_of(model, configuration, num_ranks), recording)
 
 
-def _highest(found: Iterable[Instant], between: Resident) -> Peak:
-    top = max(found, key=attrgetter("total"))
+def _highest(engine: Engine, recording: Recording) -> Peak:
+    """Returns the highest peak: of the moments in which the engine holds the same, the highest is looked at alone."""
+    between, totals, begins = engine.resident, recording.totals, recording.begins
+    top, most = None, -1
+    for span in _spans(engine, recording):
+        start, end, before, high, _ = span
+        highest = begins[end] + sum(high)
+        if start < end:
+            highest = max(highest, sum(before) + max(totals[start:end]))
+        if highest > most:
+            top, most = span, highest
+    assert top is not None, "a step has moments"
+    return _peak_of(max(_instants_of(top, recording), key=attrgetter("total")), between)
+
+
+def _peak_of(top: Instant, between: Resident) -> Peak:
     grads, buffers, gathered = top.engine
     activations, logits, made, _ = top.tape
     return Peak(
@@ -134,33 +148,45 @@ def instants(
 ) -> Iterator[Instant]:
     """Yields the moments of a step that may be the peak."""
     recording = recorded(model, configuration, on_gpu=on_gpu)
-    return _instants(engine_of(model, configuration, num_ranks), recording)
+    for span in _spans(engine_of(model, configuration, num_ranks), recording):
+        yield from _instants_of(span, recording)
 
 
-def _instants(engine: Engine, recording: Recording) -> Iterator[Instant]:
-    nothing = recording.moments[-1].peak
-    numbers = recording.numbers()
-    totals = [sum(moment.peak) for moment in recording.moments]
+_Span = tuple[int, int, Parts, Parts, bool]
+"""The first of some moments in which the engine holds the same, and the one at whose beginning it acts; what it holds
+till then, and the most while it acts; and whether that is the optimizer's step."""
+
+
+def _spans(engine: Engine, recording: Recording) -> Iterator[_Span]:
+    """Yields the forward and backward passes of a step, then the optimizer's part, for which the tape is empty."""
+    last = len(recording.moments) - 1
     for replay, step in zip(engine.replays, engine.steps, strict=True):
         before: Parts = (0, 0, 0)
         for actions in replay.micro_batches:
-            start, now = 0, sum(before)
-            for action, end in zip(actions, places(numbers, actions), strict=True):
-                for index in range(start, end):
-                    moment = recording.moments[index]
-                    yield Instant(totals[index] + now, moment.key, moment.peak, before)
-                begin = recording.moments[end].begin
-                yield Instant(sum(begin) + sum(action.high), recording.moments[end].key, begin, action.high)
-                start, before, now = end, action.after, sum(action.after)
+            start = 0
+            for action, end in zip(actions, places(recording.numbers, actions), strict=True):
+                yield start, end, before, action.high, False
+                start, before = end, action.after
         for parts in step:
-            yield Instant(sum(parts), STEP, nothing, parts)
+            yield last, last, parts, parts, True
+
+
+def _instants_of(span: _Span, recording: Recording) -> Iterator[Instant]:
+    start, end, before, high, is_step = span
+    now = sum(before)
+    for moment in recording.moments[start:end]:
+        yield Instant(sum(moment.peak) + now, moment.key, moment.peak, before)
+    key, _, begin, _ = recording.moments[end]
+    yield Instant(sum(begin) + sum(high), STEP if is_step else key, begin, high)
 
 
 def places(numbers: Mapping[Key, int], actions: Iterable[Action]) -> Iterator[int]:
     """Yields the number of the moment at whose beginning each action happens."""
     number = 0
     for action in actions:
-        number = max(number, numbers.get(action.key, number))
+        found = numbers.get(action.key, number)
+        if found > number:
+            number = found
         yield number
 
 

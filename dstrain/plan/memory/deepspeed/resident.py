@@ -110,11 +110,13 @@ def sub_groups(modules: Modules, ranks: int, size: int) -> list[list[int]]:
             groups.append(shares)
             continue
         current: list[int] = []
+        total = 0
         for share in shares:
             current.append(share)
-            if sum(current) >= size:
+            total += share
+            if total >= size:
                 groups.append(current)
-                current = []
+                current, total = [], 0
         if current:
             groups.append(current)
     return groups

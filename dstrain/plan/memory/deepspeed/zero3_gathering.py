@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part, rounded
@@ -57,6 +58,30 @@ class _Group:
         self.is_waited = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Schedule:
+    """The order in which a program uses parameters, whatever the settings."""
+
+    queue: list[tuple[int, int]]
+    """Parameters, each with the step that uses it."""
+    uses: dict[int, list[int]]
+    """The steps that use each parameter."""
+    passed: list[int]
+    """How many elements pass before each step."""
+
+
+@cache
+def _schedule(program: Program) -> _Schedule:
+    order = [number for event, number in program.events if event in _FETCHES]
+    queue = [(weight, step) for step, number in enumerate(order) for weight in sorted(set(program.members[number]))]
+    uses: dict[int, list[int]] = defaultdict(list)
+    for weight, step in queue:
+        uses[weight].append(step)
+    weights = program.modules.weights
+    passed = (sum(weights[weight].numel for weight in program.members[number]) for number in order)
+    return _Schedule(queue, uses, [0, *accumulate(passed)])
+
+
 class Coordinator:
     """The coordinator of one rank; parameters are `whole`, on their way, or neither."""
 
@@ -64,11 +89,10 @@ class Coordinator:
         self.how, self.account, self.members = how, account, program.members
         self.numel = [weight.numel for weight in program.modules.weights]
         self.persists = [numel <= how.persistence for numel in self.numel]
-        self.order = [number for event, number in program.events if event in _FETCHES]
-        self.queue = [(w, step) for step, number in enumerate(self.order) for w in sorted(set(self.members[number]))]
+        schedule = _schedule(program)
+        self.queue, self.uses, self.passed = schedule.queue, schedule.uses, schedule.passed
         sizes = {weight: self._size(weight) for weight, _ in program.modules.counted()}
         self.sizes = [sizes[weight] for weight in program.modules.weights]
-        self._learn_uses()
         self.whole = list(self.persists)
         self.flying: dict[int, _Group] = {}
         self.active: dict[int, set[int]] = {weight: set() for weight in self.uses}
@@ -85,17 +109,6 @@ class Coordinator:
         if weight.partners(self.how.ranks) == 1 and not self.how.is_offloaded:
             return 0
         return rounded(weight.padded(self.how.ranks) * self.how.item)
-
-    def _learn_uses(self) -> None:
-        """Notes at which steps each parameter is used, and how many elements pass before each step."""
-        self.uses: dict[int, list[int]] = defaultdict(list)
-        passed = []
-        for step, number in enumerate(self.order):
-            for weight in set(self.members[number]):
-                self.uses[weight].append(step)
-            passed.append(sum(self.numel[weight] for weight in self.members[number]))
-        self.passed = [0, *accumulate(passed)]
-        self.next_use = [0] * len(self.numel)
 
     def reset(self) -> None:
         """Begins a micro-batch: what is on its way is taken and given back; what is whole stays so, uncounted."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from operator import add
 from typing import NamedTuple
 
 from dstrain.plan.memory.layers.recording import Moment
@@ -43,9 +45,9 @@ def moments_at_edges(
     last = places[-1].kept
     return [
         *parts.outside["before"],
-        *(_moved(moment, place) for place in places for moment in parts.forward[place.played]),
-        *(_moved(moment, _Place(-1, -1, last)) for moment in parts.outside["between"]),
-        *(_moved(moment, place) for place in reversed(places) for moment in parts.backward[place.played]),
+        *chain.from_iterable(_moved(parts.forward[place.played], place) for place in places),
+        *_moved(parts.outside["between"], _Place(-1, -1, last)),
+        *chain.from_iterable(_moved(parts.backward[place.played], place) for place in reversed(places)),
         *parts.outside["after"],
     ]
 
@@ -125,7 +127,13 @@ def _plus(base: tuple[int, ...], growth: tuple[int, ...], times: int) -> tuple[i
     return tuple(one + times * other for one, other in zip(base, growth, strict=True))
 
 
-def _moved(moment: Moment, place: _Place) -> Moment:
-    what, layer, name = moment.key
-    key = (what, place.number if layer >= 0 else layer, name)
-    return Moment(key, 0, _plus(moment.begin, place.kept, 1), _plus(moment.peak, place.kept, 1))
+def _moved(moments: list[Moment], place: _Place) -> list[Moment]:
+    if not any(place.kept) and place.number == place.played:
+        return moments
+    kept, number = place.kept, place.number
+    return [
+        Moment(
+            (what, number if layer >= 0 else layer, name), 0, tuple(map(add, begin, kept)), tuple(map(add, peak, kept))
+        )
+        for (what, layer, name), _, begin, peak in moments
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from dstrain.facts.model.model_facts import ModelFacts
@@ -33,9 +34,9 @@ class Moment(NamedTuple):
     """Peak of live bytes until the next mark."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Recording:
-    """One micro-batch at the whole depth of the model."""
+    """One micro-batch at the whole depth of the model. It has no slots, so that it remembers what follows from it."""
 
     events: list[TapeEvent]
     """Forward and backward. What a repeated layer takes and gives back itself may be left out."""
@@ -48,9 +49,20 @@ class Recording:
     detached: frozenset[str]
     """Linear layers of the first decoder layer whose input needs no gradient, as below the first adapter."""
 
+    @cached_property
     def numbers(self) -> dict[Key, int]:
-        """Returns the number of each moment."""
+        """The number of each moment."""
         return {moment.key: number for number, moment in enumerate(self.moments)}
+
+    @cached_property
+    def totals(self) -> list[int]:
+        """The peak of each moment, all parts together."""
+        return [sum(moment.peak) for moment in self.moments]
+
+    @cached_property
+    def begins(self) -> list[int]:
+        """The bytes at the beginning of each moment, all parts together."""
+        return [sum(moment.begin) for moment in self.moments]
 
     def place_of(self, what: str) -> int:
         """Returns how many events come before the first mark of that name."""
