@@ -9,6 +9,7 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained, is_inside, shard, trained_on_rank
 from dstrain.plan.memory.zero import master_item, partition_of
@@ -219,6 +220,7 @@ def _activation_bytes(model: ModelFacts, way: Configuration) -> tuple[float, flo
     recomputed = 0 if checkpointing.offload else 2 * model.hidden_size
     num_recomputed = round(checkpointing.share(depth) * depth)
     num_kept = max(0, depth - num_recomputed - 1)
+    last = last if has_layer_code(model) else 0.0  # layers that are traced may be of kinds that keep less
     return (num_kept * kept + (depth - 1 - num_kept) * recomputed) * tokens, last * tokens
 
 
@@ -228,7 +230,7 @@ def _gathered_bytes(model: ModelFacts, way: Configuration, ranks: int) -> tuple[
     tensors = shard(model, way.parallel).tensors
     moe, item = model.moe is not None, way.model.item
     inner = [group for group in tensors if group.kind is (Kind.EXPERT if moe else Kind.MLP) and is_inside(group)]
-    if way.zero.stage < 3 or not way.model.is_deepspeed or not inner:
+    if way.zero.stage < 3 or not way.model.is_deepspeed or not has_layer_code(model):
         return 0, 0
     numel = sum(group.numel for group in inner) if moe else min(group.numel for group in inner if group.is_linear)
     quantized = 4 if way.model.method is Method.QLORA and not moe else 1
