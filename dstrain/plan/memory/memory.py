@@ -94,7 +94,7 @@ class Memory:
     @property
     def needed_bytes_per_gpu(self) -> int:
         """Device memory of the fuller of the two: training, or a load that does not fit."""
-        return self.device_bytes_per_gpu if self.load.fits_gpu else self.load.device_bytes_per_gpu
+        return max(self.device_bytes_per_gpu, 0 if self.load.fits_gpu else self.load.device_bytes_per_gpu)
 
 
 def memory(workload: Workload, configuration: Configuration, *, detail: Detail = Detail.REPLAYED) -> Memory:

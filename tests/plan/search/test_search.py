@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,8 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.request import Request
+from dstrain.plan.search.evaluator import Evaluator
+from dstrain.plan.search.nearest import _bound
 from dstrain.plan.search.search import MOST_TIE_RATIO, TIE_RATIO, Ranking, search
 from dstrain.plan.search.search_space import global_batch, mechanisms, space, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
@@ -123,6 +126,14 @@ def test_where_nothing_fits_the_nearest_come_first() -> None:
     keys = [(not each.fits_gpu, each.memory.host_bytes_per_node) for each in found.plans if each.fits_gpu]
     assert keys == sorted(keys)
     assert not any(each.fits for each in found.plans)
+
+
+def test_what_does_not_fit_while_it_is_loaded_is_no_nearer_than_its_bound() -> None:
+    asked, request = everything(model="llama-3.1-405b", gpus=8, gpu="rtx-3090", method="qlora", host_memory=2**36)
+    evaluator = Evaluator(asked.workload, 0.9)
+    candidates = evaluator.space(replace(request, seq_len=1024))
+    for each in random.Random(0).sample(candidates, 40):
+        assert evaluator.shortage(each) >= _bound(evaluator, each)
 
 
 def test_more_memory_is_never_slower() -> None:
