@@ -34,6 +34,8 @@ class Monitor:
     """Project name in SwanLab and W&B."""
     name: str | None = None
     """Name of the run; default: `MODEL-METHOD-GPUSxGPU-ZEROn`, such as `qwen3-8b-lora-4x4090-zero2`."""
+    collectives: bool = True
+    """Whether each rank measures its collectives; `false` leaves PyTorch's functions as they are."""
     notify: tuple[NotifyService, ...] = ()
     """Who hears of start, trouble, failure and end: `feishu`, `dingtalk`, `wecom`, `slack`, `webhook`, `mail`."""
 

@@ -20,10 +20,13 @@ from dstrain.train import rank as ranks
 from dstrain.train.rank import Rank
 
 
-def observed(rank: Rank, *, on_gpu: bool) -> Collectives:
-    """Observes the collectives of this rank from now on; call it before DeepSpeed keeps their functions."""
+def observed(rank: Rank, job: Job, *, on_gpu: bool) -> Collectives:
+    """Observes the collectives of this rank from now on, unless the job says no.
+
+    Call it before DeepSpeed keeps their functions.
+    """
     collectives = Collectives(on_gpu=on_gpu)
-    if rank.world_size > 1:
+    if rank.world_size > 1 and job.monitor.collectives:
         collectives.install()
     return collectives
 

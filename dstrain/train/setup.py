@@ -101,7 +101,7 @@ class TrainingSetup:
         on_gpu = torch.cuda.is_available()
         ranks.import_muon(ds_config)
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
-        collectives = observed(rank, on_gpu=on_gpu)
+        collectives = observed(rank, job, on_gpu=on_gpu)
         group = connect(rank, job, ds_config, heartbeat, on_gpu=on_gpu)
         transformers.set_seed(job.seed)  # adapters are drawn before the Trainer seeds
         arguments = training_arguments(job, ds_config, num_ranks=rank.world_size, on_gpu=on_gpu)

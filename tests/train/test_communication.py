@@ -8,14 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import distributed as dist
 
 from benchmarks.health_exam.rank import SETTINGS
 from dstrain.facts.cluster.cluster import Cluster, Origin, describe
 from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.cluster.links import Link
 from dstrain.facts.probe import read_model
+from dstrain.job.monitor import Monitor
+from dstrain.job.schema import Job
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.records import to_data
+from dstrain.train.process_group import observed
+from dstrain.train.rank import Rank
 from tests.train.engine import Engine
 from tests.train.launching import lines, make_run, said
 
@@ -78,3 +83,10 @@ def test_links_slower_than_measured_are_told_with_their_share(runs: Path) -> Non
     assert finding["severity"] == "critical"
     assert "dstrain doctor --network" in finding["message"]
     assert "slow_rank" not in _broken(runs / "links")
+
+
+def test_a_job_may_leave_collectives_alone() -> None:
+    untouched = dist.all_reduce
+    job = Job(model="m", output_dir="o", monitor=Monitor(collectives=False))
+    observed(Rank(index=0, local_index=0, world_size=2), job, on_gpu=False)
+    assert dist.all_reduce is untouched

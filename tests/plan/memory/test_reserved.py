@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from benchmarks.published.training_code import TRANSFORMERS_4_45, UNSLOTH
-from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, StateDtypes
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, StateDtypes, Task
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.model import families
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.model_facts import ModelFacts, with_head_of
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory import pytorch_sharding
@@ -142,11 +142,12 @@ def _without_places(recording: Recording) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize("grad_ckpt", [False, True], ids=["saved", "checkpointed"])
 @pytest.mark.parametrize("release", list(GradRelease))
 @pytest.mark.parametrize("method", list(Method))
+@pytest.mark.parametrize("task", [Task.SFT, Task.REWARD])
 def test_repeated_layers_have_the_peak_of_played_ones_and_leave_nothing(
-    method: Method, release: GradRelease, grad_ckpt: bool, is_terse: bool
+    task: Task, method: Method, release: GradRelease, grad_ckpt: bool, is_terse: bool
 ) -> None:
-    model = replace(MISTRAL, num_hidden_layers=12)
-    configuration = changed(ONE_GPU, method=method, grad_ckpt=grad_ckpt, expandable_segments=is_terse)
+    model = with_head_of(replace(MISTRAL, num_hidden_layers=12), task)
+    configuration = changed(ONE_GPU, task=task, method=method, grad_ckpt=grad_ckpt, expandable_segments=is_terse)
     passes = Passes(release=release, stops_early=True)
     variant = replace(variant_of(configuration), release=release, gathers=False)
     played = record_pass._played(model, variant, {"dense": 12}, passes)

@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 from cases import ask, plan
 
-from dstrain.choices import Attention, Offload, Optimizer, Precision
+from dstrain.choices import Attention, Method, Offload, Optimizer, Precision, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
 from dstrain.plan.estimate import assess
 from dstrain.plan.search.decide import Survey, survey
 from dstrain.plan.speed.step_time import speed
+
+
+@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("task", Task)
+def test_every_task_has_a_plan_with_every_method(task: Task, method: Method) -> None:
+    assert plan(model="qwen3-0.6b", gpus=2, gpu="4090", task=task, method=method, global_batch=8).chosen.fits
 
 
 @pytest.mark.parametrize("gpu", ["v100-32g", "t4"])

@@ -156,7 +156,7 @@ class _Writer:
         direction, other, place = home
         if other < 0:
             return home
-        if slice_[1] < 0:
+        if slice_[1] < 0 or abs(other - slice_[1]) > 1:  # no neighbour's, such as the logits, freed at the very end
             return (direction, self._moved(other), place)
         return (direction, layer + other - slice_[1], place)
 
