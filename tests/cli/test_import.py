@@ -108,10 +108,10 @@ def test_data_sets_of_a_file_are_named_from_the_job(dstrain: Type, tmp_path: Pat
 
 
 def test_another_training_is_refused_with_every_reason(dstrain: Type, tmp_path: Path, train: Path) -> None:
-    train.write_text(f"{TRAIN.replace('sft', 'kto')}use_dora: true\n")
+    train.write_text(f"{TRAIN.replace('sft', 'ppo')}use_dora: true\n")
     done = dstrain("import", train.name, *MACHINE)
     assert done.returncode == 3
-    assert "train.yaml:2:1: stage: `kto`" in done.stderr
+    assert "train.yaml:2:1: stage: `ppo`" in done.stderr
     assert "train.yaml:11:1: use_dora: another adapter" in done.stderr
     assert not (tmp_path / "job.yaml").exists()
 

@@ -75,7 +75,7 @@ def test_less_than_the_context_was_measured_so_the_context_is_smaller() -> None:
 def test_a_time_without_a_second_one_tells_a_sum_and_its_ranges_say_so() -> None:
     timed = [item for item in fit(runs()[:1]).constants if item.name in WIDTHS]
     told = {item.name for item in timed if item.new is not None and not item.is_uncertain}
-    assert told <= {"gemm_ratio"}
+    assert len(told) <= 1
     assert any("tell it apart" in (item.kept or "") or item.is_uncertain for item in timed)
 
 

@@ -107,6 +107,7 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("accumulation dtype needs ZeRO", "qwen3-8b", {"grad_accum_dtype": Precision.FP32}),
     ("PyTorch offloads parameters", "qwen3-8b", {**OFFLOADED, "state_dtypes": StateDtypes.PURE_BF16}),
     ("PyTorch has no Ulysses, no hpZ, no ratio", "qwen3-8b", {"sp": 2, "state_dtypes": StateDtypes.AUTOCAST}),
+    ("rewards and families", "qwen3-vl-8b", {"task": Task.REWARD}),
     ("task and loss", "qwen3-8b", {"task": Task.DPO, "loss": LossKernel.FUSED}),
     ("task and packing", "qwen3-8b", {"task": Task.DPO, "packing": True}),
     ("task and sp", "qwen3-8b", {"task": Task.DPO, "sp": 2}),

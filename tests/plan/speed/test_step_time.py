@@ -348,6 +348,13 @@ def test_the_range_is_wider_where_less_was_compared() -> None:
     assert dense < _speed(gpu="rtx-4090").uncertainty_ratio
 
 
+def test_the_range_is_wide_where_the_cpu_that_launches_kernels_is_waited_for() -> None:
+    small = changed(BASE, seq_len=256, grad_ckpt=False)
+    found = _speed(small, model=probe.read_model("qwen3-0.6b"), num_gpus=1)
+    assert found.parts_s[LAUNCHES] > 0.5 * found.step_s
+    assert found.uncertainty_ratio > 0.3
+
+
 def test_what_does_not_happen_takes_no_time() -> None:
     found = _speed(changed(BASE, zero_stage=2), num_gpus=1)
 
