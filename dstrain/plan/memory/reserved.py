@@ -59,8 +59,8 @@ def reserved(
 
     With context and NCCL, published nvidia-smi figures of 136 runs on A100 (fms-acceleration: one GPU and
     FSDP, segments that cannot grow) are met to 3.2 % on average, 1.8 % on one GPU. Furthest off, up to -30 %, are
-    4-bit Mixtrals under FSDP, perhaps as one rank loads the whole model. Under DeepSpeed nothing has been measured on
-    GPUs. The model's layer code has to be on the tape.
+    4-bit Mixtrals under FSDP, perhaps as one rank loads the whole model. Five runs of DeepSpeed on one H200 are met to
+    -1.5 to +4.9 % (docs/accuracy.md). The model's layer code has to be on the tape.
     """
     allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
     is_sharded_engine = configuration.model.is_deepspeed and configuration.zero.stage == 3

@@ -467,7 +467,8 @@ def test_what_is_wrong_in_the_job_is_told_in_its_line(tmp_path: Path, lines: str
 
 
 @pytest.mark.parametrize(
-    ("limit", "task"), [(limit, task) for limit in LIMITS for task in sorted(limit.tasks)], ids=lambda value: str(value)
+    ("limit", "task"),
+    [pytest.param(limit, task, id=f"{task}-{limit.key}") for limit in LIMITS for task in sorted(limit.tasks)],
 )
 def test_what_a_task_does_not_support_is_told(tmp_path: Path, limit: TaskLimit, task: Task) -> None:
     others = {"loss": "fused", "packing": "true", "loss_on": "all"}
