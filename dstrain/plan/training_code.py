@@ -36,6 +36,8 @@ class TrainingCode:
     """Whether adapters are PEFT's: fp32 unless DeepSpeed casts them. Others have the training precision."""
     splits_packed_rows: bool = True
     """Whether SDPA is called for each of the samples that share a row; else it gets a mask of them."""
+    attends_at_once: bool = True
+    """Whether one kernel attends all these samples, as PyTorch has it on GPUs from compute capability 8.0 on."""
     skips_packed_masks: bool = False
     """Whether that mask costs no time, as kernels skip what it hides."""
     masks_padding: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -333,13 +333,14 @@ def _measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
 
 def predicted(case: Case) -> Measured:
     """Returns what the plan says of a case."""
-    way, plain = case.configuration, from_config(case.model, name=case.name, source=case.name)
+    plain = from_config(case.model, name=case.name, source=case.name)
+    way = replace(case.configuration, code=replace(case.configuration.code, attends_at_once=False))
     model = with_head_of(plain, way.batch.task)
     ranks = case.ranks // way.parallel.tp
     played = planned_engine.engine_of(model, way, ranks)
     steady = played.resident.total
     phases: dict[str, int] = {}
-    for instant in planned_engine.instants(model, way, ranks, on_gpu=False):
+    for instant in planned_engine.instants(model, way, ranks, kernel_workspaces=False):
         name = _PHASES.get(instant.name, instant.name)
         phases[name] = max(phases.get(name, 0), steady + instant.total)
     host = planned_engine.host_of(model, way, ranks)

@@ -107,6 +107,8 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
     resident model states and what lives at that instant, so that nothing is added that does not coexist.
     """
     model, cluster, measured = workload.model, workload.cluster, workload.measured
+    if cluster.gpu.compute_capability < (8, 0):  # AMD's GPUs and CPUs have none
+        configuration = replace(configuration, code=replace(configuration.code, attends_at_once=False))
     counts = trained_on_rank(model, configuration)
     model_states = states(counts, configuration, _ranks(cluster, configuration))
     if not configuration.model.is_deepspeed:
@@ -226,7 +228,7 @@ def _peak(workload: Workload, configuration: Configuration, detail: Detail) -> P
     if not has_layer_code(model) or (detail is Detail.QUICK and configuration.zero.stage < 3):
         return closed_form.peak(model, configuration, ranks)
     played = engine.peak if detail is Detail.REPLAYED or configuration.zero.stage < 3 else engine.brief_peak
-    return played(model, configuration, ranks, on_gpu=not cluster.gpu.is_cpu)
+    return played(model, configuration, ranks, kernel_workspaces=not cluster.gpu.is_cpu)
 
 
 def _workspace_bytes(cluster: Cluster) -> int:

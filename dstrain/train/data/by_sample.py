@@ -89,10 +89,12 @@ def is_at_once(query: torch.Tensor, value: torch.Tensor, options: Mapping[str, A
 def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Returns whether PyTorch's FlashAttention takes tensors (batch, heads, seq, width), and has their gradients.
 
+    On AMD's GPUs the operator has another implementation, which was not tried.
+
     Source: torch 2.13 ATen/native/transformers/cuda/flash_attn/flash_api.cpp: mha_varlen_fwd; cuda/sdp_utils.cpp:
     check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120.
     """
-    if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
+    if query.device.type != "cuda" or torch.version.hip or query.dtype not in (torch.bfloat16, torch.float16):
         return False
     width, capability = query.shape[-1], torch.cuda.get_device_capability(query.device)
     widest = 256 if capability in ((8, 0), (9, 0), (10, 0)) else WIDEST_AT_ONCE

@@ -8,7 +8,7 @@ from cases import ask, plan
 from dstrain.choices import Attention, Method, Offload, Optimizer, Precision
 from dstrain.errors import DoesNotFit
 from dstrain.plan.configuration import DEFAULTS, changed
-from dstrain.plan.estimate import estimate
+from dstrain.plan.estimate import assess, estimate
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.memory import BASELINE_HOST_BYTES_PER_RANK
 from dstrain.plan.memory.params import Trained
@@ -124,6 +124,17 @@ def test_a_checkpoint_of_the_weights_alone_is_the_saved_model() -> None:
 def test_a_cpu_rank_has_no_cuda_context() -> None:
     found = plan(model="qwen3-0.6b", gpus=2, gpu="cpu", seq_len=512, host_memory=2**38).chosen.memory
     assert found.breakdown_bytes.context == found.breakdown_bytes.workspace == found.breakdown_bytes.fragmentation == 0
+
+
+def test_gpus_without_a_kernel_for_packed_rows_keep_what_each_sample_attends_and_its_copy() -> None:
+    way = changed(DEFAULTS, packing=True, precision=Precision.FP16, micro_batch=2, seq_len=1024, attn=Attention.SDPA)
+    live = {}
+    for gpu in ("v100-32g", "a100-80g", "mi300x"):
+        workload = ask(model="qwen3-0.6b", gpus=1, gpu=gpu).workload
+        live[gpu] = assess(workload, way).memory.live_bytes_per_gpu
+    outputs = 2 * 2 * 1024 * 16 * 128 * 28
+    assert live["v100-32g"] - live["a100-80g"] == pytest.approx(outputs, rel=0.05)
+    assert live["mi300x"] == live["v100-32g"]
 
 
 def test_pinned_rounding_of_offloaded_parameters_is_of_the_partition() -> None:

@@ -61,13 +61,15 @@ class Engine:
     """Bytes at the instants of the optimizer step, on the same ranks."""
 
 
-def brief_peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, on_gpu: bool = True) -> Peak:
+def brief_peak(
+    model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True
+) -> Peak:
     """Returns `peak` under ZeRO-3 from the passes of a few layers at each end.
 
     What is gathered, and what waits in buckets, is the same in all layers between them.
     """
     edge = _edge(model, configuration)
-    brief = record_pass.brief(model, configuration, _record_passes(configuration, on_gpu), edge)
+    brief = record_pass.brief(model, configuration, _record_passes(configuration, kernel_workspaces), edge)
     passes = Passes(
         checkpointing=configuration.checkpointing,
         is_reentrant=settings_of(configuration).is_reentrant,
@@ -88,14 +90,14 @@ def _edge(model: ModelFacts, configuration: Configuration) -> int:
     return record_pass.BRIEF_EDGE + ahead // max(1, layer)
 
 
-def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, on_gpu: bool = True) -> Peak:
+def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True) -> Peak:
     """Returns the highest peak of live bytes of any rank, without workspaces of kernel libraries.
 
     `num_ranks` share the optimizer: all GPUs, those that share sequences too, but tensor-parallel ones count once.
-    `on_gpu` says whether kernels are those of CUDA, and what they allocate inside is counted.
+    `kernel_workspaces` says whether what GPU kernels allocate inside is counted, which CPU ranks do not have.
     Source: live storages of DeepSpeed 0.19.8 on two and four CPU ranks; `benchmarks/engine.py` compares.
     """
-    recording = recorded(model, configuration, on_gpu=on_gpu)
+    recording = recorded(model, configuration, kernel_workspaces=kernel_workspaces)
     return _highest(engine_of(model, configuration, num_ranks), recording)
 
 
@@ -144,10 +146,10 @@ NAMES = {
 
 
 def instants(
-    model: ModelFacts, configuration: Configuration, num_ranks: int, *, on_gpu: bool = True
+    model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True
 ) -> Iterator[Instant]:
     """Yields the moments of a step that may be the peak."""
-    recording = recorded(model, configuration, on_gpu=on_gpu)
+    recording = recorded(model, configuration, kernel_workspaces=kernel_workspaces)
     for span in _spans(engine_of(model, configuration, num_ranks), recording):
         yield from _instants_of(span, recording)
 
@@ -190,17 +192,17 @@ def places(numbers: Mapping[Key, int], actions: Iterable[Action]) -> Iterator[in
         yield number
 
 
-def recorded(model: ModelFacts, configuration: Configuration, *, on_gpu: bool = True) -> Recording:
+def recorded(model: ModelFacts, configuration: Configuration, *, kernel_workspaces: bool = True) -> Recording:
     """Returns a micro-batch on the tape, whose gradients go as soon as they are made: the engine takes them."""
-    return record_pass.record(model, configuration, _record_passes(configuration, on_gpu))
+    return record_pass.record(model, configuration, _record_passes(configuration, kernel_workspaces))
 
 
-def _record_passes(configuration: Configuration, on_gpu: bool) -> record_pass.Passes:
+def _record_passes(configuration: Configuration, kernel_workspaces: bool) -> record_pass.Passes:
     return record_pass.Passes(
         release=GradRelease.AT_ONCE,
         stops_early=configuration.code.stops_early and not settings_of(configuration).is_reentrant,
         keeps_inputs=configuration.zero.stage == 3,
-        on_gpu=on_gpu,
+        kernel_workspaces=kernel_workspaces,
     )
 
 

@@ -52,7 +52,7 @@ def _is_at_once(run: Context, q: Tensor, values: int, heads: int) -> bool:
     """
     width = q.numel // (run.rows * heads)
     has_kernel = q.item == 2 and q.numel == values and width <= WIDEST_AT_ONCE and width % ALIGNMENT == 0
-    return run.variant.on_gpu and has_kernel and run.variant.batch.seq_len <= AT_ONCE_TOKENS
+    return run.variant.code.attends_at_once and has_kernel and run.variant.batch.seq_len <= AT_ONCE_TOKENS
 
 
 def _by_sample(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:

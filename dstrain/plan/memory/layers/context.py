@@ -41,8 +41,6 @@ class Variant:
     """Whether parameters are whole only while their module works."""
     kernel_workspaces: bool = True
     """Whether what kernels allocate inside is counted, which a trace does not see."""
-    on_gpu: bool = True
-    """Whether kernels are those of CUDA, which attend all samples of packed rows at once."""
 
     @property
     def item(self) -> int:

@@ -43,8 +43,8 @@ class Passes:
     """Whether a recomputation ends when all that was saved is there again."""
     keeps_inputs: bool = False
     """Whether linear layers keep what they multiply even where the weight is frozen, as ZeRO-3 has it."""
-    on_gpu: bool = True
-    """Whether kernels are those of CUDA, and what they allocate inside is counted."""
+    kernel_workspaces: bool = True
+    """Whether what GPU kernels allocate inside is counted, which CPU ranks do not have."""
 
 
 def record(model: ModelFacts, configuration: Configuration, passes: Passes) -> Recording:
@@ -53,8 +53,7 @@ def record(model: ModelFacts, configuration: Configuration, passes: Passes) -> R
         variant_of(configuration),
         release=passes.release,
         gathers=False,
-        kernel_workspaces=passes.on_gpu,
-        on_gpu=passes.on_gpu,
+        kernel_workspaces=passes.kernel_workspaces,
     )
     return _recorded(model, variant, passes, configuration.expandable_segments)
 
@@ -62,7 +61,7 @@ def record(model: ModelFacts, configuration: Configuration, passes: Passes) -> R
 def brief(model: ModelFacts, configuration: Configuration, passes: Passes, edge: int) -> Recording:
     """Returns the moments of some layers at each end of each kind, as at the whole depth, without events."""
     variant = replace(variant_of(configuration), release=passes.release, gathers=False)
-    return _brief(model, replace(variant, kernel_workspaces=passes.on_gpu, on_gpu=passes.on_gpu), passes, edge)
+    return _brief(model, replace(variant, kernel_workspaces=passes.kernel_workspaces), passes, edge)
 
 
 @lru_cache(BRIEF_RECORDINGS_KEPT)
