@@ -108,11 +108,6 @@ def shape(model: ModelFacts) -> dict[str, Any]:
     return named if replace(built, rope_type=model.rope_type) == model else config
 
 
-def link(name: str, bytes_per_s: float, origin: Origin) -> Wire:
-    """Returns a link for the record."""
-    return Wire(name=name, bytes_per_s=bytes_per_s, origin=origin)
-
-
 def read_shared(path: Path, calibration: Calibration) -> ObservedRun:
     """Returns what a shared record tells a calibration. Raises InvalidConfig if it is damaged or tells nothing."""
     run, name = load_json(SharedRun, path), shown(str(path))

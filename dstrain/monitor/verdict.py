@@ -13,6 +13,7 @@ from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload, measured_workload
+from dstrain.job.monitor import HealthRule
 from dstrain.job.schema import Job
 from dstrain.monitor.comparison import (
     Comparison,
@@ -27,6 +28,7 @@ from dstrain.monitor.comparison import (
     step_parts,
 )
 from dstrain.monitor.comparison_text import difference_text, split_text, table
+from dstrain.monitor.health.speed_rules import SPEED_RULES
 from dstrain.monitor.metrics import without_nonfinite
 from dstrain.monitor.planned_links import link_seconds
 from dstrain.monitor.traffic import Expected
@@ -44,8 +46,8 @@ FEWEST_STEPS = 20
 """Steps of a start before the verdict."""
 MEMORY_RANGE = 1 - USABLE_GPU_RATIO
 """The share by which memory may differ from the plan: what plans leave free of a GPU."""
-SLOW_LINK = 0.6
-"""Share of the planned bandwidth below which links are the cause. Source: the health rule `bus_bandwidth`."""
+SLOW_LINK = SPEED_RULES[HealthRule.BUS_BANDWIDTH].warn
+"""Share of the planned bandwidth below which links are the cause."""
 _WORKERS = (2, 4, 8, 16)
 """Processes of the data loader that are proposed, each time the next more."""
 

@@ -13,7 +13,7 @@ from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.monitor.comparison import Quantity
 from dstrain.monitor.observed_run import read_run
-from dstrain.monitor.shared_run import Counted, Figures, SharedRun, Wire, link, shape
+from dstrain.monitor.shared_run import Counted, Figures, SharedRun, Wire, shape
 from dstrain.plan.configuration import DEFAULTS, flat
 from dstrain.plan.memory.params import linear_names
 from dstrain.records import to_data
@@ -72,8 +72,8 @@ def _links(cluster: Cluster | None) -> tuple[Wire, ...]:
     if cluster is None:
         return ()
     intra, inter = cluster.intra_link, cluster.inter_link
-    inside = link(intra.name, intra.bytes_per_s, cluster.intra_link_origin)
-    between = link(inter.name, inter.bytes_per_s, cluster.inter_link_origin)
+    inside = Wire(name=intra.name, bytes_per_s=intra.bytes_per_s, origin=cluster.intra_link_origin)
+    between = Wire(name=inter.name, bytes_per_s=inter.bytes_per_s, origin=cluster.inter_link_origin)
     return (inside, between) if cluster.num_nodes > 1 else (inside,)
 
 

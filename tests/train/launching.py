@@ -185,3 +185,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     from dstrain.monitor.sinks.jsonl import read_jsonl
 
     return [line for line in read_jsonl(folder / "metrics.jsonl") if "loss" in line]
+
+
+def short_talks(demo: Path) -> list[list[dict[str, str]]]:
+    """Returns 26 conversations of the demo, with short answers of different lengths."""
+    talks = [json.loads(line)["messages"] for line in (demo / "train.jsonl").read_text().splitlines()]
+    return sorted(talks, key=lambda talk: len(talk[-1]["content"]))[40:66]
+
+
+def write_parts(folder: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes 8 rows to train on, which are a step, and the others to evaluate."""
+    for name, part in (("train", rows[:8]), ("eval", rows[8:])):
+        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))

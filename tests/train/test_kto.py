@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from tests.train.engine import Engine
-from tests.train.launching import EXACT, codes, lines, losses, make_run, said, without_dropout
+from tests.train.launching import EXACT, codes, lines, losses, make_run, said, short_talks, without_dropout, write_parts
 
 STEPS, RATE, BETA, WEIGHTS = 3, 1e-3, 0.1, (1.5, 0.5)
 FIGURES = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejected", "kl")
@@ -26,8 +25,7 @@ Row = dict[str, Any]
 @pytest.fixture(scope="module")
 def rows(demo: Path) -> list[Row]:
     """A step of answers, and 5 more; an answer to another question is not desirable."""
-    talks = [json.loads(line)["messages"] for line in (demo / "train.jsonl").read_text().splitlines()]
-    short = sorted(talks, key=lambda talk: len(talk[-1]["content"]))[40:66]
+    short = short_talks(demo)
     return [
         {"prompt": good[:-1], "completion": (bad if number % 3 else good)[-1:], "label": number % 3 == 0}
         for number, (good, bad) in enumerate(zip(short[::2], short[1::2], strict=True))
@@ -38,8 +36,7 @@ def rows(demo: Path) -> list[Row]:
 def runs(root: Path, demo: Path, rows: list[Row], engine: Engine) -> Path:
     folder = root / "kto"
     folder.mkdir()
-    for name, part in (("train", rows[:8]), ("eval", rows[8:])):
-        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in part))
+    write_parts(folder, rows)
     job: dict[str, Any] = {
         "model": str(without_dropout(demo / "model", folder / "model")),
         "data": str(folder / "train.jsonl"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,19 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from tests.train.engine import Engine
-from tests.train.launching import EXACT, QLORA, codes, lines, losses, make_run, said, tensors, without_dropout
+from tests.train.launching import (
+    EXACT,
+    QLORA,
+    codes,
+    lines,
+    losses,
+    make_run,
+    said,
+    short_talks,
+    tensors,
+    without_dropout,
+    write_parts,
+)
 
 STEPS, RATE, BETA = 6, 1e-3, 0.1
 FIGURES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen")
@@ -27,8 +38,7 @@ Pair = dict[str, Any]
 @pytest.fixture(scope="module")
 def pairs(demo: Path) -> list[Pair]:
     """A step of pairs, so that each step has them all, and 5 more; a rejected answer is that to another question."""
-    talks = [json.loads(line)["messages"] for line in (demo / "train.jsonl").read_text().splitlines()]
-    short = sorted(talks, key=lambda talk: len(talk[-1]["content"]))[40:66]
+    short = short_talks(demo)
     return [
         {"prompt": good[:-1], "chosen": good[-1]["content"], "rejected": bad[-1]["content"]}
         for good, bad in zip(short[::2], short[1::2], strict=True)
@@ -39,8 +49,7 @@ def pairs(demo: Path) -> list[Pair]:
 def runs(root: Path, demo: Path, pairs: list[Pair], engine: Engine) -> Path:
     folder = root / "preferences"
     folder.mkdir()
-    for name, part in (("train", pairs[:8]), ("eval", pairs[8:])):
-        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in part))
+    write_parts(folder, pairs)
     job: dict[str, Any] = {
         "model": str(without_dropout(demo / "model", folder / "model")),
         "data": str(folder / "train.jsonl"),

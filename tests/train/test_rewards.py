@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from dstrain.facts.model.model_facts import WITHOUT_SCORE
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.train import scoring
 from tests.train.engine import Engine
-from tests.train.launching import EXACT, codes, lines, losses, make_run, said, without_dropout
+from tests.train.launching import EXACT, codes, lines, losses, make_run, said, short_talks, without_dropout, write_parts
 
 STEPS, RATE, CENTER = 3, 1e-3, 0.01
 FIGURES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins")
@@ -31,8 +30,7 @@ Pair = dict[str, Any]
 @pytest.fixture(scope="module")
 def pairs(demo: Path) -> list[Pair]:
     """A step of pairs of different lengths, and 5 more; a rejected answer is that to another question."""
-    talks = [json.loads(line)["messages"] for line in (demo / "train.jsonl").read_text().splitlines()]
-    short = sorted(talks, key=lambda talk: len(talk[-1]["content"]))[40:66]
+    short = short_talks(demo)
     return [
         {"chosen": good, "rejected": [*good[:-1], bad[-1]]} for good, bad in zip(short[::2], short[::-2], strict=True)
     ]
@@ -42,8 +40,7 @@ def pairs(demo: Path) -> list[Pair]:
 def runs(root: Path, demo: Path, pairs: list[Pair], engine: Engine) -> Path:
     folder = root / "rewards"
     folder.mkdir()
-    for name, part in (("train", pairs[:8]), ("eval", pairs[8:])):
-        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in part))
+    write_parts(folder, pairs)
     job: dict[str, Any] = {
         "model": str(without_dropout(demo / "model", folder / "model")),
         "data": str(folder / "train.jsonl"),

@@ -13,6 +13,7 @@ from dstrain.plan.memory import closed_form, pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.fragmentation import quick_ratio
 from dstrain.plan.memory.layers.activations import has_layer_code
+from dstrain.plan.memory.layers.attention import as_attended
 from dstrain.plan.memory.loading import Loading, Machine, loading
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import Trained, trained, trained_on_rank
@@ -107,8 +108,7 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
     resident model states and what lives at that instant, so that nothing is added that does not coexist.
     """
     model, cluster, measured = workload.model, workload.cluster, workload.measured
-    if cluster.gpu.compute_capability < (8, 0):  # AMD's GPUs and CPUs have none
-        configuration = replace(configuration, code=replace(configuration.code, attends_at_once=False))
+    configuration = as_attended(configuration, cluster.gpu)
     counts = trained_on_rank(model, configuration)
     model_states = states(counts, configuration, _ranks(cluster, configuration))
     if not configuration.model.is_deepspeed:

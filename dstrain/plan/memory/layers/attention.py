@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dstrain.choices import Attention
+from dstrain.facts.cluster.gpus import Gpu
+from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
@@ -21,6 +25,13 @@ cuda/sdp_utils.cpp: check_requires_grad_and_head_dim_gt192_constraints_on_sm86_8
 ALIGNMENT = 8
 """Elements in half precision, half as many in fp32, to which the memory-efficient kernel aligns heads.
 Source: as above, check_head_dim_size_mem_efficient."""
+
+
+def as_attended(configuration: Configuration, gpu: Gpu) -> Configuration:
+    """Returns the configuration as it runs on a GPU: AMD's, old ones and CPUs attend packed samples one by one."""
+    if gpu.compute_capability >= (8, 0):
+        return configuration
+    return replace(configuration, code=replace(configuration.code, attends_at_once=False))
 
 
 def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *, is_cat: bool = False) -> Tensor:
