@@ -144,7 +144,7 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
     facts = plan_inputs(dict(asked.options), last=last)
     keeps_list = asked.is_repeated and "data" not in typed(asked.options)
     data = data_lengths.read(asked.options, facts.workload.model, job=out / "job.yaml", keeps_list=keeps_list)
-    facts = replace(facts, request=data.decide(facts.request, facts.workload.model))
+    facts = data.decide(facts)
     if last and uses_last(dict(asked.options), last):
         say(f"no GPUs are found here: planning for the {last.num_gpus} × {last.gpu.name} of the last time")
     surveyed = survey(facts.workload, facts.request)

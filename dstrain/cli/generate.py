@@ -40,6 +40,7 @@ def lock_of(asked: ResolvedOptions, facts: PlanInputs, plan: Plan, out: Path, be
         template_sha256=template_hash(template, override=template_dir),
         inputs=asked.inputs,
         cluster=facts.workload.cluster,
+        contents=facts.workload.contents,
         base=files,
     )
 

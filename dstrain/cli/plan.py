@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,7 @@ def command(top: int, verbose: bool, html: Path | None, as_json: bool, **options
         page.check(html, "plan")
     inputs = plan_inputs(options)
     data = data_lengths.read(options, inputs.workload.model)
-    inputs = replace(inputs, request=data.decide(inputs.request, inputs.workload.model))
+    inputs = data.decide(inputs)
     plans = survey(inputs.workload, inputs.request, top=top)
     trained = data.run_time(inputs.workload, plans.first)
     if as_json:

@@ -37,7 +37,7 @@ from dstrain.config.edits.other_choices import (
 )
 from dstrain.errors import DstrainError, InvalidConfig, RunFailed
 from dstrain.facts.this_machine import busy_share
-from dstrain.facts.workload import Workload, measured_workload
+from dstrain.facts.workload import Workload
 from dstrain.job.file import read_job
 from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.prepare.job_context import hosts_of, open_request, unplanned_parts
@@ -128,10 +128,11 @@ def _tune(options: Options) -> None:
 
 def _planned(prepared: PreparedRun) -> tuple[Workload, Estimate]:
     """Returns the planner's facts of a job, and its estimate. Raises InvalidConfig without them."""
-    if prepared.model is None or prepared.estimate is None:
+    workload = prepared.workload
+    if workload is None or prepared.estimate is None:
         reason = unplanned_parts(prepared.job) or "the model is unknown to the planner: no estimate"
         raise InvalidConfig(f"{reason}, so there is nothing to compare", hint="dstrain run trains it as it is.")
-    return measured_workload(prepared.model, prepared.cluster), prepared.estimate
+    return workload, prepared.estimate
 
 
 def _before_lines(options: Options, prepared: PreparedRun, settled: frozenset[str]) -> Iterator[str]:

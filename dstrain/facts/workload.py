@@ -13,6 +13,7 @@ from dstrain.facts.cluster.calibration import Calibration, Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin, link_assumed_between_nodes
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.links import link
+from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model.model_facts import ModelFacts
 
 
@@ -24,6 +25,8 @@ class Workload:
     cluster: Cluster
     calibration: Calibration = field(default_factory=Calibration)
     """Measurements that replace the planner's priors; empty by default."""
+    contents: RowContents | None = None
+    """What rows hold; None: one sample as long as the row, of which every token has a label."""
 
     @property
     def measured(self) -> Measured:
@@ -31,13 +34,13 @@ class Workload:
         return self.calibration.of(self.cluster.gpu.name)
 
 
-def measured_workload(model: ModelFacts, cluster: Cluster) -> Workload:
+def measured_workload(model: ModelFacts, cluster: Cluster, contents: RowContents | None = None) -> Workload:
     """Returns the workload with the user's calibration and the measured links of a cluster (`measured_cluster`).
 
     Raises InvalidConfig if the calibration file is damaged.
     """
     rates = measured_links.with_rates(calibration.read(), cluster)
-    return Workload(model=model, cluster=cluster, calibration=rates)
+    return Workload(model=model, cluster=cluster, calibration=rates, contents=contents)
 
 
 def measured_cluster(cluster: Cluster, hosts: Hosts | None) -> tuple[Cluster, str | None]:

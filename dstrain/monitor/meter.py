@@ -33,6 +33,8 @@ class Counts(NamedTuple):
     """Tokens of each sample."""
     masked: int = 0
     """Samples of which no token has a label."""
+    targets: int = 0
+    """Tokens with a label."""
 
 
 class RunQueue:
@@ -79,7 +81,7 @@ class Meter:
         self._squared = 0
         self._wait_s = 0.0
         self._host_s = self._cpu_wait_s = 0.0
-        self._samples = self._masked = 0
+        self._samples = self._masked = self._targets = 0
         self._passes: list[tuple[float, int]] = []
         self._events: list[tuple[Any, int, list[Any]]] = []
         if torch.cuda.is_available():
@@ -104,6 +106,7 @@ class Meter:
         self._squared += counts.squared
         self._samples += len(counts.samples)
         self._masked += counts.masked
+        self._targets += counts.targets
 
     def pause(self, seconds: float) -> None:
         """Takes out seconds in which this rank did something that the others did not, such as writing metrics."""
@@ -174,6 +177,7 @@ class Meter:
             host_used_share=_used_share(),
             samples=self._samples,
             masked_samples=self._masked,
+            targets=self._targets,
             forward_s=forward_s,
             forward_s_per_token=forward_s_per_token,
             cpu_wait_share=self._cpu_wait_s / self._host_s if self._host_s else _NAN,
@@ -194,12 +198,13 @@ def _counts(batch: dict[str, Any]) -> Counts:
     position 0, and a last sample without labels is padding.
     """
     inputs = batch["input_ids"]
-    masked = int((batch["labels"] == -100).all(dim=1).sum()) if "labels" in batch else 0
+    has_label = batch["labels"] != -100 if "labels" in batch else torch.zeros(0, dtype=torch.bool)
+    masked = int((~has_label.any(dim=1)).sum()) if "labels" in batch else 0
     if "attention_mask" in batch:
         lengths = batch["attention_mask"].sum(dim=1)
     elif "position_ids" in batch:
         sample = (batch["position_ids"].reshape(-1) == 0).cumsum(0) - 1
-        teaches = torch.bincount(sample, weights=(batch["labels"].reshape(-1) != -100).double()) > 0
+        teaches = torch.bincount(sample, weights=has_label.reshape(-1).double()) > 0
         is_padding = torch.zeros_like(teaches)
         is_padding[sample.reshape(inputs.shape)[:, -1]] = True
         is_padding &= ~teaches
@@ -208,7 +213,7 @@ def _counts(batch: dict[str, Any]) -> Counts:
         lengths = torch.full((inputs.shape[0],), inputs.shape[-1])
     tokens = int(lengths.sum())
     samples = tuple(map(int, lengths.tolist()))
-    return Counts(tokens, inputs.numel() - tokens, int((lengths**2).sum()), samples, masked)
+    return Counts(tokens, inputs.numel() - tokens, int((lengths**2).sum()), samples, masked, int(has_label.sum()))
 
 
 class CountingCollator:

@@ -47,6 +47,8 @@ class Reading:
     """Samples, without padding."""
     masked_samples: float = 0.0
     """Samples of which no token has a label."""
+    targets: float = 0.0
+    """Tokens with a label."""
     forward_s: float = math.nan
     """Seconds of a forward pass, on a GPU without the collectives in it: the lower quartile."""
     forward_s_per_token: float = math.nan
@@ -64,7 +66,7 @@ class Reading:
     """Seconds of the window in which the main thread had no CPU, those among them in which it was in a collective."""
 
     def numbers(self) -> list[float]:
-        """Returns the fields in order, for a gather: (22,)."""
+        """Returns the fields in order, for a gather: (23,)."""
         return [float(getattr(self, name)) for name in self.__slots__]
 
 
@@ -140,7 +142,18 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
         attention = against.flops_per_token_and_context * sum(reading.squared_tokens for reading in readings)
         flops = against.flops_per_token * tokens + attention
         metrics["mfu"] = flops / window_s / len(readings) / against.flops_per_s
-    return metrics | _memory(readings) | _nvml(readings)
+    return metrics | _contents(readings) | _memory(readings) | _nvml(readings)
+
+
+def _contents(readings: Sequence[Reading]) -> dict[str, float]:
+    """Returns what the rows held (`RowContents`); nothing if samples were not counted."""
+    tokens, samples, squared, targets = (
+        sum(getattr(reading, name) for reading in readings)
+        for name in ("tokens", "samples", "squared_tokens", "targets")
+    )
+    if not tokens or not samples:
+        return {}
+    return {"sample_tokens": tokens / samples, "attended_tokens": squared / tokens, "target_share": targets / tokens}
 
 
 def _nvml(readings: Sequence[Reading]) -> dict[str, Any]:

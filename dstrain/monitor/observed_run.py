@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -16,6 +16,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.monitor import HealthRule
 from dstrain.monitor.measured import Measurement, measurement
+from dstrain.monitor.row_contents import trained_contents
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.paths import shown
 from dstrain.plan.calibration.observed import Observed
@@ -62,7 +63,9 @@ def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:
     """Returns what a run measured. Raises InvalidConfig if the folder is no run, or one that tells nothing."""
     facts = _facts(run_dir)
     workload, configuration = _planned(run_dir, facts, calibration)
-    found = measurement(current_steps(read_jsonl(run_dir.metrics)))
+    lines = current_steps(read_jsonl(run_dir.metrics))
+    found = measurement(lines)
+    workload = replace(workload, contents=trained_contents([line for line in lines if line.get("tokens")]))
     name = shown(str(run_dir.path))
     if not found.ranks:
         raise InvalidConfig(f"{name}: no step was measured", hint="Train for some tens of steps first.")

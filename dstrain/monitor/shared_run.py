@@ -12,6 +12,7 @@ from dstrain.facts.cluster import gpus, measured_links
 from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster, Origin, describe
 from dstrain.facts.cluster.links import Link
+from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -60,6 +61,8 @@ class Counted:
     error_ratio: float = 0.0
     reserved_bytes: int | None = None
     outside_bytes: int | None = None
+    contents: RowContents | None = None
+    """What the rows held."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +116,7 @@ def read_shared(path: Path, calibration: Calibration) -> ObservedRun:
     run, name = load_json(SharedRun, path), shown(str(path))
     if run.counted is None:
         raise InvalidConfig(f"{name}: nothing of this run counts for a calibration", hint="Leave it out.")
-    workload = _workload(run, name, calibration)
+    workload = replace(_workload(run, name, calibration), contents=run.counted.contents)
     settings = from_data(Configuration, dict(run.settings), locate=lambda place: f"{path}: /settings/{place}")
     counted = run.counted
     observed = Observed(

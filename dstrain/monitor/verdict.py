@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from dstrain.config.remedy import Remedy, remedy
@@ -31,6 +31,7 @@ from dstrain.monitor.comparison_text import difference_text, split_text, table
 from dstrain.monitor.health.speed_rules import SPEED_RULES
 from dstrain.monitor.metrics import without_nonfinite
 from dstrain.monitor.planned_links import link_seconds
+from dstrain.monitor.row_contents import as_trained, contents_text, trained_contents
 from dstrain.monitor.traffic import Expected
 from dstrain.monitor.windows import VERDICT, Line, states_by_rank
 from dstrain.oom import Phase
@@ -148,7 +149,10 @@ class FirstSteps:
         self.is_judged = True
         with suppress(OSError, ValueError):
             self.states = states_by_rank(json.loads(self.run_dir.states.read_text(encoding="utf-8")))
-        return judge(self, steps=steps, estimate=self.estimate)
+        contents = trained_contents(self.windows)
+        self.estimate = as_trained(self.estimate, self.model, self.cluster, contents) or self.estimate
+        found = judge(self, steps=steps, estimate=self.estimate)
+        return replace(found, note="; ".join(filter(None, (found.note, contents_text(self.estimate, contents)))))
 
 
 def judge(run: FirstSteps, *, steps: int, estimate: Estimate) -> Verdict:

@@ -73,6 +73,11 @@ class RunTime:
     """Half the width of the range that it is in for 8 of 10 runs, over `seconds`."""
 
 
+def row_tokens(request: Request, model: ModelFacts) -> int:
+    """Returns the tokens of the longest row, by default if the request leaves them open."""
+    return request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
+
+
 def with_lengths(
     request: Request, model: ModelFacts, lengths: Lengths, *, epochs: float, max_steps: int | None = None
 ) -> Request:
@@ -81,7 +86,7 @@ def with_lengths(
     Short samples share rows if the model's family is known to keep them apart and enough steps are left; else a row is
     as long as the longest sample, up to the default.
     """
-    limit = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
+    limit = row_tokens(request, model)
     if request.packing is None and not request.task.has_own_loss and has_layer_code(model):
         items, scale = _rows(lengths, limit, is_packed=True), lengths.num_samples / len(lengths.tokens)
         steps = max_steps or len(items) * scale * epochs / (request.global_batch or DEFAULT_GLOBAL_BATCH)

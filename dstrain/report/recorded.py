@@ -14,6 +14,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
 from dstrain.launch.run import state
 from dstrain.launch.run.state import State
+from dstrain.monitor.row_contents import as_trained, trained_contents
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.monitor.windows import VERDICT, Line, number, peaks_by_rank, states_by_rank
 from dstrain.plan.estimate_records import Estimate
@@ -34,7 +35,7 @@ class Recorded:
     """Whether `dstrain run` is training there now."""
     job: Job | None
     estimate: Estimate | None
-    """The prediction for this run."""
+    """The prediction for this run, its speed that of rows as they were."""
     model: ModelFacts | None
     cluster: Cluster | None
     """None also if its GPU was assumed."""
@@ -71,6 +72,9 @@ class Recorded:
     """Files that cannot be read, and why."""
 
 
+_FACTS: tuple[tuple[str, type[Any]], ...] = (("model", ModelFacts), ("cluster", Cluster))
+
+
 def read(run_dir: RunDir) -> Recorded:
     """Returns what a run directory recorded. Raises InvalidConfig if the folder is no run directory."""
     _refuse_other_folders(run_dir)
@@ -81,14 +85,15 @@ def read(run_dir: RunDir) -> Recorded:
     run = reader.record(State, run_dir.state)
     restarts = _of_this_run(list(filter(_is_restart, reader.lines(run_dir.restarts))), logged, run)
     windows = tuple(line for line in logged if "loss" in line)
+    model, cluster = (reader.part(kind, facts.get(name), f"{run_dir.facts.name}: {name}") for name, kind in _FACTS)
     return Recorded(
         run_dir=run_dir,
         state=run,
         is_alive=run is not None and state.is_alive(run, run_dir),
         job=reader.record(Job, run_dir.request),
-        estimate=reader.record(Estimate, run_dir.plan),
-        model=reader.part(ModelFacts, facts.get("model"), f"{run_dir.facts.name}: model"),
-        cluster=reader.part(Cluster, facts.get("cluster"), f"{run_dir.facts.name}: cluster"),
+        estimate=as_trained(reader.record(Estimate, run_dir.plan), model, cluster, trained_contents(windows)),
+        model=model,
+        cluster=cluster,
         versions={name: value for name, value in _mapping(facts.get("versions")).items() if isinstance(value, str)},
         ds_config=reader.mapping(run_dir.ds_config) or None,
         windows=windows,

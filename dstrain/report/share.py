@@ -119,5 +119,6 @@ def _counted(recorded: Recorded) -> Counted | None:
             error_ratio=observed.error_ratio,
             reserved_bytes=observed.reserved_bytes,
             outside_bytes=observed.outside_bytes,
+            contents=observed.workload.contents,
         )
     return None

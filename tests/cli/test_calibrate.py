@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.calibration import Measured, parse
 from dstrain.facts.cluster.cluster import Origin
+from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate import assess
@@ -31,10 +33,18 @@ HIDDEN = Measured(
     reserved_ratio=1.12,
 )
 MODEL = "qwen3-0.6b"
+SHORT = RowContents(sample_tokens=60.0, attended_tokens=70.0, target_share=0.4)
 VERSIONS = {"torch": "2.12.0", "deepspeed": "0.19.6"}
 
 
-def run(folder: Path, *, num_gpus: int = 8, health: tuple[str, ...] = (), **chosen: Any) -> str:
+def run(
+    folder: Path,
+    *,
+    num_gpus: int = 8,
+    health: tuple[str, ...] = (),
+    contents: RowContents | None = None,
+    **chosen: Any,
+) -> str:
     """Writes what a run on a machine with hidden constants leaves, and returns its folder."""
     cluster = clusters.describe(gpu=gpus.gpu("h100-sxm"), gpu_origin=Origin.MEASURED, gpus=num_gpus)
     model = probe.read_model(MODEL)
@@ -46,7 +56,7 @@ def run(folder: Path, *, num_gpus: int = 8, health: tuple[str, ...] = (), **chos
     facts = {"model": to_data(model), "cluster": to_data(cluster), "versions": VERSIONS}
     (folder / "facts.json").write_text(json.dumps(facts))
     (folder / "plan.json").write_text(to_json(assess(workload, configuration)))
-    lines = _lines(workload, configuration)
+    lines = _lines(replace(workload, contents=contents), configuration)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "health.jsonl").write_text("".join(json.dumps({"rule": rule, "step": 40}) + "\n" for rule in health))
     return str(folder)
@@ -74,6 +84,7 @@ def _lines(workload: Workload, c: Configuration) -> list[dict[str, Any]]:
                 "reserved_bytes_by_rank": [truth.memory.reserved_bytes_per_gpu] * ranks,
                 "outside_bytes_by_rank": [truth.memory.breakdown_bytes.context] * ranks,
                 "alloc_retries": 0,
+                **({} if workload.contents is None else asdict(workload.contents)),
             }
         )
     return lines
@@ -86,7 +97,7 @@ def runs(tmp_path: Path) -> list[str]:
         run(tmp_path / "a", num_gpus=1, seq_len=1024, grad_accum=4),
         run(tmp_path / "b", seq_len=8192, micro_batch=1),
         run(tmp_path / "c", seq_len=2048, zero_stage=3, overlap_comm=True),
-        run(tmp_path / "d", seq_len=4096, zero_stage=1, micro_batch=2),
+        run(tmp_path / "d", seq_len=4096, zero_stage=1, micro_batch=2, packing=True, contents=SHORT),
     ]
 
 

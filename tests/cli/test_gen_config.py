@@ -401,9 +401,12 @@ def test_lengths_of_the_data_choose_packing_and_tell_the_time(
     (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text() * 30)
     done = dstrain("gen-config", "--json")
     assert re.search(r"packed: \d+\.\d samples in a row", done.stderr), done.stderr
-    run = json.loads(done.stdout)["run"]
+    document = json.loads(done.stdout)
+    run = document["run"]
     assert run["steps"] == pytest.approx(20 * run["rows_per_epoch"] / 8, abs=20)
     assert "packing: true" in (tmp_path / "job.yaml").read_text()
+    planned = document["chosen"]["speed"]["step_s"]
+    assert json.loads(dstrain("explain", "ds_config.json", "--json").stdout)["step_s"] == planned
     (tmp_path / "job.yaml").write_text(f"{(tmp_path / 'job.yaml').read_text()}max_steps: 7\n")
     assert json.loads(dstrain("gen-config", "--json").stdout)["run"]["steps"] == 7
 

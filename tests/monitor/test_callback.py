@@ -24,7 +24,8 @@ def count(batch: dict[str, Any]) -> Counts:
 
 def test_the_attention_mask_tells_padding_apart() -> None:
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0]])
-    assert count({"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask}) == (4, 4, 9 + 1, (3, 1), 0)
+    batch = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "attention_mask": mask}
+    assert count(batch) == Counts(tokens=4, padding=4, squared=9 + 1, samples=(3, 1))
 
 
 def test_packed_samples_begin_at_position_0_and_filling_has_no_label() -> None:
@@ -33,7 +34,7 @@ def test_packed_samples_begin_at_position_0_and_filling_has_no_label() -> None:
         "position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2]]),
         "labels": torch.tensor([[-100, 5, 6, -100, 7, -100, -100, -100]]),
     }
-    assert count(batch) == (5, 3, 9 + 4, (3, 2), 0)
+    assert count(batch) == Counts(tokens=5, padding=3, squared=9 + 4, samples=(3, 2), targets=3)
 
 
 def test_the_counts_of_a_window_are_summed_and_the_next_one_begins_anew() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Hub
+from dstrain.cli.options.question import PlanInputs
 from dstrain.errors import DstrainError
 from dstrain.facts.data.datafile import files_of, is_file_name, num_rows
 from dstrain.facts.data.job_reading import reading_for
@@ -21,7 +22,6 @@ from dstrain.job.file import read_job
 from dstrain.job.schema import Job
 from dstrain.plan import run_time
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.request import Request
 from dstrain.plan.run_time import RunTime
 
 _FEWEST_ROWS = 200
@@ -59,12 +59,14 @@ class TrainingData:
     unknown: str | None = None
     """Why they are not known, in words; None if no data are named."""
 
-    def decide(self, request: Request, model: ModelFacts) -> Request:
-        """Returns the request with what the lengths decide."""
+    def decide(self, inputs: PlanInputs) -> PlanInputs:
+        """Returns the planner's inputs with what the lengths decide, and what they say of rows."""
         if self.lengths is None or self.job is None:
-            return request
-        epochs, max_steps = self.job.num_train_epochs, self.job.max_steps
-        return run_time.with_lengths(request, model, self.lengths, epochs=epochs, max_steps=max_steps)
+            return inputs
+        epochs, max_steps, model = self.job.num_train_epochs, self.job.max_steps, inputs.workload.model
+        request = run_time.with_lengths(inputs.request, model, self.lengths, epochs=epochs, max_steps=max_steps)
+        contents = self.lengths.contents(run_time.row_tokens(request, model))
+        return replace(inputs, request=request, workload=replace(inputs.workload, contents=contents))
 
     def run_time(self, workload: Workload, chosen: Estimate) -> RunTime | None:
         """Returns how long a plan trains them; None if it is not known."""
@@ -139,7 +141,8 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
         return TrainingData(unknown=f"the tokenizer of {model.source} is not here: hf download {model.source}")
     rows = max(_FEWEST_ROWS, SAMPLED_ROWS // len(sources))
     for source in sources:
-        lengths = read_lengths(source.path, reading_for(source, job), tokenizer, sampled_rows=rows)
+        reading = reading_for(source, job)
+        lengths = read_lengths(source.path, reading, tokenizer, sampled_rows=rows, loss_on=job.loss_on)
         most = lengths.num_samples if source.max_samples is None else min(source.max_samples, lengths.num_samples)
         found.append(replace(lengths, num_samples=most))
     counts = [lengths.num_samples for lengths in found]

@@ -14,6 +14,7 @@ from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
 from dstrain.monitor.comparison import plans_time
 from dstrain.monitor.comparison_text import difference_text, split_text, table
+from dstrain.monitor.row_contents import contents_text, trained_contents
 from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.records import to_data
@@ -60,6 +61,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         yield "first steps", first
     if split := split_text(report.parts):
         yield "a step", split
+    if contents := contents_text(report.recorded.estimate, trained_contents(report.recorded.windows)):
+        yield "rows", contents
     if report.traffic:
         yield "collectives", traffic_text(report)
     if report.losses:

@@ -44,7 +44,8 @@ def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str
     half, most, longest = (f"{lengths.at(share):,}" for share in (0.5, 0.95, 1.0))
     lines = [f"data     {lengths.num_samples:,} samples; tokens: half ≤ {half}, 95 % ≤ {most}, longest {longest}"]
     if asked.request.packing:
-        lines.append(f"         packed: {lengths.num_samples / run.rows_per_epoch:.1f} samples in a row")
+        labels = f", {percent(lengths.target_share)} of the tokens with a label" if lengths.target_share < 1 else ""
+        lines.append(f"         packed: {lengths.num_samples / run.rows_per_epoch:.1f} samples in a row{labels}")
     elif run.idle_share >= _LOST_SHARE:
         lines.append(f"         {percent(run.idle_share)} of a step is padding, or waiting for the longest sample")
     if run.cut_share >= _LOST_SHARE:

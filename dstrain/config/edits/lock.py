@@ -13,6 +13,7 @@ from dstrain.config.jsonc import Pointer
 from dstrain.config.schema import schema_files
 from dstrain.errors import Conflict, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.data.row_contents import RowContents
 from dstrain.paths import write_together
 from dstrain.records import load_json, to_json, type_config
 
@@ -57,6 +58,8 @@ class Lock:
     """Those that `dstrain tune` chose: the next one may choose others."""
     cluster: Cluster | None = None
     """The machines, as detected or assumed at that time; None for adopted files."""
+    contents: RowContents | None = None
+    """What rows of the data held at that time; None if the data were not read."""
     base: Mapping[str, str]
     """File name → the exact generated text, from which hand edits are detected."""
     unsettled: Mapping[str, tuple[Unsettled, ...]] = field(default_factory=dict)
@@ -86,6 +89,12 @@ def planned_cluster(folder: Path) -> Cluster | None:
     """Returns the cluster that the files of a folder were generated for; None if unknown."""
     lock = read_lock(folder)
     return lock.cluster if lock is not None else None
+
+
+def planned_contents(folder: Path) -> RowContents | None:
+    """Returns what rows of the data held when the files of a folder were generated; None if unknown."""
+    lock = read_lock(folder)
+    return lock.contents if lock is not None else None
 
 
 def _upgraded(data: Any) -> Any:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import files_of, num_rows, parsed, reading_of
 from dstrain.facts.data.preferences import Pair
+from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.data.rows import Sample, spread
 from dstrain.facts.data.sample_formats import Reading
 from dstrain.facts.data.turns import Conversation
@@ -31,6 +33,8 @@ class Lengths:
     """Tokens of the sampled rows, shortest first, before any of them is cut."""
     num_samples: int
     """Samples of the whole data set; counted, or in a JSON list and in lines with gaps about as many."""
+    target_share: float = 1.0
+    """Share of the tokens with a label, 0…1."""
 
     def share_longer(self, seq_len: int) -> float:
         """Returns the share of samples that are longer, 0…1.
@@ -48,6 +52,19 @@ class Lengths:
         """
         return self.tokens[max(0, round(share * len(self.tokens)) - 1)]
 
+    def contents(self, seq_len: int) -> RowContents:
+        """Returns what rows hold if longer samples are cut.
+
+        >>> Lengths(tokens=(100, 300, 900), num_samples=3, target_share=0.5).contents(600)
+        RowContents(sample_tokens=333.3, attended_tokens=460.0, target_share=0.5)
+        """
+        cut = [min(length, seq_len) for length in self.tokens]
+        return RowContents(
+            sample_tokens=round(sum(cut) / len(cut), 1),
+            attended_tokens=round(sum(length * length for length in cut) / sum(cut), 1),
+            target_share=round(self.target_share, 3),
+        )
+
 
 def mixed(parts: Sequence[Lengths], counts: Sequence[int]) -> Lengths:
     """Returns the lengths of an epoch with so many samples of each data set: as many of its quantiles as its share.
@@ -61,7 +78,9 @@ def mixed(parts: Sequence[Lengths], counts: Sequence[int]) -> Lengths:
     for part, count in zip(parts, counts, strict=True):
         drawn = max(1, round(SAMPLED_ROWS * count / sum(counts)))
         tokens += [part.tokens[(2 * number + 1) * len(part.tokens) // (2 * drawn)] for number in range(drawn)]
-    return Lengths(tokens=tuple(sorted(tokens)), num_samples=sum(counts))
+    sizes = [count * sum(part.tokens) / len(part.tokens) for part, count in zip(parts, counts, strict=True)]
+    targets = sum(size * part.target_share for size, part in zip(sizes, parts, strict=True))
+    return Lengths(tokens=tuple(sorted(tokens)), num_samples=sum(counts), target_share=targets / max(1, sum(sizes)))
 
 
 @lru_cache(maxsize=1)
@@ -74,7 +93,14 @@ def _encoder(tokenizer: Path) -> Any:
         raise InvalidConfig(f"{tokenizer}: cannot be read as a tokenizer: {error}") from None
 
 
-def read_lengths(data: str, reading: Reading, tokenizer: Path, *, sampled_rows: int = SAMPLED_ROWS) -> Lengths:
+def read_lengths(
+    data: str,
+    reading: Reading,
+    tokenizer: Path,
+    *,
+    sampled_rows: int = SAMPLED_ROWS,
+    loss_on: LossOn = LossOn.ANSWER,
+) -> Lengths:
     """Returns the lengths of the samples of a data file or a glob; `tokenizer` is the model's tokenizer.json.
 
     Chat templates are not rendered: their share is the role's name and `MARKS` for each message. A pair of answers
@@ -88,22 +114,33 @@ def read_lengths(data: str, reading: Reading, tokenizer: Path, *, sampled_rows: 
         sampled = list(spread(file, -(-sampled_rows // len(files))))
         counted += num_rows(file) or len(sampled)
         rows += len(sampled)
-        texts += _usable(file, sampled, reading)
+        texts += [[_texts(side, loss_on) for side in sides] for sides in _usable(file, sampled, reading)]
     if not texts:
         raise InvalidConfig(f"{data}: none of {rows:,} sampled rows is usable", hint="dstrain run names the problems.")
-    flat = encoder.encode_batch_fast([text for sides in texts for text, _ in sides], add_special_tokens=False)
-    sizes = iter(len(encoding.ids) for encoding in flat)
-    lengths = [max(next(sizes) + around for _, around in sides) for sides in texts]
-    return Lengths(tokens=tuple(sorted(lengths)), num_samples=counted)
+    every = [text for sides in texts for side in sides for text in side]
+    encoded = encoder.encode_batch_fast([text.text for text in every], add_special_tokens=False)
+    sizes = [len(encoding.ids) + text.around for encoding, text in zip(encoded, every, strict=True)]
+    targets = sum(size for size, text in zip(sizes, every, strict=True) if text.is_learned)
+    left = iter(sizes)
+    lengths = [max(sum(next(left) for _ in side) for side in sides) for sides in texts]
+    return Lengths(tokens=tuple(sorted(lengths)), num_samples=counted, target_share=targets / max(1, sum(sizes)))
 
 
-Text = tuple[str, int]
-"""All text of a sample, and the tokens around it."""
+class Text(NamedTuple):
+    """Text of a sample."""
+
+    text: str
+    around: int = 0
+    """Special tokens around it."""
+    is_learned: bool = True
+    """Whether its tokens have labels."""
 
 
-def _usable(file: Path, sampled: Sequence[Sample | InvalidConfig], reading: Reading) -> list[list[Text]]:
-    """Returns the texts of each usable row, those of a pair being two."""
-    found: list[list[Text]] = []
+def _usable(
+    file: Path, sampled: Sequence[Sample | InvalidConfig], reading: Reading
+) -> list[Sequence[Conversation | str]]:
+    """Returns what each usable row holds; of a pair two conversations."""
+    found: list[Sequence[Conversation | str]] = []
     rows = [row for row in sampled if isinstance(row, Sample)]
     if not rows:
         return []
@@ -115,21 +152,30 @@ def _usable(file: Path, sampled: Sequence[Sample | InvalidConfig], reading: Read
             continue
         if isinstance(sample, Conversation) and sample.images:
             raise InvalidConfig(f"{row.where}: has images, whose tokens the model's processor counts")
-        found.append([_text(side) for side in (sample.sides if isinstance(sample, Pair) else (sample,))])
+        found.append(sample.sides if isinstance(sample, Pair) else (sample,))
     return found
 
 
-def _text(sample: Conversation | str) -> Text:
+def _texts(sample: Conversation | str, loss_on: LossOn) -> list[Text]:
+    """Returns the texts of a sample: of each message its role and what it says, which answers are learned with the mark
+    that ends them."""
     if isinstance(sample, str):
-        return sample, 1  # the end of the document
-    parts = [_message(message) for message in sample.messages]
+        return [Text(sample, around=1)]  # the end of the document
+    texts, last = [], len(sample.messages) - 1
+    for index, message in enumerate(sample.messages):
+        is_answer = message["role"] == "assistant" and index not in sample.unlearned
+        is_learned = loss_on is LossOn.ALL or (is_answer and (loss_on is LossOn.ANSWER or index == last))
+        role = f"{message['role']}\n" if index == 0 else f"\n{message['role']}\n"
+        texts.append(Text(role, MARKS - 1, is_learned=loss_on is LossOn.ALL))
+        texts.append(Text(_said(message), 1, is_learned=is_learned))
     if sample.tools:
-        parts.append(json.dumps(list(sample.tools), ensure_ascii=False))
-    return "\n".join(parts), MARKS * len(sample.messages)
+        tools = json.dumps(list(sample.tools), ensure_ascii=False)
+        texts.append(Text(tools, is_learned=loss_on is LossOn.ALL))
+    return texts
 
 
-def _message(message: dict[str, Any]) -> str:
+def _said(message: dict[str, Any]) -> str:
     calls = message.get("tool_calls")
     calls = json.dumps(calls) if calls else None
-    said = (message["role"], message.get("reasoning_content"), message.get("content"), calls)
+    said = (message.get("reasoning_content"), message.get("content"), calls)
     return "\n".join(str(text) for text in said if text)

@@ -152,7 +152,7 @@ def _subject(folder: Path, lock: Lock) -> _Subject:
     model = with_head_of(probe.read_model(name, hub=job.hub or Hub.HF, way=trace_question(job)), job.task)
     text = lock.base.get("hostfile")
     cluster, _ = measured_cluster(lock.cluster, None if text is None else hostfile.parse(text, "hostfile"))
-    return _Subject(workload=measured_workload(model, cluster), values=values)
+    return _Subject(workload=measured_workload(model, cluster, lock.contents), values=values)
 
 
 def _job(values: Mapping[str, Any]) -> Job:

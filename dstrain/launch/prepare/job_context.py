@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Method
+from dstrain.config.edits.lock import planned_contents
 from dstrain.config.lint.subject import JobContext
-from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster.cluster import Cluster, Origin
@@ -18,6 +20,7 @@ from dstrain.facts.cluster.gpus import CPU
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.links import Link
 from dstrain.facts.cluster.machines import is_local, resolve_gpu, resolve_hosts
+from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model.model_facts import ModelFacts, with_head_of
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.facts.this_machine import trains_on_cpu
@@ -115,7 +118,14 @@ def workload_of(context: JobContext) -> Workload | None:
     """
     if context.model is None or context.cluster is None or (context.job and unplanned_parts(context.job.job)):
         return None
-    return measured_workload(context.model, context.cluster)
+    return measured_workload(context.model, context.cluster, contents_of(context.job))
+
+
+def contents_of(file: JobFile | None) -> RowContents | None:
+    """Returns what rows of a job's data held when its configuration was generated; None if unknown."""
+    with suppress(DstrainError):  # a damaged lock is reported where it is needed
+        return planned_contents(Path(file.job.ds_config).parent) if file is not None else None
+    return None
 
 
 def unplanned_parts(job: Job) -> str | None:

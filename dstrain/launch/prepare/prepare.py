@@ -21,14 +21,15 @@ from dstrain.errors import DstrainError
 from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.this_machine import trains_on_cpu, versions, visible_devices
-from dstrain.facts.workload import measured_workload
+from dstrain.facts.workload import Workload, measured_workload
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import attention, job_checks, packages, resize_checkpoint, resume
 from dstrain.launch.prepare.attention import Choice
-from dstrain.launch.prepare.job_context import describe, given_link, hosts_of, model_of, unplanned_parts
+from dstrain.launch.prepare.job_context import contents_of, describe, given_link, hosts_of, model_of, unplanned_parts
 from dstrain.launch.prepare.lint_job import lint_text, read_text, refused
 from dstrain.launch.prepare.resize_checkpoint import Resize
 from dstrain.launch.prepare.resume import Resuming
@@ -65,6 +66,13 @@ class PreparedRun:
     """Lines to print before the launch."""
     elastic: Resize | None = None
     """The checkpoint to convert before the launch, for another number of ranks."""
+    contents: RowContents | None = None
+    """What rows of the data held when the configuration was generated; None if unknown."""
+
+    @property
+    def workload(self) -> Workload | None:
+        """What trains where, with what was measured; None if the model is unknown."""
+        return None if self.model is None else measured_workload(self.model, self.cluster, self.contents)
 
     @property
     def run_dir(self) -> RunDir:
@@ -110,6 +118,7 @@ def prepare(
         cluster=cluster,
         estimate=subject.estimate,
         attention=choice,
+        contents=contents_of(file),
         notes=(*resuming.notes, *lint_notes, *device_notes, *machine_notes, *data_notes),
         elastic=resize_checkpoint.decide(resuming.saved, ds_config, num_ranks=hosts.num_slots),
     )
@@ -118,8 +127,8 @@ def prepare(
 def with_attention(prepared: PreparedRun, choice: Choice) -> PreparedRun:
     """Returns the run with the attention that its nodes have, and the estimate of that."""
     job, estimate = replace(prepared.job, attn=choice.attn), prepared.estimate
-    if choice.attn is not prepared.job.attn and estimate is not None and prepared.model is not None:
-        workload = measured_workload(prepared.model, prepared.cluster)
+    workload = prepared.workload
+    if choice.attn is not prepared.job.attn and estimate is not None and workload is not None:
         estimate = assess(workload, changed(estimate.configuration, attn=choice.attn))
     return replace(prepared, job=job, estimate=estimate, attention=choice)
 

@@ -13,7 +13,7 @@ from dstrain.config import jsonc
 from dstrain.config.remedy import Remedy, remedy
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Origin
-from dstrain.facts.workload import Workload, measured_workload
+from dstrain.facts.workload import Workload
 from dstrain.launch.prepare.lint_job import read_text
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.oom import Allocator, OutOfMemory, Phase
@@ -70,9 +70,7 @@ def diagnose(prepared: PreparedRun) -> Diagnosis | None:
     except DstrainError:  # no rank wrote one, or not to its end
         return None
     estimate, measured = prepared.estimate, record.measured
-    short, workload = None, None
-    if prepared.model is not None:
-        workload = measured_workload(prepared.model, prepared.cluster)
+    short, workload = None, prepared.workload
     if workload is not None and estimate is not None and measured is not None:
         short = shortage(workload, estimate, record.phase, measured)
     remedies: tuple[Remedy, ...] = ()

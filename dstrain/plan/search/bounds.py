@@ -155,7 +155,7 @@ def passes_s(workload: Workload, way: Configuration, micro_batch: int) -> float:
     cluster = workload.cluster
     peak = peak_flops_per_s(cluster.gpu, way.model.precision)
     sized = replace(way, batch=replace(way.batch, micro_batch=micro_batch))
-    chosen = setting(sized, peak, cluster.gpu)
+    chosen = setting(sized, peak, cluster.gpu, workload.contents)
     done, rates = work(workload.model, way), efficiency(cluster, workload.measured)
     forward, backward = passes(done, rates, chosen)
     are_copied = way.checkpointing.offload and not way.code.inputs_in_flight

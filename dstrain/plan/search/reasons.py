@@ -13,7 +13,7 @@ from dstrain.plan.search.alternatives import Neighbour, faster_but_too_large, ga
 from dstrain.plan.search.buffer_sizes import TIGHT
 from dstrain.plan.search.search import EQUAL_RATIO, TIE_RATIO, Ranking
 from dstrain.plan.search.search_space import data_parallel_ranks, global_batch
-from dstrain.units import format_bytes, format_count, format_seconds
+from dstrain.units import MIB, format_bytes, format_count, format_seconds
 
 MOST_SENTENCES = 3
 """Maximum number of sentences of one kind."""
@@ -177,10 +177,10 @@ def _memory(workload: Workload, chosen: Estimate) -> list[Reason]:
         f" {format_bytes(states.device)} of model states on each GPU (parameters {format_bytes(states.params)},"
         f" gradients {format_bytes(states.grads)}, optimizer {format_bytes(states.optimizer)})"
     )
+    logits = f" and {format_bytes(parts.logits)} logits" if parts.logits >= MIB else ""  # else the loss alone
     peak = (
         f"the peak is at {needs.peak_instant}: {format_bytes(needs.device_bytes_per_gpu)} of"
-        f" {format_bytes(cluster.gpu.memory_bytes)}, of which {format_bytes(parts.activations)} activations and"
-        f" {format_bytes(parts.logits)} logits"
+        f" {format_bytes(cluster.gpu.memory_bytes)}, of which {format_bytes(parts.activations)} activations{logits}"
     )
     said = [(Topic.MODEL_STATES, trains), (Topic.PEAK, peak)]
     is_at_load = needs.load.host_bytes_per_node == needs.host_bytes_per_node

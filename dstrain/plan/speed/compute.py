@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from dstrain.choices import Attention
 from dstrain.plan.speed.efficiency import (
+    CALL_KERNELS,
     GROUPED_RATIO,
     HALF_TILE,
     HALF_WAVE,
@@ -98,9 +99,12 @@ def _launched(work: Work, rates: Efficiency, s: Setting, recomputed: Pass) -> tu
     hooked, hooks = work.num_modules + loop.modules * looped, HOOK_S[s.zero_stage]
     if not s.model.is_deepspeed:
         hooked, hooks = work.num_layers + 1 + 2 * work.num_adapters, UNIT_S if s.zero_stage == 3 else HOOK_S[0]
-    forward = rates.launch_s * (work.forward.kernels + loop.kernels[0] * looped) + hooks[0] * hooked
-    backward = rates.launch_s * (work.backward.kernels + loop.kernels[1] * looped) + hooks[1] * hooked
-    again = rates.launch_s * (recomputed.kernels + loop.kernels[0] * looped) + hooks[0] * hooked
+    called = max(0.0, s.apart - 1) * work.num_attention_layers
+    there = loop.kernels[0] * looped + CALL_KERNELS[0] * called
+    back = loop.kernels[1] * looped + CALL_KERNELS[1] * called
+    forward = rates.launch_s * (work.forward.kernels + there) + hooks[0] * hooked
+    backward = rates.launch_s * (work.backward.kernels + back) + hooks[1] * hooked
+    again = rates.launch_s * (recomputed.kernels + there) + hooks[0] * hooked
     return forward, backward, again
 
 
@@ -113,7 +117,7 @@ def _product_seconds(product: Product, rates: Efficiency, s: Setting) -> tuple[f
     """
     tp = s.parallel.tp if product.is_sharded else 1
     inputs, outputs = product.inputs, product.outputs / tp
-    rows = s.tokens * product.rows_per_token
+    rows = (s.tokens if product.is_in_layer else s.loss_tokens) * product.rows_per_token
     rate, experts = s.peak_flops_per_s * rates.gemm_ratio, float(product.experts)
     if experts > 1:
         experts /= s.parallel.ep  # which as many tokens visit, of all ranks
@@ -137,16 +141,39 @@ def _attention_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
 
     Both flash attention and PyTorch's memory-efficient one skip the half above the diagonal; what takes a mask, or
     holds the scores, does not, and a mask rules out flash attention. Attention's speed rises with the length of the
-    sequence.
+    sequence. A window leaves each token that many before it, in flash attention; SDPA gets a mask for it.
     """
-    flops = s.tokens * s.batch.seq_len * work.attention_width / s.parallel.tp
+    width, length = work.attention_width / s.parallel.tp, s.attended_tokens
     if s.kernels.attn is Attention.EAGER:
-        return 2 * flops / (s.peak_flops_per_s * rates.gemm_ratio)
-    rate = s.peak_flops_per_s * rates.attention_ratio * s.batch.seq_len / (s.batch.seq_len + SHORT_SEQUENCE)
+        return 2 * s.tokens * length * width / (s.peak_flops_per_s * rates.gemm_ratio)
     if s.is_masked:
-        return 2 * flops / (rate * (MASKED_ATTENTION_RATIO if s.has_flash else 1.0))
-    most = max(1.0, rates.gemm_ratio / rates.attention_ratio)
-    return flops / (rate * min(s.code.attention_speed, most))
+        return _masked_seconds(width, rates, s)
+    narrow = work.windowed_share if work.window < length else 0.0
+    seconds = _flash_seconds((1 - narrow) * width, length, length, rates, s)
+    if not narrow:
+        return seconds
+    if s.kernels.attn is Attention.SDPA and (s.apart or not s.batch.packing):
+        return seconds + _masked_seconds(narrow * width, rates, s)
+    reach = work.window * (2 - work.window / length)
+    return seconds + _flash_seconds(narrow * width, reach, work.window, rates, s)
+
+
+def _masked_seconds(width: float, rates: Efficiency, s: Setting) -> float:
+    """Returns the seconds of attention that takes a mask, over all positions of a row or of a sample."""
+    flops = 2 * s.tokens * s.attended_tokens * width
+    return flops / (_attention_rate(s.attended_tokens, rates, s) * (MASKED_ATTENTION_RATIO if s.has_flash else 1.0))
+
+
+def _flash_seconds(width: float, reach: float, length: float, rates: Efficiency, s: Setting) -> float:
+    """Returns the seconds of attention without a mask: each token reaches half of `reach` tokens on average, at the
+    speed of sequences of `length`."""
+    fastest = max(1.0, rates.gemm_ratio / rates.attention_ratio)
+    return s.tokens * reach * width / (_attention_rate(length, rates, s) * min(s.code.attention_speed, fastest))
+
+
+def _attention_rate(length: float, rates: Efficiency, s: Setting) -> float:
+    """Returns the FLOP/s of attention over sequences of a length."""
+    return s.peak_flops_per_s * rates.attention_ratio * length / (length + SHORT_SEQUENCE)
 
 
 def _vision_seconds(work: Work, rates: Efficiency, s: Setting) -> float:

@@ -36,6 +36,10 @@ MASKED_ATTENTION_RATIO = 0.4
 """Speed of PyTorch's memory-efficient attention, which takes a padding mask, over that of flash attention, which does
 not. Source: flash-attention#416 (0.3), NVIDIA/TileGym#49 (0.43)."""
 
+CALL_KERNELS = (2.0, 4.0)
+"""Kernels of one more call of attention in a layer, forward and backward: it, and the parts put together again.
+Source: an H200 takes 57 ms for 512 samples one by one, 1.9 ms at once (benchmarks/results/gpu_kernels-h200.json)."""
+
 HBM_RATIO = 0.85
 """Bandwidth of elementwise kernels over the data sheet's. Source: from memory; a copy on an A100 reaches 1.75 TB/s."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -62,13 +63,13 @@ def _moved(part: Pass, s: Setting, cached: float) -> float:
 
 def bytes_forward(work: Work, s: Setting, cached: float) -> float:
     """Returns the bytes that kernels beside products and flash attention move in the forward pass."""
-    logits = s.tokens * float(work.num_outputs)
+    logits = s.loss_tokens * float(work.num_outputs)
     per_logit = LOSS_BYTES_PER_LOGIT[s.kernels.loss]
     if s.kernels.loss is LossKernel.FULL:
         per_logit += s.code.loss_bytes_per_logit
     total = _moved(work.forward, s, cached) + logits * per_logit
     if s.kernels.loss in TILED_HEADS and s.model.is_full:
-        tiles = -(-s.tokens // tile_rows(s.kernels.loss, s.tokens, work.hidden_size, work.num_outputs))
+        tiles = math.ceil(s.loss_tokens / tile_rows(s.kernels.loss, s.tokens, work.hidden_size, work.num_outputs))
         total += FUSED_HEAD_BYTES_PER_WEIGHT * tiles * work.num_outputs * work.hidden_size
     if s.kernels.attn is Attention.EAGER:
         total += EAGER_ATTENTION_BYTES[0] * s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp

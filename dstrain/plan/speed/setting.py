@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dstrain.choices import Attention, Precision
+from dstrain.choices import Attention, LossKernel, Precision
 from dstrain.facts.cluster.gpus import Gpu
+from dstrain.facts.data.row_contents import RowContents
 from dstrain.plan.configuration import (
     Checkpointing,
     Configuration,
@@ -14,6 +15,7 @@ from dstrain.plan.configuration import (
     Parallel,
     TrainedModel,
 )
+from dstrain.plan.memory.layers.attention import AT_ONCE_TOKENS, MOST_APART, as_attended
 from dstrain.plan.training_code import ExpertLoop, TrainingCode
 
 
@@ -33,6 +35,12 @@ class Setting:
     code: TrainingCode
     zero_stage: int
     """ZeRO stage, or as much of PyTorch's own sharding."""
+    attended_tokens: float
+    """Tokens over which attention runs: those of a row, or of a sample that attention is called for alone."""
+    apart: float
+    """Samples of a micro-batch for which attention is called one by one; 0 if one call attends all of them."""
+    target_share: float
+    """Share of the tokens with a label, 0…1."""
 
     @property
     def tokens(self) -> int:
@@ -44,6 +52,11 @@ class Setting:
         """Whether checkpointing computes all of a layer again, as its reentrant form does for adapters under ZeRO-3."""
         adapter_under_zero3 = not self.model.is_full and self.zero_stage == 3 and self.model.is_deepspeed
         return self.code.is_reentrant or adapter_under_zero3
+
+    @property
+    def loss_tokens(self) -> float:
+        """Tokens of which the loss computes logits: the fused one leaves out those without a label."""
+        return self.tokens * (self.target_share if self.kernels.loss is LossKernel.FUSED else 1.0)
 
     @property
     def is_masked(self) -> bool:
@@ -63,21 +76,38 @@ FALLBACK_LOOP = ExpertLoop(kernels=(2.0, 4.0), modules=0)
 Source: Transformers 5.23 integrations/moe.py: _grouped_mm_fallback."""
 
 
-def setting(configuration: Configuration, peak_flops_per_s: float, gpu: Gpu) -> Setting:
+def setting(configuration: Configuration, peak_flops_per_s: float, gpu: Gpu, contents: RowContents | None) -> Setting:
     """Returns what the computation of a micro-batch on a GPU depends on."""
-    code = configuration.code
+    code, batch = configuration.code, configuration.batch
     if configuration.kernels.attn is Attention.FLASH_ATTENTION_3 and gpu.compute_capability == (9, 0):
         code = replace(code, attention_speed=code.attention_speed * FLASH_ATTENTION_3_SPEED)
     if not gpu.has_grouped_products and code.expert_loop is None:
         code = replace(code, expert_loop=FALLBACK_LOOP)
+    attended_tokens, apart = _attended(configuration, gpu, contents)
     return Setting(
         peak_flops_per_s=peak_flops_per_s,
         has_flash=gpu.has_flash_attention_2 and configuration.model.precision is not Precision.FP32,
+        attended_tokens=attended_tokens,
+        apart=apart,
+        target_share=1.0 if contents is None else contents.target_share,
         model=configuration.model,
-        batch=configuration.batch,
+        batch=batch,
         kernels=configuration.kernels,
         checkpointing=configuration.checkpointing,
         parallel=configuration.parallel,
         code=code,
         zero_stage=configuration.zero.stage,
     )
+
+
+def _attended(c: Configuration, gpu: Gpu, contents: RowContents | None) -> tuple[float, float]:
+    """Returns the tokens over which attention runs, and how many samples of a micro-batch have a call of their own."""
+    row, sdpa = float(c.batch.seq_len), c.kernels.attn is Attention.SDPA
+    is_apart = c.kernels.attn.is_flash or (sdpa and c.code.splits_packed_rows)
+    if contents is None or not c.batch.packing or not is_apart:
+        return row, 0.0
+    attended, sample = min(row, contents.attended_tokens), min(row, contents.sample_tokens)
+    has_kernel = as_attended(c, gpu).code.attends_at_once and c.model.precision is not Precision.FP32
+    if not sdpa or (has_kernel and (row <= AT_ONCE_TOKENS or row > MOST_APART * sample)):
+        return attended, 0.0
+    return attended, c.batch.tokens / sample

@@ -16,7 +16,7 @@ from dstrain.plan.speed.efficiency import RETRY_S, Efficiency, efficiency
 from dstrain.plan.speed.error_ranges import error_ratio
 from dstrain.plan.speed.flops import peak_flops_per_s
 from dstrain.plan.speed.optimizer_step import Stepping, stepping
-from dstrain.plan.speed.setting import setting
+from dstrain.plan.speed.setting import Setting, setting
 from dstrain.plan.speed.traffic import Work, work
 
 PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products", "attention", "elementwise kernels"
@@ -59,10 +59,11 @@ def speed(workload: Workload, configuration: Configuration) -> Speed | None:
         return None
     rates = efficiency(cluster, workload.measured)
     done = work(workload.model, c)
-    parts, hidden = _parts(cluster, c, done, rates, peak)
+    chosen = setting(c, peak, gpu, workload.contents)
+    parts, hidden = _parts(cluster, c, done, rates, chosen)
     step_s = sum(parts.values())
     tokens = c.batch.tokens * c.step.grad_accum / (c.parallel.sp * c.parallel.tp)
-    flops = done.model_flops[0] + done.model_flops[1] * c.batch.seq_len
+    flops = done.model_flops[0] + done.model_flops[1] * chosen.attended_tokens
     return Speed(
         step_s=step_s,
         tokens_per_s_per_gpu=tokens / step_s,
@@ -104,17 +105,17 @@ def forward_s(workload: Workload, configuration: Configuration) -> float | None:
     if peak <= 0 or gpu.hbm_bytes_per_s <= 0:
         return None
     rates, done = efficiency(cluster, workload.measured), work(workload.model, c)
-    forward, _ = passes(done, rates, setting(c, peak, gpu))
+    forward, _ = passes(done, rates, setting(c, peak, gpu, workload.contents))
     copies = stepping(cluster, c, done, rates).pcie_forward
     sent = _shown(collectives(cluster, c, done), Phase.FORWARD, forward.total, cluster, rates)
     return max(forward.total, copies) + sum(exposed for _, exposed, _ in sent)
 
 
 def _parts(
-    cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, peak: float
+    cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, chosen: Setting
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the seconds of a step by part, and those of collectives and copies that computation hides."""
-    forward, backward = passes(done, rates, setting(c, peak, cluster.gpu))
+    forward, backward = passes(done, rates, chosen)
     copies = stepping(cluster, c, done, rates)
     again, forwards = c.step.grad_accum, c.batch.task.forward_passes
     shown = _shown_copies(copies, forward.total, backward.total, forwards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Generic, TypeVar
@@ -52,12 +53,18 @@ class Work:
     """The matrix products of the vision tower."""
     attention_width: float
     """Widths of query and value heads together, over all layers: FLOPs of a token and position, forward."""
+    windowed_share: float
+    """Part of that in layers that attend to a window of tokens alone, 0…1."""
+    window: int
+    """Tokens of the window; 0 without such layers."""
     vision_width: float
     """The same of the vision tower."""
     num_heads: int
     """Attention heads over all layers."""
     num_layers: int
     """Decoder layers."""
+    num_attention_layers: int
+    """Those with attention over all positions or a window."""
     hidden_size: int
     """Width of the residual stream."""
     num_outputs: int
@@ -124,23 +131,24 @@ def _work(
     key: _Same[ModelFacts], trained_model: TrainedModel, liger: bool, shares_experts: bool, code: TrainingCode
 ) -> Work:
     model, vision, method = key.value, key.value.vision, trained_model.method
-    layers, heads = model.num_hidden_layers, model.num_attention_heads
+    layers, heads, scored = model.num_hidden_layers, model.num_attention_heads, model.num_attention_layers
     multiplied = products(model, method=method)
     has_copy, inside = _has_copied_head(model, trained_model), [p for p in multiplied if not p.is_vision]
     decoder = tuple(replace(product, is_copy=has_copy and not product.is_in_layer) for product in inside)
     forward, backward, recompute, mlps = _passes(model, trained_model, liger, shares_experts, code)
-    launched = sum(product.count for product in decoder if product.is_in_layer) + layers
+    launched = layers + sum(product.count for product in decoder if product.is_in_layer)
     wrapped = [] if method is Method.FULL or code.adapter_costs is not None else adapted(model, trained_model.lora)
-    apart = flops_per_token(model, method=method, seq_len=0)
-    ends = sum(product.count for product in decoder if product.is_last)
     return Work(
         products=decoder,
         vision_products=tuple(product for product in multiplied if product.is_vision),
-        attention_width=model.num_attention_layers * heads * (model.head_dim + model.v_head_dim),
+        attention_width=scored * heads * (model.head_dim + model.v_head_dim),
+        windowed_share=model.num_windowed_layers / max(1, scored),
+        window=model.sliding_window or 0,
         vision_width=2.0 * vision.num_layers * vision.hidden_size if vision else 0.0,
-        num_heads=model.num_attention_layers * heads,
+        num_heads=scored * heads,
         layer_width=layers * model.hidden_size,
         num_layers=layers,
+        num_attention_layers=scored,
         hidden_size=model.hidden_size,
         num_outputs=model.num_outputs,
         query_width=layers * heads * model.head_dim,
@@ -152,13 +160,24 @@ def _work(
         num_adapters=sum(group.count for group in wrapped),
         num_modules=sum(group.count for group in model.tensors if not group.name.endswith("bias")),
         counts=trained(model, method, trained_model.lora),
-        model_flops=(apart, flops_per_token(model, method=method, seq_len=1) - apart),
+        model_flops=_model_flops(model, method),
         num_quantized_params=sum(product.num_params for product in decoder if product.is_quantized),
         forward=replace(forward, kernels=forward.kernels + launched),
         backward=replace(backward, kernels=backward.kernels + launched * (2 if method is Method.FULL else 1)),
-        recompute=replace(recompute, kernels=recompute.kernels + launched - ends),
+        recompute=replace(recompute, kernels=recompute.kernels + launched - _num_ends(decoder)),
         mlps=mlps,
     )
+
+
+def _num_ends(decoder: Sequence[Product]) -> int:
+    """Returns the products that a recomputation leaves out."""
+    return sum(product.count for product in decoder if product.is_last)
+
+
+def _model_flops(model: ModelFacts, method: Method) -> tuple[float, float]:
+    """Returns the model FLOPs of a trained token without attention, and for each position."""
+    apart, further = (flops_per_token(model, method=method, seq_len=seq_len) for seq_len in (0, 1))
+    return apart, further - apart
 
 
 class _Tally:

@@ -11,7 +11,7 @@ import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from dstrain.plan.memory.layers.attention import AT_ONCE_TOKENS, WIDEST_AT_ONCE
+from dstrain.plan.memory.layers.attention import AT_ONCE_TOKENS, MOST_APART, WIDEST_AT_ONCE
 from dstrain.train.data.collate import without_adapter
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]
@@ -83,7 +83,7 @@ def is_at_once(query: torch.Tensor, value: torch.Tensor, options: Mapping[str, A
     borders = options.get("cu_seq_lens_q")
     if borders is None or options.get("dropout") or not has_kernel(query, value):
         return False
-    return query.shape[2] <= AT_ONCE_TOKENS or len(borders) - 1 > 2 * len(query)
+    return query.shape[2] <= AT_ONCE_TOKENS or len(borders) - 1 > MOST_APART * len(query)
 
 
 def has_kernel(query: torch.Tensor, value: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from dstrain.facts import probe
 from dstrain.facts.model import aliases, families, tracer
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import Kind
@@ -88,8 +89,17 @@ def test_models_whose_layers_are_traced_are_built_by_transformers() -> None:
         assert published in (None, model.num_params - model.num_params_of(Kind.VISION)), name
 
 
-def test_mistral_7b_v01_has_the_smaller_vocabulary() -> None:
+def test_mistral_7b_v01_has_the_smaller_vocabulary_and_a_window() -> None:
     assert num_params("mistralai/Mistral-7B-v0.1") == 7_241_732_096
+    assert [probe.read_model(f"mistralai/Mistral-7B-v0.{n}").sliding_window for n in (1, 3)] == [4096, None]
+
+
+@pytest.mark.parametrize("alias", families.known())
+def test_a_window_is_that_of_the_checkpoint_and_not_the_default_of_its_family(alias: str) -> None:
+    config = entry(alias)[1].config
+    rule = families.FAMILIES[str(config["model_type"])].windows
+    has_default = rule is not None and rule.default is not None and not rule.is_switched
+    assert not has_default or "sliding_window" in {**config, **dict(config.get("text_config") or {})}
 
 
 @pytest.mark.parametrize("alias", aliases.known())

@@ -14,7 +14,9 @@ from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, links
 from dstrain.facts.cluster.calibration import Calibration, Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model import families
+from dstrain.facts.model.model_facts import Kind
 from dstrain.facts.workload import Workload
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
@@ -23,6 +25,7 @@ from dstrain.plan.speed.efficiency import LAUNCH_S, RETRY_S, UNIT_S, UNIT_WAIT_S
 from dstrain.plan.speed.error_ranges import error_ratio
 from dstrain.plan.speed.setting import FLASH_ATTENTION_3_SPEED
 from dstrain.plan.speed.step_time import (
+    ATTENTION,
     CPU,
     ELEMENTWISE,
     INTER,
@@ -312,6 +315,61 @@ def test_ulysses_copies_what_it_sends_before_and_after() -> None:
 @pytest.mark.parametrize("optimizer", Optimizer)
 def test_every_choice_has_a_step_time(loss: LossKernel, code: TrainingCode, optimizer: Optimizer) -> None:
     assert _speed(changed(BASE, loss=loss, code=code, optimizer=optimizer)).step_s > 0
+
+
+PACKED = changed(DEFAULTS, packing=True, micro_batch=8, loss=LossKernel.FUSED)
+SHORT = RowContents(sample_tokens=58.9, attended_tokens=68.2, target_share=0.379)
+
+
+def _filled(c: Configuration, contents: RowContents | None, gpu: str = "h200", model: Any = QWEN3_8B) -> Speed:
+    found = speed(replace(_workload(_cluster(1, gpu), model), contents=contents), c)
+    assert found is not None
+    return found
+
+
+def test_packed_rows_attend_to_samples_and_make_logits_of_labels_alone() -> None:
+    whole, short = _filled(PACKED, None), _filled(PACKED, SHORT)
+    assert short.parts_s[ATTENTION] < 0.3 * whole.parts_s[ATTENTION]
+    head = QWEN3_8B.num_params_of(Kind.HEAD) / (QWEN3_8B.num_params - QWEN3_8B.num_params_of(Kind.EMBEDDING))
+    saved = 1 - short.parts_s[PRODUCTS] / whole.parts_s[PRODUCTS]
+    assert saved == pytest.approx((1 - SHORT.target_share) * head, rel=0.05)
+    rows = RowContents(sample_tokens=4096.0, attended_tokens=4096.0, target_share=1.0)
+    assert _filled(PACKED, rows).step_s == whole.step_s
+    plain = changed(PACKED, packing=False, loss=LossKernel.CHUNKED)
+    assert _filled(plain, SHORT).step_s == _filled(plain, None).step_s
+
+
+def test_packed_conversations_take_what_they_took_on_an_h200() -> None:
+    model = probe.read_model("qwen3-1.7b")  # measured: 1.00 s and 34 % with samples of 59 tokens at once, 2.11 s apart
+    found = _filled(PACKED, SHORT, model=model)
+    assert found.step_s == pytest.approx(1.00, rel=0.1)
+    assert found.mfu_ratio == pytest.approx(0.34, rel=0.1)
+    apart = changed(PACKED, code=TrainingCode(attends_at_once=False))
+    assert _filled(apart, SHORT, model=model).step_s == pytest.approx(2.11, rel=0.2)
+
+
+def test_a_gpu_without_the_kernel_for_all_samples_waits_for_the_call_of_each() -> None:
+    half = changed(PACKED, precision=Precision.FP16, micro_batch=1)
+    small = probe.read_model("qwen3-0.6b")
+    sizes = [replace(SHORT, sample_tokens=size) for size in (64.0, 16.0)]
+    times = [_filled(half, size, "v100", small).step_s for size in sizes]
+    assert times[1] > 2 * times[0]
+    flash = changed(half, attn=Attention.FLASH_ATTENTION_2)
+    assert len({_filled(flash, size, "a100", small).step_s for size in sizes}) == 1
+
+
+def test_a_window_bounds_what_flash_attention_reads_and_gives_sdpa_a_mask() -> None:
+    model = probe.read_model("gemma-3-27b-it")
+    wide = replace(model, sliding_window=None, num_windowed_layers=0)
+
+    def attention(model: Any, attn: Attention, seq_len: int = 32768) -> float:
+        return _filled(changed(DEFAULTS, attn=attn, seq_len=seq_len), None, model=model).parts_s[ATTENTION]
+
+    share = model.num_windowed_layers / model.num_attention_layers
+    flash = attention(model, Attention.FLASH_ATTENTION_2) / attention(wide, Attention.FLASH_ATTENTION_2)
+    assert 1 - share < flash < 1 - share + 0.1
+    assert attention(model, Attention.SDPA) > 3 * attention(wide, Attention.SDPA)
+    assert attention(model, Attention.SDPA, 1024) == attention(wide, Attention.SDPA, 1024)
 
 
 def test_images_cost_their_patches() -> None:

@@ -19,6 +19,8 @@ WIDEST_FLASH_HEAD = 256
 Source: torch 2.13 ATen/native/transformers/cuda/sdp_utils.cpp: check_head_dim_size_flash."""
 AT_ONCE_TOKENS = 8192
 """Tokens of a packed row up to which its samples are attended at once, however few there are."""
+MOST_APART = 2
+"""Samples of a longer row up to which they are attended one by one."""
 WIDEST_AT_ONCE = 192
 """Elements of a head up to which every GPU from compute capability 8.0 on does that, with gradients. Source: torch 2.13
 cuda/sdp_utils.cpp: check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120."""

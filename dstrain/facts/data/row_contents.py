@@ -1,0 +1,21 @@
+"""What rows of the training data hold, as far as the speed of a step depends on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dstrain.records import type_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowContents:
+    """What rows of the training data hold."""
+
+    __pydantic_config__ = type_config
+
+    sample_tokens: float
+    """Mean tokens of a sample."""
+    attended_tokens: float
+    """Mean tokens of the sample that a token is in: squared lengths over lengths. Attention costs as much as that."""
+    target_share: float
+    """Share of tokens with a label, 0…1."""
