@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dstrain.choices import Offload
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.monitor.windows import Line, number, peaks_by_rank, series
+from dstrain.monitor.windows import Line, counted, number, peaks_by_rank, series
 from dstrain.plan.estimate_records import Estimate, Speed
 from dstrain.plan.speed.step_time import INTER, INTRA
 
@@ -133,18 +133,13 @@ def plans_time(run: Measured) -> bool:
     return estimate is not None and estimate.speed is not None and cluster is not None and not cluster.gpu.is_cpu
 
 
-def settled(windows: Sequence[Line]) -> Sequence[Line]:
-    """Returns the windows without the first one, which holds the warm-up, if there are others."""
-    return windows[1:] if len(windows) > 1 else windows
-
-
 def middle(windows: Sequence[Line], name: str) -> float | None:
-    """Returns the median of a metric over the settled windows; None if none has it.
+    """Returns the median of a metric over the windows that count; None if none has it.
 
     >>> middle([{"step": 1, "x": 9}, {"step": 2, "x": 1}, {"step": 3, "x": 3}], "x")
     2.0
     """
-    values = [value for _, value in series(settled(windows), name)]
+    values = [value for _, value in series(counted(windows).windows, name)]
     return median(values) if values else None
 
 
@@ -192,7 +187,7 @@ def step_parts(run: Measured) -> tuple[StepPart, ...]:
     parts: list[tuple[Part, float | None, float]] = [(Part.DATA_WAIT, 0.0, waits)]
     rows = [
         (min(exposed), max(0.0, sum(exposed) / len(exposed) - min(exposed) - _uneven(window)))
-        for window in settled(windows)
+        for window in counted(windows).windows
         if (exposed := _of_ranks(window, "comm_s_by_rank"))
     ]
     if not rows:

@@ -32,7 +32,7 @@ from dstrain.monitor.health.speed_rules import SPEED_RULES
 from dstrain.monitor.metrics import without_nonfinite
 from dstrain.monitor.planned_links import link_seconds
 from dstrain.monitor.traffic import Expected
-from dstrain.monitor.windows import VERDICT, Line, states_by_rank
+from dstrain.monitor.windows import VERDICT, Line, counted, settled, states_by_rank
 from dstrain.oom import Phase
 from dstrain.plan.estimate import USABLE_GPU_RATIO
 from dstrain.plan.estimate_records import Estimate
@@ -42,8 +42,8 @@ from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.units import format_bytes, format_seconds
 
-FEWEST_STEPS = 20
-"""Steps of a start before the verdict."""
+FEWEST_STEPS, LATEST_STEPS = 20, 50
+"""Steps of a start before the verdict: at least, and at most while steps warm up."""
 MEMORY_RANGE = 1 - USABLE_GPU_RATIO
 """The share by which memory may differ from the plan: what plans leave free of a GPU."""
 SLOW_LINK = SPEED_RULES[HealthRule.BUS_BANDWIDTH].warn
@@ -74,6 +74,8 @@ class Verdict:
     """Optimizer steps done, those before a resume included."""
     steps: int
     """Steps of this start."""
+    warm_up: str
+    """Which of them do not count in times, in words; empty if all do."""
     comparisons: tuple[Comparison, ...]
     parts: tuple[StepPart, ...]
     """What a step consists of."""
@@ -91,7 +93,7 @@ class Verdict:
 
     def lines(self, cluster: Cluster | None) -> Iterator[str]:
         """Yields the verdict as lines for the log."""
-        yield f"after {self.steps:,} steps, beside the plan:"
+        yield f"after {self.steps:,} steps, beside the plan{f' ({self.warm_up})' if self.warm_up else ''}:"
         yield from (f"  {line}" for line in table(self.comparisons, cluster))
         if split := split_text(self.parts):
             yield f"  a step: {split}"
@@ -139,11 +141,12 @@ class FirstSteps:
         return communication_s(speed) / speed.step_s if speed is not None else None
 
     def see(self, window: Line, *, steps: int) -> Verdict | None:
-        """Returns the verdict once there are enough of the steps of this start, `steps` so far."""
+        """Returns the verdict once enough of the steps of this start, `steps` so far, have warmed up."""
         if self.is_judged or self.estimate is None or "loss" not in window:
             return None
         self.windows.append(without_nonfinite(window))
-        if steps < FEWEST_STEPS or len(self.windows) < 2:
+        has_settled = len(settled(self.windows).windows) > 1
+        if steps < (FEWEST_STEPS if has_settled else LATEST_STEPS) or len(self.windows) < 2:
             return None
         self.is_judged = True
         with suppress(OSError, ValueError):
@@ -170,6 +173,7 @@ def judge(run: FirstSteps, *, steps: int, estimate: Estimate) -> Verdict:
     return Verdict(
         step=step,
         steps=steps,
+        warm_up=counted(run.windows).note,
         comparisons=comparisons(run),
         parts=step_parts(run),
         cause=cause,

@@ -14,6 +14,7 @@ from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
 from dstrain.monitor.comparison import plans_time
 from dstrain.monitor.comparison_text import difference_text, split_text, table
+from dstrain.monitor.windows import counted
 from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.records import to_data
@@ -58,6 +59,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     yield from (("checks", text) for text in checks_text(report))
     if first := first_text(report):
         yield "first steps", first
+    if note := counted(report.recorded.windows).note:
+        yield "times", note
     if split := split_text(report.parts):
         yield "a step", split
     if report.traffic:
@@ -201,6 +204,7 @@ def document(report: Report) -> dict[str, Any]:
         **{name: getattr(report, name) for name in names},
         "comparisons": [asdict(one) | {"off": one.off} for one in report.comparisons],
         "differs_most": asdict(report.largest) if report.largest else None,
+        "warm_up_steps": counted(recorded.windows).warm_up_steps,
         "parts": [asdict(one) for one in report.parts],
         "collectives": [{"kind": kind, "bytes": size, "seconds": spent} for kind, size, spent in report.traffic],
         "first_steps": asdict(report.first) if report.first else None,

@@ -16,7 +16,7 @@ from dstrain.cli.output.plan_page import CHINESE as PLAN_CHINESE
 from dstrain.launch.run.state import GONE, Stage
 from dstrain.monitor.comparison import Part, Quantity
 from dstrain.monitor.comparison_text import NAMES, figure, measured_text, name_of, off_text
-from dstrain.monitor.windows import series
+from dstrain.monitor.windows import counted, series
 from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.report.report import UNKNOWN, Report
@@ -69,7 +69,7 @@ def _run(report: Report) -> dict[str, Any]:
     """Returns all that the page shows of one run."""
     recorded = report.recorded
     estimate, script = recorded.estimate, recorded.run_dir.start_script
-    bars = list(islice(_bars(report), MOST_RANKS + 1))
+    bars, warm_up = list(islice(_bars(report), MOST_RANKS + 1)), counted(recorded.windows).warm_up_steps
     return {
         "name": shown(str(recorded.run_dir.path)),
         "stage": report.stage,
@@ -84,7 +84,7 @@ def _run(report: Report) -> dict[str, Any]:
         "differs": _difference(report),
         "checks": [check.line for check in recorded.preflight.checks] if recorded.preflight else [],
         "first": text.first_text(report),
-        "step": {"bars": list(_step_bars(report)), "parts": [str(one.part) for one in report.parts]},
+        "step": {"bars": [*_step_bars(report)], "parts": [str(one.part) for one in report.parts], "warm_up": warm_up},
         "traffic": text.traffic_text(report) if report.traffic else "",
         "plots": [asdict(each) | names for each, names in _plots(report)],
         "bars": bars,
