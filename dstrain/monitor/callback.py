@@ -89,6 +89,12 @@ class MetricsCallback(TrainerCallback):
         if self._experts is not None:
             self._experts.restart()
 
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the step of the meter."""
+        self.meter.end_step()
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Gathers the readings of all ranks if this step is logged."""
         if not control.should_log:

@@ -62,9 +62,15 @@ class Reading:
 
     queued_s: float = math.nan
     """Seconds of the window in which the main thread had no CPU, those among them in which it was in a collective."""
+    host_s: float = 0.0
+    """Seconds of the window in which the device waited for this process (`meter.Meter`)."""
+    other_s: float = 0.0
+    """Seconds of the window between steps: callbacks, logging."""
+    aside_s: float = 0.0
+    """Seconds of checkpoints and evaluations, which are not in the window."""
 
     def numbers(self) -> list[float]:
-        """Returns the fields in order, for a gather: (22,)."""
+        """Returns the fields in order, for a gather: (25,)."""
         return [float(getattr(self, name)) for name in self.__slots__]
 
 
@@ -140,7 +146,16 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
         attention = against.flops_per_token_and_context * sum(reading.squared_tokens for reading in readings)
         flops = against.flops_per_token * tokens + attention
         metrics["mfu"] = flops / window_s / len(readings) / against.flops_per_s
-    return metrics | _memory(readings) | _nvml(readings)
+    return metrics | _beside_computation(readings, max(steps, 1)) | _memory(readings) | _nvml(readings)
+
+
+def _beside_computation(readings: Sequence[Reading], steps: int) -> dict[str, Any]:
+    """Returns each rank's seconds of a step that are no computation, and those of checkpoints and evaluations."""
+    metrics: dict[str, Any] = {
+        f"{name}_by_rank": [getattr(reading, name) / steps for reading in readings] for name in ("host_s", "other_s")
+    }
+    aside_s = max(reading.aside_s for reading in readings)
+    return metrics | {"aside_s": aside_s} if aside_s else metrics
 
 
 def _nvml(readings: Sequence[Reading]) -> dict[str, Any]:

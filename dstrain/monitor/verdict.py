@@ -27,7 +27,7 @@ from dstrain.monitor.comparison import (
     plans_time,
     step_parts,
 )
-from dstrain.monitor.comparison_text import difference_text, split_text, table
+from dstrain.monitor.comparison_text import TIME_NOTES, difference_text, split_text, table
 from dstrain.monitor.health.speed_rules import SPEED_RULES
 from dstrain.monitor.metrics import without_nonfinite
 from dstrain.monitor.planned_links import link_seconds
@@ -218,17 +218,12 @@ _SMALL_MESSAGE = 2**22
 """Mean bytes of a collective below which its start takes more than its bytes, on links of tens of GB/s."""
 _BUCKETS = (50_000_000, 200_000_000, 500_000_000)
 """Elements of a bucket that are proposed, each time the next more; the last is DeepSpeed's default."""
-_TIME_NOTES = {
-    Part.TRAINING: "no single setting explains it: health rules name slow ranks, `dstrain doctor` clocks and links",
-    Part.COMPUTATION: "every rank computes longer than planned: `dstrain doctor` compares clocks, power and kernels",
-    Part.SLOWER_RANKS: "health rules name the slow rank; `dstrain doctor` compares clocks, power and other processes",
-}
 
 
 def _faster(run: FirstSteps, cause: Difference, estimate: Estimate) -> tuple[Advice | None, str]:
     """Returns what to change for a part of the time that is longer than planned, or a note."""
-    if cause.part in _TIME_NOTES:
-        return None, _TIME_NOTES[cause.part]
+    if cause.part in TIME_NOTES:
+        return None, TIME_NOTES[cause.part]
     share = middle(run.windows, "bus_share")
     if share is not None and share < SLOW_LINK:
         return None, f"links reach {share:.0%} of what the plan expects: `dstrain doctor --network` measures them"

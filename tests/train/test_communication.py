@@ -64,6 +64,16 @@ def test_what_ranks_wait_and_work_is_no_more_than_the_step(runs: Path) -> None:
             assert 0 < waits + works <= window["step_s"]
 
 
+def test_a_rank_that_sleeps_in_its_passes_has_no_core_there_and_callbacks_are_told_apart(runs: Path) -> None:
+    windows = lines(runs / "slow")[1:]
+    assert all(window["host_s_by_rank"][1] > window["host_s_by_rank"][0] for window in windows)
+    for window in windows:
+        rest = window["own_s_by_rank"][1] - window["host_s_by_rank"][1] - window["other_s_by_rank"][1]
+        assert window["other_s_by_rank"][1] > 0
+        assert window["other_s_by_rank"][0] < window["step_s"] - window["comm_s_by_rank"][0], "waiting is not there"
+        assert rest > 0
+
+
 def test_links_slower_than_measured_are_told_with_their_share(runs: Path) -> None:
     window = lines(runs / "links")[-1]
     assert THROTTLED / 10 < window["bus_bytes_per_s"] < THROTTLED
