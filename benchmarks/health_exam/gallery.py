@@ -29,7 +29,7 @@ def write(results: Sequence[Result], folder: Path) -> list[Path]:
         for result in results:
             cause = result.trace.cause
             assert cause is not None
-            run = _run_directory(result, Path(temporary) / cause.name.replace(" ", "-"))
+            run = _run_directory(result, Path(temporary) / result.trace.name.rpartition("-")[0])
             path = folder / f"{run.path.name}.html"
             text = report_page.page([report(read(run), now=_BEGAN_S + 3600)])
             path.write_text(text.replace(temporary, ""), encoding="utf-8")
@@ -44,6 +44,8 @@ def _run_directory(result: Result, folder: Path) -> RunDir:
     lines: list[dict[str, Any]] = []
     times: dict[int, float] = {}
     for record in read_jsonl(FOLDER / f"{result.trace.name}.jsonl"):
+        if record.get("event") == "plan":
+            continue
         steps = record.get("step", 0) - max(times, default=0)
         now += max(steps, 0) * record.get("step_s", 0.0)
         times[record.get("step", 0)] = now

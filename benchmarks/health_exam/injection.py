@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -30,6 +31,8 @@ class Injection:
     """How large it is, in the unit of its cause."""
     on_rank: int
     """The rank that has it, if it is the cause of one rank alone."""
+    grows_over: int = 0
+    """Steps from the onset in which it grows to its size; 0: it has it at once."""
     step_s: list[float] = field(default_factory=list)
     """Seconds of the steps before the onset."""
     kept: list[bytearray] = field(default_factory=list)
@@ -40,10 +43,16 @@ class Injection:
         """Whether the step that is under way has it."""
         return int(self.trainer.state.global_step) + 1 >= self.onset
 
+    @property
+    def size_now(self) -> float:
+        """Its size in the step that is under way."""
+        steps = int(self.trainer.state.global_step) + 2 - self.onset
+        return self.size * min(1.0, steps / self.grows_over) if self.grows_over else self.size
+
     def wait(self) -> None:
         """Sleeps for `size` of a usual step, once in a step."""
         if self.is_active and not self.has_waited and len(self.step_s) > 5:
-            time.sleep(self.size * median(self.step_s[5:]))
+            time.sleep(self.size_now * median(self.step_s[5:]))
             self.has_waited = True
 
     @contextmanager
@@ -52,7 +61,7 @@ class Injection:
         before = time.perf_counter()
         yield
         if self.is_active:
-            time.sleep(self.size * (time.perf_counter() - before))
+            time.sleep(self.size_now * (time.perf_counter() - before))
 
 
 class First(TrainerCallback):
@@ -185,12 +194,21 @@ def bad_labels(injection: Injection) -> None:
 
 
 def high_rate(injection: Injection) -> None:
-    """Multiplies the learning rate by `size`."""
-    done: list[bool] = []
+    """Multiplies the learning rate by `size`, once."""
+    _raise_rate(injection, times=1)
+
+
+def rising_rate(injection: Injection) -> None:
+    """Multiplies the learning rate by `size` in each step from the onset on."""
+    _raise_rate(injection, times=sys.maxsize)
+
+
+def _raise_rate(injection: Injection, *, times: int) -> None:
+    left = [times]
 
     def raise_rate() -> None:
-        if not done:
-            done.append(True)
+        if left[0]:
+            left[0] -= 1
             scheduler = injection.trainer.lr_scheduler
             scheduler.base_lrs = [rate * injection.size for rate in scheduler.base_lrs]
             for group in injection.trainer.optimizer.param_groups:
@@ -265,6 +283,7 @@ CAUSES: Mapping[str, Callable[[Injection], None]] = {
     "NaN in a batch": bad_batch,
     "random labels": bad_labels,
     "learning rate x 100": high_rate,
+    "rising learning rate": rising_rate,
     "wrong weights": wrong_weights,
     "padding": padding,
     "masked samples": masked,
@@ -282,6 +301,7 @@ def inject(trainer: Any, rank: int, settings: Mapping[str, Any]) -> None:
         onset=settings["onset"],
         size=settings["size"],
         on_rank=settings["on_rank"],
+        grows_over=settings.get("grows_over", 0),
     )
     trainer.add_callback(Steps(injection, lambda: None))
     if settings.get("is_first"):

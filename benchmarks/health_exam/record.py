@@ -9,14 +9,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.health_exam.rank import SETTINGS
 from benchmarks.health_exam.traces import JOB, Trace
+from dstrain.facts.cluster.cluster import Cluster, Origin, describe
+from dstrain.facts.cluster.gpus import gpu
+from dstrain.facts.cluster.links import Link
+from dstrain.facts.probe import read_model
 from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.records import to_data
 from dstrain.train.demo import make_model
 from tests.train.engine import Engine
 from tests.train.launching import change_job, environment, make_run
@@ -32,6 +39,8 @@ KEPT = (
         "own_s_by_rank",
         "queued_s_by_rank",
         "comm_s_by_rank",
+        "bus_bytes_per_s",
+        "bus_share",
         "checkpoint_s",
         "checkpoint_share",
     ),
@@ -39,42 +48,93 @@ KEPT = (
 """What rules read of a line."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """What the runs under a ZeRO stage begin with: a model that was trained before, and what its training measured."""
+
+    folder: Path
+    """The demo, with that model."""
+    planned_comm_share: float | None = None
+    """Share of a step that waits for collectives; None: nobody plans it."""
+    bytes_per_s: float | None = None
+    """Bus bandwidth of large collectives; None: nobody measured it."""
+
+
 def record(traces: Sequence[Trace], folder: Path, *, pause_s: float, say: Callable[[str], None]) -> None:
     """Writes a file for each trace, with pauses in which others may use the machine."""
     with tempfile.TemporaryDirectory() as temporary:
         home = Path(temporary)
-        demo = home / "demo"
-        program = [sys.executable, "-m", "dstrain.train.demo", str(demo)]
-        subprocess.run(program, check=True, capture_output=True, env=environment(home))
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(demo / "model")
-        make_model(tokenizer, hidden_size=64, num_hidden_layers=2).save_pretrained(demo / "model")
-        lines = (demo / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-        (demo / "few.jsonl").write_text("".join(lines[:40]), encoding="utf-8")
         with Engine(home) as engine:
-            base = _run(engine, home / "base", demo, max_steps=400, learning_rate=3e-3)
-            for file in (base / "final").iterdir():
-                shutil.copyfile(file, demo / "model" / file.name)
+            bases: dict[int, Base] = {}
             for trace in traces:
                 time.sleep(pause_s)
-                began = time.monotonic()
-                _write(_recorded(engine, home, demo, trace), folder / f"{trace.name}.jsonl")
+                began, stage = time.monotonic(), trace.job.get("zero", 2)
+                if stage not in bases:
+                    bases[stage] = _trained(engine, home, stage)
+                _write(_recorded(engine, home, bases[stage], trace), bases[stage], folder / f"{trace.name}.jsonl")
                 say(f"{trace.name}: {time.monotonic() - began:.0f} s")
 
 
-def _recorded(engine: Engine, home: Path, demo: Path, trace: Trace) -> Path:
+def _trained(engine: Engine, home: Path, stage: int) -> Base:
+    """Trains a model for the runs under a ZeRO stage; under ZeRO-3 it is one with collectives of more than a MiB."""
+    demo = home / f"demo-{stage}"
+    program = [sys.executable, "-m", "dstrain.train.demo", str(demo)]
+    subprocess.run(program, check=True, capture_output=True, env=environment(home))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(demo / "model")
+    width = 192 if stage == 3 else 64
+    make_model(tokenizer, hidden_size=width, num_hidden_layers=2).save_pretrained(demo / "model")
+    lines = (demo / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (demo / "few.jsonl").write_text("".join(lines[:40]), encoding="utf-8")
+    base = Base(folder=demo)
+    run = _run(
+        engine, home / f"base-{stage}", base, max_steps=400 if stage != 3 else 200, learning_rate=3e-3, zero=stage
+    )
+    for file in (run / "final").iterdir():
+        shutil.copyfile(file, demo / "model" / file.name)
+    if stage != 3:
+        return base
+    windows = [line for line in read_jsonl(run / "metrics.jsonl") if "bus_bytes_per_s" in line][10:]
+    return Base(
+        folder=demo,
+        planned_comm_share=median(min(line["comm_s_by_rank"]) / line["step_s"] for line in windows),
+        bytes_per_s=median(line["bus_bytes_per_s"] for line in windows),
+    )
+
+
+def measured_links(model: Path, bytes_per_s: float) -> dict[str, Any]:
+    """Returns the facts of a run on two CPU ranks whose links were measured."""
+    cluster: Cluster = describe(gpu=gpu("cpu"), gpu_origin=Origin.GIVEN, gpus=2)
+    link = Link(name="loopback (measured)", bytes_per_s=bytes_per_s, source="exam")
+    cluster = replace(cluster, intra_link=link, intra_link_origin=Origin.MEASURED)
+    return {"model": to_data(read_model(str(model))), "cluster": to_data(cluster)}
+
+
+def _recorded(engine: Engine, home: Path, base: Base, trace: Trace) -> Path:
     """Returns the metrics of a run with a cause."""
-    settings = {"cause": trace.injected, "onset": trace.onset, "size": trace.size, "on_rank": trace.on_rank}
-    job = {name: str(demo / value) if name in ("data", "eval_data") else value for name, value in trace.job.items()}
-    run = _run(engine, home / trace.name, demo, settings, **job)
+    cause = trace.cause
+    settings = {
+        "cause": cause.injected if cause is not None else "none",
+        "onset": trace.onset,
+        "size": trace.size,
+        "on_rank": trace.on_rank,
+        "grows_over": cause.grows_over if cause is not None else 0,
+    }
+    job = {
+        name: str(base.folder / value) if name in ("data", "eval_data") else value for name, value in trace.job.items()
+    }
+    run = _run(engine, home / trace.name, base, settings, **job)
     if trace.resumed:
         change_job(run, **{**trace.resumed, "resume": str(run / trace.resumed["resume"])})
         _train(engine, run)
     return run / "metrics.jsonl"
 
 
-def _run(engine: Engine, run: Path, demo: Path, settings: dict[str, Any] | None = None, **job: Any) -> Path:
+def _run(engine: Engine, run: Path, base: Base, settings: dict[str, Any] | None = None, **job: Any) -> Path:
     keys: dict[str, Any] = {**JOB, **job, "zero": {"stage": job.get("zero", 2)}}
-    make_run(run, demo, **keys)
+    make_run(run, base.folder, **keys)
+    if base.bytes_per_s is not None:
+        facts = measured_links(base.folder / "model", base.bytes_per_s)
+        (run / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
     nothing = {"cause": "none", "onset": 1, "size": 0.0, "on_rank": 0}
     (run / SETTINGS).write_text(json.dumps((settings or nothing) | {"is_first": True}), encoding="utf-8")
     _train(engine, run)
@@ -90,12 +150,14 @@ def _train(engine: Engine, run: Path) -> None:
         )
 
 
-def _write(metrics: Path, to: Path) -> None:
-    """Keeps what rules read, with four digits."""
+def _write(metrics: Path, base: Base, to: Path) -> None:
+    """Keeps what rules read, with four digits, after what was planned."""
     kept = [{name: _short(line[name]) for name in KEPT if name in line} for line in read_jsonl(metrics)]
     lines = [
         json.dumps(line, separators=(",", ":")) for line in kept if "step" in line or line.get("event") == "resume"
     ]
+    if base.planned_comm_share is not None:
+        lines.insert(0, json.dumps({"event": "plan", "planned_comm_share": _short(base.planned_comm_share)}))
     to.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 

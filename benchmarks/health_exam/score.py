@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -68,6 +68,9 @@ def replay(trace: Trace, folder: Path = FOLDER) -> Result:
     watch = Watch({}, FACTS, clock=clock)
     findings, ends = [], []
     for index, record in enumerate(records):
+        if record.get("event") == "plan":
+            watch = Watch({}, replace(FACTS, planned_comm_share=record["planned_comm_share"]), clock=clock)
+            continue
         if record.get("event") == "resume":
             watch = Watch({}, FACTS, clock=clock)
             watch.history.resume(current_steps(records[:index]), step=record["from_step"])
@@ -128,7 +131,9 @@ def cause_table(results: Sequence[Result]) -> str:
         named = [result.named for result in group]
         rules = sorted({f"`{one.rule}`" for one in named if one is not None})
         delays = ["never" if one is None else str(result.delay(one)) for result, one in zip(group, named, strict=True)]
+        cause = group[0].trace.cause
         late = f" (waits for {LATE[name]})" if name in LATE else ""
+        late += f" (grows over {cause.grows_over} steps)" if cause is not None and cause.grows_over else ""
         rows.append(f"| {name} | {len(group)} | {', '.join(rules)} | {', '.join(delays)}{late} |")
     return "\n".join(rows)
 

@@ -35,6 +35,10 @@ class Cause:
     """Rules that name it; one of them must."""
     follows: frozenset[str] = frozenset()
     """Rules that are also broken by it."""
+    injected: str = "none"
+    """What is put into the ranks: a key of `injection.CAUSES`; `none`: the job makes it."""
+    grows_over: int = 0
+    """Steps in which it grows to its full size; 0: it begins at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +51,9 @@ class Trace:
     half: int
     """0: the first run of a cause, after a look at which rules were repaired; 1: the second, which was in view too."""
     onset: int = 1
-    """The first step with the cause."""
+    """The first step with the cause; with overfitting, that after the best evaluation."""
     size: float = 0.0
     on_rank: int = 1
-    injected: str = "none"
-    """What is put into the ranks: a key of `injection.CAUSES`."""
     job: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the job that differ from the others'."""
     holds: frozenset[str] = frozenset()
@@ -60,8 +62,22 @@ class Trace:
     """Keys that change when the run is resumed; empty: it is not."""
 
 
-def _cause(name: str, named_by: tuple[str, ...], follows: tuple[str, ...] = ()) -> Cause:
-    return Cause(name=name, named_by=frozenset(named_by), follows=frozenset(follows))
+def _cause(
+    name: str,
+    named_by: tuple[str, ...],
+    follows: tuple[str, ...] = (),
+    *,
+    injected: str | None = None,
+    grows_over: int = 0,
+) -> Cause:
+    """Returns a cause that is injected under its own name, unless it is another's."""
+    return Cause(
+        name=name,
+        named_by=frozenset(named_by),
+        follows=frozenset(follows),
+        injected=name if injected is None else injected,
+        grows_over=grows_over,
+    )
 
 
 _LOSS = (Rule.LOSS_SPIKE, Rule.GRADIENT_SPIKE)
@@ -69,6 +85,7 @@ _LATER = (
     *(Rule.REPEATED_SPIKES, Rule.REPEATED_GRADIENT_SPIKES, Rule.DIVERGENCE, Rule.LARGE_GRADIENT),
     *(Rule.ALWAYS_CLIPPED, Rule.OVERFITTING),
 )
+_LINKS = (Rule.SLOW_LINKS, Rule.EXPOSED_COMMUNICATION, Rule.SLOWDOWN)
 CAUSES = (
     _cause("slow rank", (Rule.SLOW_RANK,), (Rule.SLOWDOWN,)),
     _cause("slow hosts", (Rule.SLOWDOWN,)),
@@ -83,15 +100,25 @@ CAUSES = (
     _cause("masked samples", (Rule.MASKED_SAMPLES,)),
     _cause("vanishing gradient", (Rule.VANISHED_GRADIENT,), (Rule.PLATEAU,)),
     _cause("slow disk", (Rule.SLOW_CHECKPOINT,), (Rule.CHECKPOINT_TIME,)),
-    _cause("overfitting", (Rule.OVERFITTING,), (Rule.DIVERGENCE,)),
-    _cause("learning rate too low", (Rule.PLATEAU,)),
-    _cause("other data after a resume", (Rule.RESUMED_LOSS,)),
+    _cause("overfitting", (Rule.OVERFITTING,), (Rule.DIVERGENCE,), injected="none"),
+    _cause("learning rate too low", (Rule.PLATEAU,), injected="none"),
+    _cause("other data after a resume", (Rule.RESUMED_LOSS,), injected="none"),
+    _cause("slow rank, ZeRO-3", (Rule.SLOW_RANK,), (Rule.SLOWDOWN,), injected="slow rank"),
+    _cause("throttled links, ZeRO-3", (Rule.BUS_BANDWIDTH,), _LINKS, injected="throttled links"),
+    _cause("slow data, ZeRO-3", (Rule.DATA_WAIT,), (Rule.SLOWDOWN,), injected="slow data"),
+    _cause("memory leak, ZeRO-3", (Rule.HOST_MEMORY_GROWTH,), injected="memory leak"),
+    _cause("rank that slows", (Rule.SLOW_RANK,), (Rule.SLOWDOWN,), injected="slow rank", grows_over=100),
+    _cause("data that slow", (Rule.DATA_WAIT,), (Rule.SLOWDOWN,), injected="slow data", grows_over=100),
+    _cause("slow leak", (Rule.HOST_MEMORY_GROWTH,), injected="memory leak", grows_over=100),
+    _cause("rising learning rate", (*_LOSS, Rule.DIVERGENCE), _LATER, grows_over=100),
 )
 _BY_NAME = {cause.name: cause for cause in CAUSES}
-LATE = MappingProxyType({"overfitting": "the second evaluation that rises", "learning rate too low": "100 steps"})
+LATE = MappingProxyType({"learning rate too low": "100 steps"})
 """Causes that show later by their nature → what their rule waits for."""
 _SAVES = {"save_steps": 20, "save_total_limit": 1, "max_steps": 160}
 _SMALL = {"data": "few.jsonl", "eval_data": "eval.jsonl", "eval_steps": 10, "learning_rate": 3e-3}
+_ZERO_3: dict[str, Any] = {"zero": 3}
+_LONG: dict[str, Any] = {"max_steps": 240}
 _SIZES: Mapping[str, tuple[tuple[float, int, Mapping[str, Any]], ...]] = MappingProxyType(
     {
         "slow rank": ((0.6, 111, {}), (1.0, 121, {"lr_scheduler_type": "linear"})),
@@ -107,7 +134,7 @@ _SIZES: Mapping[str, tuple[tuple[float, int, Mapping[str, Any]], ...]] = Mapping
         "masked samples": ((0.0, 111, {"max_steps": 140}), (0.0, 116, {"max_steps": 140, "grad_accum": 2})),
         "vanishing gradient": ((1e-6, 111, {"max_steps": 140}), (0.0, 121, {"max_steps": 140})),
         "slow disk": ((0.3, 101, _SAVES), (0.6, 121, _SAVES)),
-        "overfitting": ((0.0, 1, _SMALL), (0.0, 1, {**_SMALL, "eval_steps": 15})),
+        "overfitting": ((0.0, 11, _SMALL), (0.0, 16, {**_SMALL, "eval_steps": 15})),
         "learning rate too low": (
             (0.0, 1, {"learning_rate": 1e-9, "logging_steps": 2}),
             (0.0, 1, {"learning_rate": 1e-8, "micro_batch": 8, "logging_steps": 2}),
@@ -115,6 +142,17 @@ _SIZES: Mapping[str, tuple[tuple[float, int, Mapping[str, Any]], ...]] = Mapping
         "other data after a resume": (
             (0.0, 101, {"max_steps": 130, "save_steps": 100}),
             (0.0, 101, {"max_steps": 130, "save_steps": 100, "micro_batch": 8}),
+        ),
+        "slow rank, ZeRO-3": ((0.7, 111, _ZERO_3), (1.0, 121, _ZERO_3 | {"grad_accum": 2})),
+        "throttled links, ZeRO-3": ((1e9, 111, _ZERO_3), (5e8, 121, _ZERO_3 | {"grad_accum": 2})),
+        "slow data, ZeRO-3": ((0.4, 111, _ZERO_3), (0.6, 121, _ZERO_3 | {"packing": True})),
+        "memory leak, ZeRO-3": ((6.0, 111, _ZERO_3), (10.0, 121, _ZERO_3)),
+        "rank that slows": ((1.0, 106, _ZERO_3 | _LONG), (1.5, 116, _LONG)),
+        "data that slow": ((0.6, 106, _ZERO_3 | _LONG), (0.8, 116, _LONG)),
+        "slow leak": ((0.5, 106, _ZERO_3 | _LONG), (0.7, 116, _LONG)),
+        "rising learning rate": (
+            (1.06, 106, _LONG | {"lr_scheduler_type": "constant", "grad_accum": 2}),
+            (1.07, 116, _LONG | {"lr_scheduler_type": "constant"}),
         ),
     }
 )
@@ -130,6 +168,12 @@ _CLEAN: tuple[Mapping[str, Any], ...] = (
     {"learning_rate": 1e-4},
     {"eval_data": "eval.jsonl", "eval_steps": 50, "micro_batch": 8},
     {"zero": 3, "logging_steps": 10},
+    {"zero": 3},
+    {"zero": 3, "grad_accum": 2, "packing": True},
+    {"zero": 3, "lr_scheduler_type": "linear", "warmup_ratio": 0.1},
+    {"zero": 3, "grad_accum": 2, "logging_steps": 10, "max_steps": 400},
+    {"micro_batch": 8},
+    {"grad_accum": 2, "packing": True, "lr_scheduler_type": "linear"},
 )
 
 
@@ -139,13 +183,12 @@ def all_traces() -> Iterator[Trace]:
         for half, (size, onset, job) in enumerate(_SIZES[cause.name]):
             is_resumed = cause.name == "other data after a resume"
             yield Trace(
-                name=f"{cause.name.replace(' ', '-')}-{half}",
+                name=f"{cause.name.replace(',', '').replace(' ', '-')}-{half}",
                 cause=cause,
                 half=half,
                 onset=onset,
                 size=size,
                 on_rank=1 - half,
-                injected=cause.name if cause.name not in (*LATE, "other data after a resume") else "none",
                 job={"seed": 100 + half, **job},
                 holds=frozenset({Rule.CHECKPOINT_TIME} if "save_steps" in job else ()),
                 resumed={"seed": 7, "resume": "checkpoint-100"} if is_resumed else {},

@@ -179,7 +179,7 @@ def _timed(kind: Any, names: Sequence[str], add: Callable[[float], None]) -> Non
 
 
 def _time_meter(meter: Any, probe: Probe) -> None:
-    _timed(meter.Meter, ("count", "forward"), probe.add_monitoring)
+    _timed(meter.Meter, ("count", "forward", "begin_step", "end_step"), probe.add_monitoring)
     _timed(meter, ("_counts",), probe.add_monitoring)
 
 

@@ -23,6 +23,7 @@ from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.sinks.sink import Say
 from dstrain.monitor.traffic import communication
+from dstrain.monitor.windows import START
 
 if TYPE_CHECKING:
     from dstrain.monitor.verdict import FirstSteps  # loads the planner, which rank 0 alone needs
@@ -87,6 +88,12 @@ class MetricsCallback(TrainerCallback):
         self.meter.restart()
         if self._experts is not None:
             self._experts.restart()
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the step of the meter."""
+        self.meter.end_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Gathers the readings of all ranks if this step is logged."""
@@ -181,7 +188,7 @@ class MetricsCallback(TrainerCallback):
         if self._metrics is None:
             return HealthAction.TELL
         step = int(state.global_step)
-        self._write(self._metrics, {"step": step, "time_s": round(time.time(), 3), **logs})
+        self._write(self._metrics, {"step": step, START: self._first_step, "time_s": round(time.time(), 3), **logs})
         self._remember(logs)
         actions = [finding.action for finding in self._findings(step, logs)]
         for sink in self._sinks:
@@ -195,7 +202,9 @@ class MetricsCallback(TrainerCallback):
         if self._first_steps is None:
             return
         try:
-            verdict = self._first_steps.see({"step": step, **logs}, steps=step - self._first_step)
+            verdict = self._first_steps.see(
+                {"step": step, START: self._first_step, **logs}, steps=step - self._first_step
+            )
         except Exception as error:  # the planner searches there; it must not end training
             self._say(f"not compared with the plan ({type(error).__name__}: {error}); training continues")
             self._first_steps = None

@@ -105,7 +105,7 @@ class Collectives:
     def __init__(self, *, on_gpu: bool = False) -> None:
         """Nothing is observed before `install`."""
         self.on_gpu = on_gpu
-        self._new_span: Callable[[], Span] = StreamSpan if on_gpu else _HostSpan
+        self.new_span: Callable[[], Span] = StreamSpan if on_gpu else _HostSpan
         self._side: dict[Any, int] = {}  # stream with collectives → kind of its last one
         self._members: dict[Any, tuple[int, ...]] = {}
         self._late: list[tuple[int, Span]] = []
@@ -162,7 +162,7 @@ class Collectives:
             num_bytes, group = _described((*arguments, *options.values()))
             self._calls[index] += 1
             self._bytes[index] += num_bytes
-            whole = self._new_span()
+            whole = self.new_span()
             work = function(*arguments, **options)
             if num_bytes >= LARGE_BYTES and len(self._messages[index]) < MESSAGES:
                 self._note(index, num_bytes, group, whole)
@@ -194,7 +194,7 @@ class Collectives:
 
     def wait(self, index: int, work: Any, arguments: tuple[Any, ...]) -> Any:
         """Waits for a collective that was started earlier, and takes the time."""
-        span = self._new_span()
+        span = self.new_span()
         result = work.wait(*arguments)
         span.end()
         self._stood(index, span)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dstrain.choices import Offload
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.monitor.windows import Line, number, peaks_by_rank, series
+from dstrain.monitor.windows import Line, counted, number, peaks_by_rank, series
 from dstrain.plan.estimate_records import Estimate, Speed
 from dstrain.plan.speed.step_time import INTER, INTRA
 
@@ -66,7 +66,11 @@ class Part(StrEnum):
     TRAINING = "computation and communication"
     """Both, where collectives were not measured."""
     COMPUTATION = "computation"
-    """The optimizer, launches of kernels and copies to the host included."""
+    """The optimizer and copies to the host included."""
+    HOST = "waiting for the host"
+    """On a GPU, forward passes at the pace of launches; on a CPU, time without a core (`meter.Meter`)."""
+    OTHER = "between steps"
+    """Callbacks and logging; checkpoints and evaluations are not in a step."""
     COMMUNICATION = "exposed communication"
     """Waiting for collectives, of the rank that waits least: no rank is late there."""
     SLOWER_RANKS = "waiting for slower ranks"
@@ -111,10 +115,10 @@ class Difference:
     @property
     def is_time(self) -> bool:
         """Whether it is a part of a step's time."""
-        return self.part in _OF_TIME
+        return self.part not in _OF_MEMORY
 
 
-_OF_TIME = frozenset({Part.DATA_WAIT, Part.TRAINING, Part.COMPUTATION, Part.COMMUNICATION, Part.SLOWER_RANKS})
+_OF_MEMORY = frozenset({Part.PARAMS, Part.GRADS, Part.OPTIMIZER, Part.TRANSIENT})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,18 +137,13 @@ def plans_time(run: Measured) -> bool:
     return estimate is not None and estimate.speed is not None and cluster is not None and not cluster.gpu.is_cpu
 
 
-def settled(windows: Sequence[Line]) -> Sequence[Line]:
-    """Returns the windows without the first one, which holds the warm-up, if there are others."""
-    return windows[1:] if len(windows) > 1 else windows
-
-
 def middle(windows: Sequence[Line], name: str) -> float | None:
-    """Returns the median of a metric over the settled windows; None if none has it.
+    """Returns the median of a metric over the windows that count; None if none has it.
 
     >>> middle([{"step": 1, "x": 9}, {"step": 2, "x": 1}, {"step": 3, "x": 3}], "x")
     2.0
     """
-    values = [value for _, value in series(settled(windows), name)]
+    values = [value for _, value in series(counted(windows).windows, name)]
     return median(values) if values else None
 
 
@@ -192,19 +191,29 @@ def step_parts(run: Measured) -> tuple[StepPart, ...]:
     parts: list[tuple[Part, float | None, float]] = [(Part.DATA_WAIT, 0.0, waits)]
     rows = [
         (min(exposed), max(0.0, sum(exposed) / len(exposed) - min(exposed) - _uneven(window)))
-        for window in settled(windows)
+        for window in counted(windows).windows
         if (exposed := _of_ranks(window, "comm_s_by_rank"))
     ]
-    if not rows:
-        parts.append((Part.TRAINING, speed.step_s if speed else None, step_s - waits))
-    else:
+    name, rest = Part.TRAINING, speed.step_s if speed else None
+    if rows:
         least, late = (median(column) for column in zip(*rows, strict=True))
         planned = communication_s(speed) if speed else None
         parts.append((Part.COMMUNICATION, planned, least))
         parts.append((Part.SLOWER_RANKS, 0.0, late))
-        rest = speed.step_s - (planned or 0.0) if speed else None
-        parts.append((Part.COMPUTATION, rest, max(0.0, step_s - waits - least - late)))
+        name, rest = Part.COMPUTATION, speed.step_s - (planned or 0.0) if speed else None
+    left = max(0.0, step_s - sum(seconds for _, _, seconds in parts))
+    for part, metric in ((Part.OTHER, "other_s_by_rank"), (Part.HOST, "host_s_by_rank")):
+        if seconds := min(left, median(_of_last_rank(window, metric) for window in counted(windows).windows)):
+            parts.append((part, 0.0, seconds))
+            left -= seconds
+    parts.append((name, rest, left))
     return tuple(StepPart(part=part, planned=before if speed else None, measured=now) for part, before, now in parts)
+
+
+def _of_last_rank(window: Line, name: str) -> float:
+    """Returns a metric of the rank that enters collectives last, for which the others wait; 0 if it is unknown."""
+    values, waits = _of_ranks(window, name), _of_ranks(window, "comm_s_by_rank")
+    return values[waits.index(min(waits))] if len(waits) == len(values) > 0 else max(values, default=0.0)
 
 
 def _of_ranks(window: Line, name: str) -> list[float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.monitor.comparison import Comparison, Difference, Quantity, StepPart
+from dstrain.monitor.comparison import Comparison, Difference, Part, Quantity, StepPart
 from dstrain.units import format_bytes, format_seconds
 
 NAMES = {
@@ -19,6 +19,14 @@ NAMES = {
     Quantity.STATES: "model states per GPU",
     Quantity.HOST: "offloaded states per rank",
 }
+TIME_NOTES = {
+    Part.TRAINING: "no single setting explains it: health rules name slow ranks, `dstrain doctor` clocks and links",
+    Part.COMPUTATION: "every rank computes longer than planned: `dstrain doctor` compares clocks, power and kernels",
+    Part.HOST: "the GPU waits for the host: a larger micro_batch, packing or torch_compile gives it more per launch",
+    Part.OTHER: "callbacks and logging: raise logging_steps, or look at own callbacks",
+    Part.SLOWER_RANKS: "health rules name the slow rank; `dstrain doctor` compares clocks, power and other processes",
+}
+"""What to do for a part of the time that is longer than planned, if no single setting explains it."""
 NONE = "-"
 """A figure that is not known."""
 _CPU_NAMES = {Quantity.TOKENS: "tokens/s per rank", Quantity.STATES: "model states per rank"}

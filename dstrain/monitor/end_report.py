@@ -12,7 +12,7 @@ from dstrain.monitor.comparison import comparisons, step_parts
 from dstrain.monitor.comparison_text import COLUMNS, rows_of, split_text
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
-from dstrain.monitor.windows import Line, series, states_by_rank
+from dstrain.monitor.windows import Line, counted, series, states_by_rank
 from dstrain.plan.estimate_records import Estimate
 from dstrain.rundir import RunDir
 
@@ -76,7 +76,8 @@ def end_report(run: Ended, *, how: str) -> EndReport | None:
     title = f"{how} after {step:,} steps"
     lines = [f"# {title}", "", _table(rows), ""] if rows else [f"# {title}", ""]
     if split := split_text(step_parts(run)):
-        lines += [f"**a step**: {split}", ""]
+        note = counted(run.windows).note
+        lines += [f"**a step**: {split}{f' ({note})' if note else ''}", ""]
     lines += [f"**loss**: {_losses(run)}", ""]
     last = {line["rule"]: line for line in run.findings if line.get("rule")}
     lines += [f"- **{rule}** {line.get('message', '')}" for rule, line in list(last.items())[:_MOST_RULES]]

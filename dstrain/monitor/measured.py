@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from dstrain.monitor.windows import settled
 from dstrain.records import type_config
 
 
@@ -29,7 +30,7 @@ class RankMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What a run measured. The first window warms up: its time does not count, its memory does."""
+    """What a run measured. The time of windows that warm up does not count (`windows.settled`), their memory does."""
 
     __pydantic_config__ = type_config
 
@@ -51,6 +52,8 @@ class Measurement:
     """Cache flushes of the allocator on all ranks, from the first step on."""
     ranks: tuple[RankMeasurement, ...]
     """Each rank's own; empty without a window."""
+    warm_up_steps: int = 0
+    """Steps whose time does not count."""
 
 
 def measurement(lines: Sequence[Mapping[str, Any]]) -> Measurement:
@@ -62,14 +65,15 @@ def measurement(lines: Sequence[Mapping[str, Any]]) -> Measurement:
     (2, 2.0, 8.0)
     """
     windows = [line for line in lines if line.get("tokens") and line.get("step_s") and line.get("tokens_per_s")]
-    counted, first = windows[1:], windows[0]["step"] if windows else 0
+    steady = settled(windows)
+    counted = steady.windows
     times = [float(line["step_s"]) for line in counted]
     rates = [float(line["tokens_per_s"]) / _kept(line) for line in counted]
     shares = [float(line.get("data_wait_share") or 0.0) for line in counted]
     retries = [float(line.get("alloc_retries") or 0.0) for line in windows]
     return Measurement(
         windows=len(counted),
-        steps=counted[-1]["step"] - first if counted else 0,
+        steps=round(sum(map(_steps, counted))),
         step_s=median(times) if times else None,
         error_ratio=_error_ratio(times),
         tokens_per_s=median(rates) if rates else None,
@@ -77,6 +81,7 @@ def measurement(lines: Sequence[Mapping[str, Any]]) -> Measurement:
         data_wait_share=median(shares) if shares else 0.0,
         alloc_retries=retries[-1] - retries[0] if retries else 0.0,
         ranks=_ranks(windows),
+        warm_up_steps=steady.warm_up_steps,
     )
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import cache
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from dstrain.monitor.collectives import Collectives, StreamSpan
+from dstrain.monitor.collectives import Collectives, Span, StreamSpan
+from dstrain.monitor.machine import RunQueue, nvml, power_limit_w, resident_bytes, used_bytes, used_share
 from dstrain.monitor.metrics import Reading
 from dstrain.monitor.traffic import NOTHING, Traffic
 
@@ -37,29 +35,6 @@ class Counts(NamedTuple):
     """Tokens with a label."""
 
 
-class RunQueue:
-    """How long this process's main thread was ready to run while other processes had its CPU."""
-
-    def __init__(self) -> None:
-        """Opens the kernel's counter, where there is one. Source: Linux, Documentation/scheduler/sched-stats.rst."""
-        self._file: int | None = None
-        with suppress(OSError):
-            self._file = os.open("/proc/self/schedstat", os.O_RDONLY)
-
-    def __del__(self) -> None:
-        """Closes the counter."""
-        if self._file is not None:
-            os.close(self._file)
-
-    def wait_s(self) -> float:
-        """Returns the seconds since the process began; 0 if they are not known. It takes a microsecond."""
-        if self._file is None:
-            return 0.0
-        with suppress(OSError, ValueError, IndexError):
-            return int(os.pread(self._file, 64, 0).split()[1]) / 1e9
-        return 0.0
-
-
 class Meter:
     """Counts tokens, waiting and forward time in this rank's window, without synchronizing the device."""
 
@@ -69,6 +44,10 @@ class Meter:
         self.traffic = NOTHING
         """Collectives of the window that was closed last."""
         self._run_queue = RunQueue()
+        self._between: Span | None = None  # since the last step ended
+        self._ended_at_s = 0.0
+        self._stalls: list[tuple[int, Span]] = []
+        self._num_stalls = 0
         self.restart()
 
     def restart(self) -> None:
@@ -84,18 +63,23 @@ class Meter:
         self._samples = self._masked = self._targets = 0
         self._passes: list[tuple[float, int]] = []
         self._events: list[tuple[Any, int, list[Any]]] = []
+        self._others: list[tuple[Span, list[tuple[int, Span]]]] = []
+        self._at_hosts_pace: list[Span] = []
+        self._cpu_began_s, self._elsewhere_s, self._aside_s = time.thread_time(), 0.0, 0.0
+        self._earlier_peaks = (0, 0)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
     def timed(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yields the batches and counts the time spent waiting for them."""
         while True:
-            before = time.monotonic()
+            before, busy = time.monotonic(), time.thread_time()
             try:
                 batch = next(batches)
             except StopIteration:
                 return
             self._wait_s += time.monotonic() - before
+            self._elsewhere_s += time.thread_time() - busy
             yield batch
 
     def count(self, batch: Any) -> None:
@@ -112,6 +96,54 @@ class Meter:
         """Takes out seconds in which this rank did something that the others did not, such as writing metrics."""
         self._paused_s += seconds
 
+    def begin_step(self) -> None:
+        """Ends what is neither a step nor a checkpoint: callbacks, logging."""
+        if self._between is not None:
+            self._between.end()
+            stalls = self._stalls[self._num_stalls :]
+            if self._stalls is not self.collectives.stalls:  # a window was closed meanwhile
+                stalls = [*stalls, *self.collectives.stalls]
+            self._others.append((self._between, stalls))
+            self._between = None
+            self._elsewhere_s += time.thread_time() - self._ended_at_s
+
+    def end_step(self) -> None:
+        """Begins what is no step: on a GPU at what its stream does next, so that only what it waits for counts.
+
+        Collectives in it, such as that of the logged loss, do not count there.
+        """
+        self._stalls, self._num_stalls = self.collectives.stalls, len(self.collectives.stalls)
+        self._between, self._ended_at_s = self.collectives.new_span(), time.thread_time()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leaves out of the window what happens inside, such as a checkpoint or an evaluation; its seconds count
+        apart.
+        """
+        self.begin_step()
+        peaks = self._peaks()
+        kept, kept_collectives, began = dict(vars(self)), dict(vars(self.collectives)), time.monotonic()
+        busy, queued = time.thread_time(), self._run_queue.wait_s()
+        self.restart()
+        yield
+        self.restart()  # the peak
+        vars(self).update(kept)
+        vars(self.collectives).update(kept_collectives)
+        seconds = time.monotonic() - began
+        self._started += seconds
+        self._aside_s += seconds
+        self._cpu_began_s += time.thread_time() - busy
+        self._queued_s += self._run_queue.wait_s() - queued
+        self._earlier_peaks = peaks
+        self.end_step()
+
+    def _peaks(self) -> tuple[int, int]:
+        """Returns the peaks of allocated and of reserved GPU memory in the window; 0 without a GPU."""
+        stats = torch.cuda.memory_stats() if torch.cuda.is_available() else {}
+        names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak")
+        allocated, reserved = (max(stats.get(name, 0), at) for name, at in zip(names, self._earlier_peaks, strict=True))
+        return allocated, reserved
+
     @contextmanager
     def forward(self, positions: int) -> Iterator[None]:
         """Times a forward pass over so many tokens, padding included: on a GPU by events, which wait for nothing.
@@ -125,6 +157,8 @@ class Meter:
         yield
         seconds, queued = time.perf_counter() - before, self._run_queue.wait_s() - queued
         if whole is not None:
+            if torch.cuda.current_stream().query():  # all that was launched is done: the GPU waits for the host
+                self._at_hosts_pace.append(whole)
             whole.end()
             self._events.append((whole, positions, self.collectives.stalls[stalls:]))
         elif len(self.collectives.stalls) > stalls:
@@ -154,6 +188,22 @@ class Meter:
         """Returns the seconds of the window in which this rank waited for nobody."""
         return max(0.0, window_s - self._wait_s - self._paused_s - sum(traffic.exposed_s))
 
+    def _other_s(self) -> float:
+        """Returns the seconds of the window between steps, without collectives."""
+        pairs = ((span.seconds() or 0.0, stalls) for span, stalls in self._others)
+        return sum(max(0.0, seconds - sum(stall.seconds() or 0.0 for _, stall in stalls)) for seconds, stalls in pairs)
+
+    def _idle_s(self, own_s: float) -> float:
+        """Returns the seconds of the window in which the device had nothing to do but to wait for this process.
+
+        On a GPU, those of forward passes at whose end it had done all that was launched. On a CPU, those in which the
+        main thread was in a step, in no collective, waited for no data and had no core: for other processes, a disk, a
+        lock.
+        """
+        if self.collectives.on_gpu:
+            return sum(span.seconds() or 0.0 for span in self._at_hosts_pace)
+        return max(0.0, own_s - self._other_s() - (time.thread_time() - self._cpu_began_s - self._elsewhere_s))
+
     def close(self) -> Reading:
         """Returns the counters of the window and starts the next one."""
         on_gpu = torch.cuda.is_available()
@@ -161,30 +211,34 @@ class Meter:
         window_s = time.monotonic() - self._started
         traffic = self.collectives.close()
         stats = torch.cuda.memory_stats() if on_gpu else {}
+        peaks, own_s = self._peaks(), self._own_s(window_s, traffic)
         reading = Reading(
             tokens=self._tokens,
             padding=self._padding,
             squared_tokens=self._squared,
             window_s=window_s,
             wait_s=self._wait_s,
-            peak_bytes=stats.get("allocated_bytes.all.peak", 0) if on_gpu else _NAN,
-            reserved_bytes=stats.get("reserved_bytes.all.peak", 0) if on_gpu else _NAN,
-            outside_bytes=_used_bytes() - stats.get("reserved_bytes.all.current", 0) if on_gpu else _NAN,
+            peak_bytes=peaks[0] if on_gpu else _NAN,
+            reserved_bytes=peaks[1] if on_gpu else _NAN,
+            outside_bytes=used_bytes() - stats.get("reserved_bytes.all.current", 0) if on_gpu else _NAN,
             alloc_retries=stats.get("num_alloc_retries", 0),
-            gpu_utilization=_nvml(lambda: torch.cuda.utilization() / 100),
-            gpu_power_w=_nvml(lambda: torch.cuda.power_draw() / 1000),
-            host_bytes=_resident_bytes(),
-            host_used_share=_used_share(),
+            gpu_utilization=nvml(lambda: torch.cuda.utilization() / 100),
+            gpu_power_w=nvml(lambda: torch.cuda.power_draw() / 1000),
+            host_bytes=resident_bytes(),
+            host_used_share=used_share(),
             samples=self._samples,
             masked_samples=self._masked,
             targets=self._targets,
             forward_s=forward_s,
             forward_s_per_token=forward_s_per_token,
             cpu_wait_share=self._cpu_wait_s / self._host_s if self._host_s else _NAN,
-            gpu_clock_mhz=_nvml(torch.cuda.clock_rate),
-            gpu_power_limit_w=_power_limit_w(),
-            own_s=self._own_s(window_s, traffic),
+            gpu_clock_mhz=nvml(torch.cuda.clock_rate),
+            gpu_power_limit_w=power_limit_w(),
+            own_s=own_s,
             queued_s=_NAN if on_gpu else self._run_queue.wait_s() - self._queued_s,
+            host_s=self._idle_s(own_s),
+            other_s=self._other_s(),
+            aside_s=self._aside_s,
         )
         self.restart()
         self.traffic = traffic
@@ -228,43 +282,3 @@ class CountingCollator:
         batch = self.collator(rows)
         batch[COUNTS] = _counts(batch)
         return batch
-
-
-def _used_bytes() -> float:
-    """Returns the bytes of this GPU that are in use, by all processes; asking does not wait for its kernels."""
-    free, total = torch.cuda.mem_get_info()
-    return float(total - free)
-
-
-def _nvml(read: Callable[[], float]) -> float:
-    if torch.cuda.is_available():
-        with suppress(Exception):  # NVML has many errors, and none matters to training
-            return float(read())
-    return _NAN
-
-
-@cache
-def _power_limit_w() -> float:
-    def read() -> float:
-        import pynvml  # type: ignore[import-untyped]
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
-        return float(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1000
-
-    return _nvml(read)
-
-
-def _resident_bytes() -> float:
-    with suppress(OSError, ValueError, IndexError):
-        return float(int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-    return _NAN
-
-
-def _used_share() -> float:
-    """Returns the share of this machine's RAM that no process could have."""
-    with suppress(OSError, ValueError, KeyError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-        return 1 - sizes["MemAvailable"] / sizes["MemTotal"]
-    return _NAN

@@ -64,9 +64,15 @@ class Reading:
 
     queued_s: float = math.nan
     """Seconds of the window in which the main thread had no CPU, those among them in which it was in a collective."""
+    host_s: float = 0.0
+    """Seconds of the window in which the device waited for this process (`meter.Meter`)."""
+    other_s: float = 0.0
+    """Seconds of the window between steps: callbacks, logging."""
+    aside_s: float = 0.0
+    """Seconds of checkpoints and evaluations, which are not in the window."""
 
     def numbers(self) -> list[float]:
-        """Returns the fields in order, for a gather: (23,)."""
+        """Returns the fields in order, for a gather: (26,)."""
         return [float(getattr(self, name)) for name in self.__slots__]
 
 
@@ -142,7 +148,8 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
         attention = against.flops_per_token_and_context * sum(reading.squared_tokens for reading in readings)
         flops = against.flops_per_token * tokens + attention
         metrics["mfu"] = flops / window_s / len(readings) / against.flops_per_s
-    return metrics | _contents(readings) | _memory(readings) | _nvml(readings)
+    metrics |= _contents(readings) | _beside_computation(readings, max(steps, 1))
+    return metrics | _memory(readings) | _nvml(readings)
 
 
 def _contents(readings: Sequence[Reading]) -> dict[str, float]:
@@ -154,6 +161,15 @@ def _contents(readings: Sequence[Reading]) -> dict[str, float]:
     if not tokens or not samples:
         return {}
     return {"sample_tokens": tokens / samples, "attended_tokens": squared / tokens, "target_share": targets / tokens}
+
+
+def _beside_computation(readings: Sequence[Reading], steps: int) -> dict[str, Any]:
+    """Returns each rank's seconds of a step that are no computation, and those of checkpoints and evaluations."""
+    metrics: dict[str, Any] = {
+        f"{name}_by_rank": [getattr(reading, name) / steps for reading in readings] for name in ("host_s", "other_s")
+    }
+    aside_s = max(reading.aside_s for reading in readings)
+    return metrics | {"aside_s": aside_s} if aside_s else metrics
 
 
 def _nvml(readings: Sequence[Reading]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from dstrain.records import from_data, load_json
 from dstrain.rundir import RunDir
 
 FEWEST_WINDOWS, FEWEST_STEPS = 3, 10
-"""Fewer windows or steps after the first window give no step time."""
+"""Fewer windows or steps after those that warm up give no step time."""
 MOST_DATA_WAIT = 0.05
 """Share of the time from which waiting for data makes a step time useless. Source: the health rule `data_wait`."""
 FULL_ROWS = 0.95
@@ -73,6 +73,8 @@ def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:
     slowed = list(_slowed(run_dir, found))
     short = found.tokens_per_step / planned_tokens
     left_out = [f"its step time: {reason}" for reason in slowed]
+    if not slowed:
+        left_out.append(f"steps that warm up, from its step time: {found.warm_up_steps}")
     if is_short := short < FULL_ROWS:
         left_out.append(f"its step time and allocator: a step has {short:.0%} of the planned tokens, padding included")
     if found.alloc_retries:
@@ -143,7 +145,7 @@ def _tokens_per_step(c: Configuration, num_gpus: int) -> float:
 def _slowed(run_dir: RunDir, found: Measurement) -> Iterator[str]:
     """Yields why the step time of a run is not that of its machine."""
     if found.windows < FEWEST_WINDOWS or found.steps < FEWEST_STEPS:
-        yield f"{found.steps} steps in {found.windows} windows after the first are too few"
+        yield f"{found.steps} steps in {found.windows} windows after those that warm up are too few"
     if found.data_wait_share > MOST_DATA_WAIT:
         yield f"it waited for data for {found.data_wait_share:.0%} of the time"
     marks = {line["rule"]: line.get("step") for line in read_jsonl(run_dir.health) if line.get("rule") in SLOWED}

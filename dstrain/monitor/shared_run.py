@@ -85,6 +85,8 @@ class SharedRun:
     """Choices of the configuration that are not the default ones."""
     versions: Mapping[str, str] = field(default_factory=dict)
     steps: int
+    warm_up_steps: int = 0
+    """Steps whose time does not count in `measured`."""
     planned: Figures = Figures()
     measured: Figures = Figures()
     counted: Counted | None = None

@@ -27,13 +27,13 @@ from dstrain.monitor.comparison import (
     plans_time,
     step_parts,
 )
-from dstrain.monitor.comparison_text import difference_text, split_text, table
+from dstrain.monitor.comparison_text import TIME_NOTES, difference_text, split_text, table
 from dstrain.monitor.health.speed_rules import SPEED_RULES
 from dstrain.monitor.metrics import without_nonfinite
 from dstrain.monitor.planned_links import link_seconds
 from dstrain.monitor.row_contents import as_trained, contents_text, trained_contents
 from dstrain.monitor.traffic import Expected
-from dstrain.monitor.windows import VERDICT, Line, states_by_rank
+from dstrain.monitor.windows import VERDICT, Line, counted, settled, states_by_rank
 from dstrain.oom import Phase
 from dstrain.plan.estimate import USABLE_GPU_RATIO
 from dstrain.plan.estimate_records import Estimate
@@ -43,8 +43,8 @@ from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.units import format_bytes, format_seconds
 
-FEWEST_STEPS = 20
-"""Steps of a start before the verdict."""
+FEWEST_STEPS, LATEST_STEPS = 20, 50
+"""Steps of a start before the verdict: at least, and at most while steps warm up."""
 MEMORY_RANGE = 1 - USABLE_GPU_RATIO
 """The share by which memory may differ from the plan: what plans leave free of a GPU."""
 SLOW_LINK = SPEED_RULES[HealthRule.BUS_BANDWIDTH].warn
@@ -75,6 +75,8 @@ class Verdict:
     """Optimizer steps done, those before a resume included."""
     steps: int
     """Steps of this start."""
+    warm_up: str
+    """Which of them do not count in times, in words; empty if all do."""
     comparisons: tuple[Comparison, ...]
     parts: tuple[StepPart, ...]
     """What a step consists of."""
@@ -92,7 +94,7 @@ class Verdict:
 
     def lines(self, cluster: Cluster | None) -> Iterator[str]:
         """Yields the verdict as lines for the log."""
-        yield f"after {self.steps:,} steps, beside the plan:"
+        yield f"after {self.steps:,} steps, beside the plan{f' ({self.warm_up})' if self.warm_up else ''}:"
         yield from (f"  {line}" for line in table(self.comparisons, cluster))
         if split := split_text(self.parts):
             yield f"  a step: {split}"
@@ -140,11 +142,12 @@ class FirstSteps:
         return communication_s(speed) / speed.step_s if speed is not None else None
 
     def see(self, window: Line, *, steps: int) -> Verdict | None:
-        """Returns the verdict once there are enough of the steps of this start, `steps` so far."""
+        """Returns the verdict once enough of the steps of this start, `steps` so far, have warmed up."""
         if self.is_judged or self.estimate is None or "loss" not in window:
             return None
         self.windows.append(without_nonfinite(window))
-        if steps < FEWEST_STEPS or len(self.windows) < 2:
+        has_settled = len(settled(self.windows).windows) > 1
+        if steps < (FEWEST_STEPS if has_settled else LATEST_STEPS) or len(self.windows) < 2:
             return None
         self.is_judged = True
         with suppress(OSError, ValueError):
@@ -174,6 +177,7 @@ def judge(run: FirstSteps, *, steps: int, estimate: Estimate) -> Verdict:
     return Verdict(
         step=step,
         steps=steps,
+        warm_up=counted(run.windows).note,
         comparisons=comparisons(run),
         parts=step_parts(run),
         cause=cause,
@@ -218,17 +222,12 @@ _SMALL_MESSAGE = 2**22
 """Mean bytes of a collective below which its start takes more than its bytes, on links of tens of GB/s."""
 _BUCKETS = (50_000_000, 200_000_000, 500_000_000)
 """Elements of a bucket that are proposed, each time the next more; the last is DeepSpeed's default."""
-_TIME_NOTES = {
-    Part.TRAINING: "no single setting explains it: health rules name slow ranks, `dstrain doctor` clocks and links",
-    Part.COMPUTATION: "every rank computes longer than planned: `dstrain doctor` compares clocks, power and kernels",
-    Part.SLOWER_RANKS: "health rules name the slow rank; `dstrain doctor` compares clocks, power and other processes",
-}
 
 
 def _faster(run: FirstSteps, cause: Difference, estimate: Estimate) -> tuple[Advice | None, str]:
     """Returns what to change for a part of the time that is longer than planned, or a note."""
-    if cause.part in _TIME_NOTES:
-        return None, _TIME_NOTES[cause.part]
+    if cause.part in TIME_NOTES:
+        return None, TIME_NOTES[cause.part]
     share = middle(run.windows, "bus_share")
     if share is not None and share < SLOW_LINK:
         return None, f"links reach {share:.0%} of what the plan expects: `dstrain doctor --network` measures them"

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import median
 from typing import Any
 
 Line = Mapping[str, Any]
 VERDICT = "verdict"
 """The `event` of the line of `metrics.jsonl` that compares the first steps with the plan."""
+START = "start_step"
+"""Key of the step from which the start of a window's run began; 0: from the beginning."""
+WARM_UP_RATIO = 1.1
+"""How much longer than later steps the steps of a window take while they warm up, at least."""
+WARM_UP_STEPS = 100
+"""Steps of a start after which nothing warms up any more: what is slower then is slow for another reason."""
+_LOOKED_AT = 300
+"""Windows of a start that are compared with each other."""
 _STATES = ("params", "grads", "optimizer", "host")
 
 
@@ -28,6 +39,87 @@ def series(windows: Sequence[Line], name: str) -> list[tuple[int, float]]:
     """
     values = ((window["step"], number(window.get(name))) for window in windows)
     return [(step, value) for step, value in values if value is not None]
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The windows of a run whose time counts."""
+
+    windows: tuple[Line, ...]
+    """Those after the warm-up of each start."""
+    warm_up_steps: int
+    """Steps of the others: kernels are loaded or compiled, memory is allocated, caches fill."""
+
+    @property
+    def note(self) -> str:
+        """What does not count, in words; empty if nothing is left out."""
+        words = "step that warms up" if self.warm_up_steps == 1 else "steps that warm up"
+        doubt = "; the last may warm up, too" if len(self.windows) == 1 else ""
+        return f"without {self.warm_up_steps:,} {words}{doubt}" if self.warm_up_steps else ""
+
+
+def settled(windows: Sequence[Line]) -> Settled:
+    """Returns the windows whose time counts.
+
+    The first window of a start warms up, and so do those that follow while their steps and tokens take a tenth longer
+    than later ones: than the median of all later windows, or of the last third of the first 300, whichever is faster.
+    A single window moves neither, and the last third has settled even if most of a short run warms up. After 100 steps
+    nothing warms up. One H200, which loads kernels for each new number of targets (Qwen3-1.7B, samples attended one by
+    one):
+
+    >>> times = [3.54, 3.78, 2.47, 1.97, 2.10, 2.11, 2.10]
+    >>> found = settled([{"step": 4 * n, "step_s": s, "tokens_per_s": 32e3 / s} for n, s in enumerate(times, 1)])
+    >>> [window["step_s"] for window in found.windows], found.note
+    ([1.97, 2.1, 2.11, 2.1], 'without 12 steps that warm up')
+    """
+    kept: list[Line] = []
+    warm_up_steps = 0
+    for began, group in groupby(windows, key=lambda window: int(window.get(START) or 0)):
+        of_start = list(group)
+        count = _warming(of_start, began)
+        kept += of_start[count:]
+        warm_up_steps += max(0, int(of_start[count - 1]["step"]) - began)
+    return Settled(tuple(kept), warm_up_steps)
+
+
+def counted(windows: Sequence[Line]) -> Settled:
+    """Returns the windows whose time counts; all of them if there are no others than those that warm up."""
+    steady = settled(windows)
+    return steady if steady.windows else Settled(tuple(windows), 0)
+
+
+def _warming(windows: Sequence[Line], began: int) -> int:
+    """Returns how many of the first windows of a start warm up."""
+    windows = windows[:_LOOKED_AT]
+    for index in range(1, len(windows) - 1):
+        parts = (windows[index + 1 :], windows[-max(1, len(windows) // 3) :])
+        if windows[index]["step"] - began > WARM_UP_STEPS or not _is_slower(windows[index], parts):
+            return index
+    return max(1, len(windows) - 1)
+
+
+def _is_slower(window: Line, parts: Iterable[Sequence[Line]]) -> bool:
+    """Returns whether a step and a token take longer in a window than in the fastest part by its median."""
+    for time in (_step_s, _token_s):
+        own, medians = time(window), [_middle(part, time) for part in parts]
+        if own is None or own <= WARM_UP_RATIO * min((value for value in medians if value is not None), default=own):
+            return False
+    return True
+
+
+def _middle(windows: Sequence[Line], time: Callable[[Line], float | None]) -> float | None:
+    values = [value for window in windows if (value := time(window)) is not None]
+    return median(values) if values else None
+
+
+def _step_s(window: Line) -> float | None:
+    return number(window.get("step_s"))
+
+
+def _token_s(window: Line) -> float | None:
+    """Returns the seconds of a token, padding included."""
+    rate = number(window.get("tokens_per_s"))
+    return (1 - (number(window.get("padding_share")) or 0.0)) / rate if rate else None
 
 
 def peaks_by_rank(windows: Sequence[Line]) -> tuple[float, ...]:

@@ -23,11 +23,10 @@ from dstrain.monitor.comparison import (
     comparisons,
     largest_difference,
     middle,
-    settled,
     step_parts,
 )
 from dstrain.monitor.traffic import NAMES, Kind, kinds_of
-from dstrain.monitor.windows import Line, number, series
+from dstrain.monitor.windows import Line, counted, number, series
 from dstrain.records import to_data
 from dstrain.report.first_steps import FirstVerdict, first_verdict
 from dstrain.report.recorded import Recorded
@@ -148,7 +147,7 @@ def report(recorded: Recorded, *, now: float) -> Report:
         traffic=tuple(kinds_of({name: middle(windows, name) for name in NAMES})),
         first=first_verdict(recorded.verdict),
         marks=marks(recorded.findings),
-        quarters=quarters([value for _, value in series(settled(windows), "tokens_per_s")]),
+        quarters=quarters([value for _, value in series(counted(windows).windows, "tokens_per_s")]),
         data_wait_share=middle(windows, "data_wait_share"),
         padding_share=middle(windows, "padding_share"),
         restarts=_restarts(recorded),

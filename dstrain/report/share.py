@@ -14,6 +14,7 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.monitor.comparison import Quantity
 from dstrain.monitor.observed_run import read_run
 from dstrain.monitor.shared_run import Counted, Figures, SharedRun, Wire, shape
+from dstrain.monitor.windows import counted
 from dstrain.plan.configuration import DEFAULTS, flat
 from dstrain.plan.memory.params import linear_names
 from dstrain.records import to_data
@@ -43,6 +44,7 @@ def shared(report: Report) -> SharedRun:
         settings=_settings(recorded),
         versions={package: _public(version) for package, version in recorded.versions.items()},
         steps=report.step,
+        warm_up_steps=counted(recorded.windows).warm_up_steps,
         planned=_figures(planned) if estimate is not None else Figures(),
         measured=_figures(measured),
         counted=None if _names_layers(recorded) else _counted(recorded),

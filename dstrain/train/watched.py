@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ class WatchedTrainer(SavingTrainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Returns the micro-batches of one step, and counts their tokens and the waiting time."""
         self._evidence.begin()
+        self.meter.begin_step()
         batches, items = super().get_batch_samples(self.meter.timed(epoch_iterator), num_batches, device)
         for batch in batches:
             if not self._counts_rows:
@@ -116,9 +118,9 @@ class WatchedTrainer(SavingTrainer):
             self._heartbeat.send(
                 self.state.global_step, Phase.EVALUATING if self.control.should_evaluate else Phase.SAVING
             )
-        super()._maybe_log_save_evaluate(tr_loss, grad_norm, *arguments, **options)
+        with self.meter.aside() if is_long else nullcontext():
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, *arguments, **options)
         if is_logged:
             tr_loss.zero_()
         if is_long:
-            self.meter.restart()
             self._heartbeat.send(self.state.global_step, Phase.STEP)

@@ -13,7 +13,8 @@ from transformers import TrainerControl, TrainerState
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.watch import Watch
-from dstrain.monitor.meter import COUNTS, CountingCollator, Counts, Meter, RunQueue
+from dstrain.monitor.machine import RunQueue
+from dstrain.monitor.meter import COUNTS, CountingCollator, Counts, Meter
 from dstrain.monitor.sinks.jsonl import JsonlFile
 
 

@@ -49,6 +49,34 @@ def test_a_run_that_goes_as_planned_has_no_cause(tmp_path: Path) -> None:
     assert {Quantity.STEP_S, Quantity.PEAK, Quantity.STATES} <= {one.quantity for one in verdict.comparisons}
 
 
+def test_it_waits_for_steps_that_have_warmed_up_and_says_which_do_not_count(tmp_path: Path) -> None:
+    folder = gpu_run(tmp_path / "run")
+    verdict, _, steps = judged(folder)
+    assert text(verdict, steps).startswith("after 20 steps, beside the plan (without 1 step that warms up):")
+    metrics = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    for number, line in enumerate(line for line in lines if "loss" in line):
+        longer = max(1.0, 6 * 0.85**number)
+        line |= {"step_s": line["step_s"] * longer, "tokens_per_s": line["tokens_per_s"] / longer}
+    every_fifth = [line for line in lines if line["step"] % 5 == 0]
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in every_fifth))
+    verdict, step, steps = judged(folder)
+    assert (step, verdict.steps) == (20, 20)
+    assert "beside the plan (without 10 steps that warm up):" in text(verdict, steps)
+
+
+def test_a_run_whose_speed_still_rises_is_judged_late_and_says_so(tmp_path: Path) -> None:
+    folder = gpu_run(tmp_path / "run", steps=60)
+    metrics = folder / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()][9::10]
+    for line, step_s in zip(lines, (1.2533, 0.5552, 0.3012, 0.1811, 0.1211, 0.1), strict=True):
+        line |= {"step_s": step_s, "tokens_per_s": 1967 / step_s}
+    metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    verdict, step, steps = judged(folder)
+    assert step == 50
+    assert "(without 40 steps that warm up; the last may warm up, too):" in text(verdict, steps)
+
+
 def test_waiting_for_data_is_answered_with_more_processes_and_what_they_bring(tmp_path: Path) -> None:
     verdict, _, steps = judged(gpu_run(tmp_path / "run", slower=1.5, waits=1 / 3), dataloader_num_workers=2)
     assert verdict.cause is not None

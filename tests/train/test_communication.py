@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,11 @@ import pytest
 from torch import distributed as dist
 
 from benchmarks.health_exam.rank import SETTINGS
-from dstrain.facts.cluster.cluster import Cluster, Origin, describe
-from dstrain.facts.cluster.gpus import gpu
-from dstrain.facts.cluster.links import Link
+from benchmarks.health_exam.record import measured_links
 from dstrain.facts.probe import read_model
 from dstrain.job.monitor import Monitor
 from dstrain.job.schema import Job
 from dstrain.monitor.sinks.jsonl import read_jsonl
-from dstrain.records import to_data
 from dstrain.train.process_group import observed
 from dstrain.train.rank import Rank
 from tests.train.engine import Engine
@@ -37,20 +33,12 @@ def runs(root: Path, demo: Path, made_demo: Path, engine: Engine) -> Path:
         ("links", "throttled links", THROTTLED, made_demo, 5),
     ):
         run = make_run(folder / name, model, zero={"stage": 3}, max_steps=steps)
-        (run / "facts.json").write_text(json.dumps(_facts(model / "model")))
+        (run / "facts.json").write_text(json.dumps(measured_links(model / "model", MEASURED)))
         settings = {"cause": cause, "onset": 1, "size": size, "on_rank": 1}
         (run / SETTINGS).write_text(json.dumps(settings))
         codes = engine.run("benchmarks.health_exam.rank", run, log=Path(f"{run}.log"))
         assert codes == [0, 0], said(run)[-3000:]
     return folder
-
-
-def _facts(model: Path) -> dict[str, Any]:
-    """Returns the facts of a run on two CPU ranks whose links were measured."""
-    cluster: Cluster = describe(gpu=gpu("cpu"), gpu_origin=Origin.GIVEN, gpus=2)
-    link = Link(name="loopback (measured)", bytes_per_s=MEASURED, source="test")
-    cluster = replace(cluster, intra_link=link, intra_link_origin=Origin.MEASURED)
-    return {"model": to_data(read_model(str(model))), "cluster": to_data(cluster)}
 
 
 def _broken(run: Path) -> dict[str, dict[str, Any]]:
@@ -74,6 +62,16 @@ def test_what_ranks_wait_and_work_is_no_more_than_the_step(runs: Path) -> None:
     for window in lines(runs / "slow") + lines(runs / "links"):
         for waits, works in zip(window["comm_s_by_rank"], window["own_s_by_rank"], strict=True):
             assert 0 < waits + works <= window["step_s"]
+
+
+def test_a_rank_that_sleeps_in_its_passes_has_no_core_there_and_callbacks_are_told_apart(runs: Path) -> None:
+    windows = lines(runs / "slow")[1:]
+    assert all(window["host_s_by_rank"][1] > window["host_s_by_rank"][0] for window in windows)
+    for window in windows:
+        rest = window["own_s_by_rank"][1] - window["host_s_by_rank"][1] - window["other_s_by_rank"][1]
+        assert window["other_s_by_rank"][1] > 0
+        assert window["other_s_by_rank"][0] < window["step_s"] - window["comm_s_by_rank"][0], "waiting is not there"
+        assert rest > 0
 
 
 def test_links_slower_than_measured_are_told_with_their_share(runs: Path) -> None:

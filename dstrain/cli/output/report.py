@@ -15,6 +15,7 @@ from dstrain.launch.run.state import GONE, LIVING
 from dstrain.monitor.comparison import plans_time
 from dstrain.monitor.comparison_text import difference_text, split_text, table
 from dstrain.monitor.row_contents import contents_text, trained_contents
+from dstrain.monitor.windows import counted
 from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.records import to_data
@@ -59,6 +60,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     yield from (("checks", text) for text in checks_text(report))
     if first := first_text(report):
         yield "first steps", first
+    if note := counted(report.recorded.windows).note:
+        yield "times", note
     if split := split_text(report.parts):
         yield "a step", split
     if contents := contents_text(report.recorded.estimate, trained_contents(report.recorded.windows)):
@@ -204,6 +207,7 @@ def document(report: Report) -> dict[str, Any]:
         **{name: getattr(report, name) for name in names},
         "comparisons": [asdict(one) | {"off": one.off} for one in report.comparisons],
         "differs_most": asdict(report.largest) if report.largest else None,
+        "warm_up_steps": counted(recorded.windows).warm_up_steps,
         "parts": [asdict(one) for one in report.parts],
         "collectives": [{"kind": kind, "bytes": size, "seconds": spent} for kind, size, spent in report.traffic],
         "first_steps": asdict(report.first) if report.first else None,

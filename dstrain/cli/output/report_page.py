@@ -16,7 +16,7 @@ from dstrain.cli.output.plan_page import CHINESE as PLAN_CHINESE
 from dstrain.launch.run.state import GONE, Stage
 from dstrain.monitor.comparison import Part, Quantity
 from dstrain.monitor.comparison_text import NAMES, figure, measured_text, name_of, off_text
-from dstrain.monitor.windows import series
+from dstrain.monitor.windows import counted, series
 from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.report.report import UNKNOWN, Report
@@ -32,6 +32,8 @@ _STEP_COLORS: Mapping[str, str] = {
     Part.COMMUNICATION: "p2",
     Part.SLOWER_RANKS: "p4",
     Part.DATA_WAIT: "p5",
+    Part.HOST: "p1",
+    Part.OTHER: "p3",
 }
 """What a bar of time consists of; computation has one of two names."""
 # fmt: off
@@ -42,7 +44,8 @@ CHINESE: Mapping[str, str] = {
     Quantity.HOST: "每 rank 卸载的状态",
     Quantity.COMM: "等待集合通信", Quantity.BUS: "总线带宽",
     Part.COMPUTATION: "计算", Part.COMMUNICATION: "未被掩盖的通信", Part.SLOWER_RANKS: "等待较慢的 rank",
-    Part.DATA_WAIT: "等待数据", Part.TRAINING: "计算与通信", Part.PARAMS: "参数", Part.GRADS: "梯度",
+    Part.DATA_WAIT: "等待数据", Part.HOST: "等待主机", Part.OTHER: "步与步之间",
+    Part.TRAINING: "计算与通信", Part.PARAMS: "参数", Part.GRADS: "梯度",
     Part.OPTIMIZER: "优化器状态", Part.TRANSIENT: "激活、logits 与缓冲区",
     Stage.STARTING: "启动中", Stage.RUNNING: "训练中", Stage.ENDED: "已结束", Stage.SAVED: "已保存并退出",
     Stage.FAILED: "失败", Stage.STOPPED: "已停止", GONE: "进程消失", UNKNOWN: "状态未知",
@@ -69,7 +72,7 @@ def _run(report: Report) -> dict[str, Any]:
     """Returns all that the page shows of one run."""
     recorded = report.recorded
     estimate, script = recorded.estimate, recorded.run_dir.start_script
-    bars = list(islice(_bars(report), MOST_RANKS + 1))
+    bars, warm_up = list(islice(_bars(report), MOST_RANKS + 1)), counted(recorded.windows).warm_up_steps
     return {
         "name": shown(str(recorded.run_dir.path)),
         "stage": report.stage,
@@ -84,7 +87,7 @@ def _run(report: Report) -> dict[str, Any]:
         "differs": _difference(report),
         "checks": [check.line for check in recorded.preflight.checks] if recorded.preflight else [],
         "first": text.first_text(report),
-        "step": {"bars": list(_step_bars(report)), "parts": [str(one.part) for one in report.parts]},
+        "step": {"bars": [*_step_bars(report)], "parts": [str(one.part) for one in report.parts], "warm_up": warm_up},
         "traffic": text.traffic_text(report) if report.traffic else "",
         "plots": [asdict(each) | names for each, names in _plots(report)],
         "bars": bars,

@@ -145,7 +145,9 @@ def told(row: Row) -> str:
         return f"{verdict(row, None)} ({took}){f': {row.trial.problem}' if row.trial.problem else ''}"
     early = ": slower, ended early" if row.trial.ending is Ending.SLOWER else ""
     compiling = "" if row.compile_s is None else f", {format_seconds(row.compile_s)} of it compiling"
-    return f"{format_seconds(row.step_s)} a step, {_rate(row.tokens_per_s)} tokens/s ({took}{compiling}){early}"
+    warm_up = row.trial.measured.warm_up_steps if row.trial.measured is not None else 0
+    slow = f"; {warm_up} steps warmed up" if warm_up > 1 else ""
+    return f"{format_seconds(row.step_s)} a step, {_rate(row.tokens_per_s)} tokens/s ({took}{compiling}{slow}){early}"
 
 
 def table(rows: Sequence[Row]) -> list[str]:

@@ -107,7 +107,7 @@ class Limits:
     """When a trial ends."""
 
     steps: int
-    """Steps to measure; the first one, which warms up, comes on top."""
+    """Steps to measure; those that warm up come on top, up to as many and one."""
     until: float
     """The end of the budget, by `time.monotonic`."""
     best: Sequence[Mapping[str, Any]] = ()
@@ -140,9 +140,9 @@ def logged(run_dir: RunDir) -> list[dict[str, Any]]:
 
 def judged(lines: Sequence[Mapping[str, Any]], limits: Limits, now: float) -> Ending | None:
     """Returns how a run with these logged steps ends now; None if it goes on."""
-    if len(lines) > limits.steps:
-        return Ending.MEASURED
     run, best = measurement(lines), measurement(limits.best[: len(lines)])
+    if run.windows >= limits.steps or len(lines) > 2 * limits.steps:
+        return Ending.MEASURED
     if run.windows >= LEAST_WINDOWS and best.windows >= LEAST_WINDOWS and is_slower(run, best):
         return Ending.SLOWER
     return Ending.NO_TIME if now >= limits.until else None
@@ -205,7 +205,7 @@ def run_trial(
 
 
 def _trial(run_dir: RunDir, watch: _Watch, limits: Limits, error: DstrainError | None) -> Trial:
-    lines = logged(run_dir)[: limits.steps + 1]
+    lines = logged(run_dir)
     ending, problem = watch.ending, None
     if ending is None and error is not None:
         ending = Ending.OUT_OF_MEMORY if run_dir.oom.exists() else Ending.FAILED

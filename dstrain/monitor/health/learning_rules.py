@@ -56,9 +56,9 @@ LEARNING_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
             signal=signals.overfitting,
             warn=0.02,
             critical=0.05,
-            problem="the evaluation loss has risen twice and is {value:.1%} above its best, while the loss falls",
+            problem="the evaluation loss rises and is {value:.1%} above its best, while the loss falls",
             advice="Keep the checkpoint of the best evaluation; train fewer epochs, or on more data.",
-            source="early stopping with a patience of two evaluations",
+            source="early stopping with a patience of two evaluations, or of one that is clearly worse",
         ),
         HealthRule.GRADIENT_SPIKE: Rule(
             signal=signals.gradient_spike,

@@ -14,14 +14,14 @@ MEMORY_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
         HealthRule.GPU_MEMORY_GROWTH: Rule(
             signal=signals.gpu_memory_growth,
             warn=3,
-            problem="the GPU's peak has grown in {value:.0f} windows in a row",
+            problem="the GPU's peak has grown {value:.0f} times in a row, window by window or three by three",
             advice="Something keeps tensors: an own callback, or losses that are added up with their graph.",
             source="a peak settles within 20 windows; three records in a row then happen by chance once in 1,000 runs",
         ),
         HealthRule.HOST_MEMORY_GROWTH: Rule(
             signal=signals.host_memory_growth,
             warn=3,
-            problem="a rank's RAM has grown in {value:.0f} windows in a row",
+            problem="a rank's RAM has grown {value:.0f} times in a row, window by window or three by three",
             advice="Look for what keeps data: workers of the data loader, or an own callback.",
             source="as gpu_memory_growth",
         ),

@@ -19,6 +19,10 @@ _EVEN_LOAD = 0.2
 """Deviation of the experts' load, over its mean, that counts as even: a rule of thumb of training guides."""
 _FEW = 3
 """Windows whose median stands for now."""
+_GROWTH = 1.01
+"""Ratio to all earlier peaks of memory from which it counts as grown."""
+_CLEAR_RISE = 0.05
+"""Share by which one evaluation loss has to be above the best one to be no noise."""
 
 
 def loss_spike(history: History) -> float | None:
@@ -69,13 +73,17 @@ def first_loss(history: History) -> float | None:
 
 
 def overfitting(history: History) -> float | None:
-    """Returns the newest evaluation loss over the best one, less 1, if the last two rose while the loss fell."""
+    """Returns the newest evaluation loss over the best one, less 1, if the last two rose, or the last one by a
+    twentieth over the best, while the loss fell.
+    """
     evals, losses = history.evaluations, history.series("loss")
-    if len(evals) < 3 or len(losses) < FEWEST or not evals[-3] < evals[-2] < evals[-1]:
+    if len(evals) < 2 or len(losses) < _FEW or not evals[-2] < evals[-1]:
+        return None
+    rise = evals[-1] / min(evals) - 1
+    if rise < _CLEAR_RISE and (len(evals) < 3 or not evals[-3] < evals[-2]):
         return None
     half = len(losses) // 2
-    falls = median(losses[half:]) < median(losses[:half])
-    return evals[-1] / min(evals) - 1 if falls else 0.0
+    return rise if median(losses[half:]) < median(losses[:half]) else 0.0
 
 
 def gradient_spike(history: History) -> float | None:
@@ -115,12 +123,16 @@ def vanished_gradient(history: History) -> float | None:
 
 
 def gpu_memory_growth(history: History) -> float | None:
-    """Returns how many windows in a row, up to the newest, had a peak more than 1 % above all earlier ones."""
+    """Returns how many windows in a row, or threes of windows by their medians, up to the newest, had a peak more than
+    1 % above all earlier ones.
+    """
     return _records(history, "peak_bytes_per_gpu")
 
 
 def host_memory_growth(history: History) -> float | None:
-    """Returns how many windows in a row, up to the newest, had over 1 % more resident memory than all earlier ones."""
+    """Returns how many windows in a row, or threes of windows by their medians, up to the newest, had over 1 % more
+    resident memory than all earlier ones.
+    """
     return _records(history, "host_bytes_max")
 
 
@@ -226,13 +238,21 @@ def _spike(values: list[float], *, least_ratio: float) -> float | None:
 
 
 def _records(history: History, name: str) -> float | None:
-    """Counts windows in a row that were above all before; none count in the first `FEWEST` windows, as caches fill."""
+    """Counts windows in a row that were above all before, or threes of windows by their medians, if these are more: a
+    slow growth hides in the noise of single windows. None count in the first `FEWEST` windows, as caches fill.
+    """
     values = history.series(name)
     if len(values) <= FEWEST:
         return None
+    medians = [median(values[index : index + _FEW]) for index in range(len(values) - _FEW + 1)]
+    return max(_in_a_row(values, every=1), _in_a_row(medians, every=_FEW))
+
+
+def _in_a_row(values: Sequence[float], *, every: int) -> int:
+    """Counts the values, each of so many, up to the newest, that exceed all before by more than `_GROWTH`."""
     count = 0
-    for index in range(len(values) - 1, FEWEST - 1, -1):
-        if values[index] <= 1.01 * max(values[:index]):
+    for index in range(len(values) - 1, FEWEST - 1, -every):
+        if values[index] <= _GROWTH * max(values[: index - every + 1]):
             break
         count += 1
     return count

@@ -78,9 +78,9 @@ def padding(history: History) -> float | None:
 
 
 def slow_rank(history: History) -> float | None:
-    """Returns how much longer the slowest rank works than the fastest, as a share: in forward passes, per pass or per
-    token, whichever is less; or in whole steps, if that is more, where it enters collectives last and waits least; in
-    each of the last three windows, or ten if it is less than a third; 0 if it is noise.
+    """Returns how much longer the slowest rank works than the fastest, as a share: in whole steps, where it enters
+    collectives last and waits least; if collectives are not measured, in forward passes, per pass or per token,
+    whichever is less; in each of the last three windows, or ten if it is less than a third; 0 if it is noise.
     """
     lags = _lags(history)
     return max(lags) if lags else None
@@ -94,9 +94,8 @@ def slowest_rank(history: History) -> int:
 
 def _lags(history: History) -> list[float]:
     """Returns the value of `slow_rank` for each rank; empty without two ranks or three windows."""
-    forward = _lasting(history.with_metric(_PER_TOKEN)[1:], _PER_TOKEN, _forward_lags)
     whole = _lasting(history.with_metric(_OWN)[1:], _OWN, _own_lags)
-    return [max(pair) for pair in zip(forward, whole, strict=True)] if forward and whole else forward or whole
+    return whole or _lasting(history.with_metric(_PER_TOKEN)[1:], _PER_TOKEN, _forward_lags)
 
 
 def _lasting(
@@ -190,11 +189,11 @@ def slow_links(history: History) -> float | None:
 
 
 def bus_bandwidth(history: History) -> float | None:
-    """Returns the speed of large collectives over what the links of the plan allow: the median of the last ten windows,
-    of which there must be three after the first.
+    """Returns the speed of large collectives over what the links of the plan allow: the median of the last three
+    windows, without the first.
     """
-    shares = history.series("bus_share")[1:][-_MANY:]
-    return median(shares) if len(shares) >= _FEW else None
+    shares = history.series("bus_share")[1:]
+    return median(shares[-_FEW:]) if len(shares) >= _FEW else None
 
 
 def exposed_communication(history: History) -> float | None:

@@ -30,6 +30,17 @@ def test_it_ends_after_its_steps_without_the_first_one() -> None:
     assert judged(lines(21, 1.0), limits([]), now=0.0) is Ending.MEASURED
 
 
+def test_steps_that_warm_up_come_on_top_up_to_as_many() -> None:
+    times = [30.0, *(2.0,) * 7, *(1.0,) * 40]
+    slow = [{"step": at, "tokens": 8, "tokens_per_s": 8 / s, "step_s": s} for at, s in enumerate(times, 1)]
+    assert judged(slow[:27], limits([]), now=0.0) is None
+    assert judged(slow[:28], limits([]), now=0.0) is Ending.MEASURED
+    assert measurement(slow[:28]).step_s == 1.0
+    faster = [{**line, "step_s": 2.0**-at, "tokens_per_s": 8 * 2.0**at} for at, line in enumerate(slow)]
+    assert judged(faster[:40], limits([]), now=0.0) is None
+    assert judged(faster[:41], limits([]), now=0.0) is Ending.MEASURED
+
+
 def test_it_ends_early_only_if_it_is_slower_by_more_than_the_noise_of_both() -> None:
     best = lines(21, 1.0)
     assert judged(lines(6, 1.05), limits(best), now=0.0) is Ending.SLOWER

@@ -142,9 +142,9 @@ TROUBLES: dict[HealthRule, tuple[Change, int]] = {
     HealthRule.SLOWDOWN: (slower, 3),
     HealthRule.LOSS_SCALE: (lambda step, v: {**v, "loss_scale": 65536.0 / 2 ** ((step - ONSET) // 5)}, 4),
     HealthRule.MASKED_SAMPLES: (fixed("masked_share", 0.3), 1),
-    HealthRule.SLOW_RANK: (slow_forward, 3),
+    HealthRule.SLOW_RANK: (of_rank("own_s_by_rank", 1.5), 3),
     HealthRule.SLOW_LINKS: (slow_collectives, 3),
-    HealthRule.BUS_BANDWIDTH: (scaled("bus_share", 0.4), 7),
+    HealthRule.BUS_BANDWIDTH: (scaled("bus_share", 0.4), 3),
     HealthRule.EXPOSED_COMMUNICATION: (slow_collectives, 7),
     HealthRule.CPU_WAIT: (fixed("cpu_wait_share_by_rank", [0.0] * 5 + [0.1] + [0.0] * 2), 2),
     HealthRule.LOW_MFU: (scaled("mfu", 0.5), 7),
@@ -190,11 +190,21 @@ def test_a_loss_that_is_not_one_of_tokens_may_be_0_or_large() -> None:
     assert told(Watch({}, FACTS), *[{"loss": 1.0, "padding_share": 0.6}] * 6) == ["padding"]
 
 
-def test_an_evaluation_loss_that_rises_twice_while_the_loss_falls_is_overfitting() -> None:
+def test_memory_that_grows_less_than_its_noise_from_window_to_window_is_named() -> None:
+    def leaks(step: int, values: Window) -> Window:
+        return {**values, "host_bytes_max": values["host_bytes_max"] * (1 + 0.004 * (step - ONSET + 5) / 5)}
+
+    assert found(leaks)[HealthRule.HOST_MEMORY_GROWTH] <= ONSET + 5 * 14
+    assert HealthRule.HOST_MEMORY_GROWTH not in found(lambda _, values: values)
+
+
+def test_an_evaluation_loss_that_rises_clearly_once_or_twice_while_the_loss_falls_is_overfitting() -> None:
     watch = Watch({}, FACTS)
     falling = [{"loss": 2.0 - number / 50} for number in range(40)]
     assert told(watch, *falling, {"eval_loss": 1.0}, {"eval_loss": 1.01}, {"eval_loss": 1.04}) == ["overfitting"]
-    assert told(Watch({}, FACTS), *falling, {"eval_loss": 1.0}, {"eval_loss": 1.2}, {"eval_loss": 0.9}) == []
+    assert told(Watch({}, FACTS), *falling, {"eval_loss": 1.0}, {"eval_loss": 1.06}) == ["overfitting"]
+    assert told(Watch({}, FACTS), *falling[::-1], {"eval_loss": 1.0}, {"eval_loss": 1.2}) == []
+    assert told(Watch({}, FACTS), *falling, {"eval_loss": 1.0}, {"eval_loss": 1.04}, {"eval_loss": 0.9}) == []
 
 
 def test_every_rule_has_a_trouble_here() -> None:
@@ -227,6 +237,16 @@ def unmeasured(cause: Change) -> Change:
 )
 def test_steps_that_are_slow_because_of_a_rank_or_of_data_are_not_the_links_fault(change: Change) -> None:
     assert HealthRule.SLOW_LINKS not in found(change)
+
+
+def test_a_lag_in_forward_passes_counts_only_if_nobody_measures_whole_steps() -> None:
+    def ranks(change: Change) -> set[int | None]:
+        watch = Watch({}, FACTS)
+        findings = [one for step, values in windows(0, steps=100) for one in watch.see(step, change(step, values))]
+        return {one.rank for one in findings if one.rule == HealthRule.SLOW_RANK}
+
+    assert ranks(slow_forward) == set()
+    assert ranks(unmeasured(slow_forward)) == {5}
 
 
 def test_a_rank_that_the_others_wait_for_is_named_if_its_forward_passes_are_as_fast() -> None:

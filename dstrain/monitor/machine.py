@@ -1,0 +1,80 @@
+"""Reads what this process and its machine say of themselves: memory, clocks, power, waiting for a CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+
+_NAN = float("nan")
+
+
+class RunQueue:
+    """How long this process's main thread was ready to run while other processes had its CPU."""
+
+    def __init__(self) -> None:
+        """Opens the kernel's counter, where there is one. Source: Linux, Documentation/scheduler/sched-stats.rst."""
+        self._file: int | None = None
+        with suppress(OSError):
+            self._file = os.open("/proc/self/schedstat", os.O_RDONLY)
+
+    def __del__(self) -> None:
+        """Closes the counter."""
+        if self._file is not None:
+            os.close(self._file)
+
+    def wait_s(self) -> float:
+        """Returns the seconds since the process began; 0 if they are not known. It takes a microsecond."""
+        if self._file is None:
+            return 0.0
+        with suppress(OSError, ValueError, IndexError):
+            return int(os.pread(self._file, 64, 0).split()[1]) / 1e9
+        return 0.0
+
+
+def used_bytes() -> float:
+    """Returns the bytes of this GPU that are in use, by all processes; asking does not wait for its kernels."""
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free)
+
+
+def nvml(read: Callable[[], float]) -> float:
+    """Returns what NVML says; NaN without a GPU, or without an answer."""
+    if torch.cuda.is_available():
+        with suppress(Exception):  # NVML has many errors, and none matters to training
+            return float(read())
+    return _NAN
+
+
+@cache
+def power_limit_w() -> float:
+    """Returns the enforced power limit of this GPU in watts; NaN if it is not known."""
+
+    def read() -> float:
+        import pynvml  # type: ignore[import-untyped]
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        return float(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1000
+
+    return nvml(read)
+
+
+def resident_bytes() -> float:
+    """Returns the resident memory of this process; NaN if it is not known."""
+    with suppress(OSError, ValueError, IndexError):
+        return float(int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    return _NAN
+
+
+def used_share() -> float:
+    """Returns the share of this machine's RAM that no process could have."""
+    with suppress(OSError, ValueError, KeyError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+        return 1 - sizes["MemAvailable"] / sizes["MemTotal"]
+    return _NAN
