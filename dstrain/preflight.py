@@ -23,10 +23,14 @@ class CheckName(StrEnum):
     """The loss of that micro-batch is not far above that of a model that guesses."""
     GRADIENTS = "gradients"
     """Loss and gradients are finite on every rank."""
+    TEMPLATE = "chat template"
+    """The model knows the job's chat template as well as its own, if the job names one."""
     PACKING = "packing"
     """A packed row has the loss of its samples."""
     EVALUATION = "evaluation"
     """The heaviest micro-batch of an evaluation fits into memory."""
+    SAVING = "saving"
+    """A checkpoint can be written, and those that exist at once fit on the disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,6 +91,8 @@ class RunDir:
     """Held by the one `dstrain run` that trains in this folder."""
     stop_wish = _Entry(".stop")
     """Exists if the run was asked to stop."""
+    save_trial = _Entry(".save-trial")
+    """A folder that the check of saving writes before the first step, and removes."""
     tune = _Entry("tune")
     """Folder of the short runs of `dstrain tune`, a run directory each."""
     trial = _Entry("trial.json")

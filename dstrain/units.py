@@ -60,6 +60,15 @@ def format_count(count: float) -> str:
     return f"{count:.0f}"
 
 
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """Returns a count with its noun; `plural` is its other form if that is not the noun with an s.
+
+    >>> counted(1, "answer"), counted(2048, "answer"), counted(2, "entry", "entries")
+    ('1 answer', '2,048 answers', '2 entries')
+    """
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Returns a duration for people.
 

@@ -169,14 +169,32 @@ def leak(injection: Injection) -> None:
 
 
 def bad_batch(injection: Injection) -> None:
-    """Makes one micro-batch of one rank overflow: its embeddings are NaN."""
+    """Makes the micro-batches of one step of one rank overflow, whenever they come: their embeddings are NaN."""
+    bad: list[torch.Tensor] = []
 
-    def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        is_now = int(injection.trainer.state.global_step) + 1 == injection.onset
-        return output * float("nan") if is_now and injection.trainer.model.training else output
+    def poison(_: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        if _is_onset(injection):
+            bad.append(inputs[0].clone())
+        is_bad = injection.trainer.model.training and any(torch.equal(inputs[0], each) for each in bad)
+        return output * float("nan") if is_bad else output
 
     if injection.rank == injection.on_rank:
         injection.trainer.model.get_input_embeddings().register_forward_hook(poison)
+
+
+def bad_step(injection: Injection) -> None:
+    """Makes the embeddings of one step of one rank NaN; the same micro-batches later are finite."""
+
+    def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
+        return output * float("nan") if _is_onset(injection) else output
+
+    if injection.rank == injection.on_rank:
+        injection.trainer.model.get_input_embeddings().register_forward_hook(poison)
+
+
+def _is_onset(injection: Injection) -> bool:
+    trainer = injection.trainer
+    return bool(trainer.model.training) and int(trainer.state.global_step) + 1 == injection.onset
 
 
 def bad_labels(injection: Injection) -> None:
@@ -281,6 +299,7 @@ CAUSES: Mapping[str, Callable[[Injection], None]] = {
     "slow data": slow_data,
     "memory leak": leak,
     "NaN in a batch": bad_batch,
+    "NaN once": bad_step,
     "random labels": bad_labels,
     "learning rate x 100": high_rate,
     "rising learning rate": rising_rate,

@@ -41,6 +41,15 @@ def say_lines(lines: Iterable[str]) -> None:
         say(wrapped(line, width(talk)))
 
 
+def say_unread_links() -> None:
+    """Says that the file of measured links cannot be read, if so; estimates then use other links."""
+    from dstrain.facts.cluster import measured_links
+
+    problem = measured_links.read()[1]
+    if problem is not None:
+        say_lines([f"note: {problem}"])
+
+
 def width(console: Console) -> int:
     """Returns the columns to wrap at."""
     return min(console.width, _MAX_COLUMNS) if console.is_terminal else COLUMNS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -24,6 +25,7 @@ from dstrain.job.schema import Job
 from dstrain.launch.prepare import job_checks
 from dstrain.paths import python, shown
 from dstrain.records import from_data, to_data
+from dstrain.units import format_bytes
 
 COUNTED_SAMPLES = 1000
 """Samples of each data set that are counted, unless all are asked for."""
@@ -119,6 +121,8 @@ def prepare(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
         say(f"dstrain run of the same job reads these tokens, from\n  {folders}")
     else:
         say(f"nothing is left to do: all tokens are in\n  {folders}")
+    say(f"tokens of all jobs take {format_bytes(prepared.cache_bytes)}; to remove those that are older than 30 days:")
+    say(f"  find {shlex.quote(prepared.cache)} -mindepth 1 -maxdepth 1 -mtime +30 -exec rm -r {{}} +")
 
 
 def _prepared(job: Job) -> Prepared:
@@ -148,6 +152,9 @@ def _prepared(job: Job) -> Prepared:
 def _job(file: str | None, path: Path | None, model: str | None, overrides: tuple[str, ...]) -> Job:
     """Returns the job whose data are shown. Raises UsageError without a model or data."""
     here = Path("job.yaml")
+    if file is not None and file.endswith((".yaml", ".yml")):
+        more = f" --model {model}" if model is not None else ""
+        raise click.UsageError(f"{file} is a job, not data; type dstrain data show --job {file}{more}")
     if path is None and not here.exists():
         if file is None or model is None:
             raise click.UsageError("There is no job.yaml here; give --job, or FILE and --model.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from dstrain.cli.console import answer, answer_json, say
+from dstrain.cli.console import answer, answer_json, say, say_unread_links
 from dstrain.cli.output.conflicts import shown
 from dstrain.cli.output.effects import effect_text
 from dstrain.config.document import dotted
@@ -42,6 +42,8 @@ def command(folder: Path, as_json: bool) -> None:
     edits = manual_edits(folder, lock)
     gone = [name for name in lock.base if name not in standing(folder, lock.base)]
     result = effects(folder, lock, edits)
+    if edits:
+        say_unread_links()
     if as_json:
         answer_json(_document(folder, result, gone))
         return

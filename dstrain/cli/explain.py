@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dstrain.cli.console import answer, answer_json
+from dstrain.cli.console import answer, answer_json, say_unread_links
 from dstrain.config.find_key import named
 from dstrain.errors import DstrainError, InvalidConfig
 
@@ -84,6 +84,7 @@ def _context(job: Path | None, config: Path | None) -> tuple[JobContext | None, 
     theirs = Path(file.job.ds_config)
     if job is None and config is not None and config.resolve() != theirs:
         return None, f"{path} uses another configuration ({theirs.name})"
+    say_unread_links()
     return job_context(file, planned_cluster(theirs.parent)), None
 
 

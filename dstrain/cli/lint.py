@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from dstrain.cli.console import answer, answer_json, say
+from dstrain.cli.console import answer, answer_json, say, say_unread_links
 from dstrain.cli.types import Release
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Severity, count_text, lines
@@ -74,6 +74,8 @@ def command(
     options: dict[str, Any] = {"is_trainers": trainer, "ignored": ignored, "fix": fix, "deepspeed": deepspeed}
     result = _linted(file, path, as_json=as_json, opens_images=check_images, **options)
     text = _fixed(path, result, dry_run=dry_run)
+    if file is not None:
+        say_unread_links()
     if as_json:
         document = {"schema": 1, "findings": [finding.document() for finding in result.findings]}
         answer_json(document | ({"text": text} if fix else {}))

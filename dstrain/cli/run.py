@@ -37,10 +37,10 @@ from dstrain.launch.prepare.prepare import PreparedRun, prepare
 from dstrain.launch.run import state
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.run.detach import detach
-from dstrain.launch.run.notices import RunNotices
 from dstrain.launch.run.supervisor import Policy, Reporter, Supervisor
 from dstrain.launch.timeouts import TIMEOUTS, VARIABLE, Timeouts
 from dstrain.monitor.notices import Notifier, targets
+from dstrain.monitor.run_notices import RunNotices, described
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,8 +232,7 @@ def _notices(prepared: PreparedRun, screen: Screen) -> RunNotices:
     """Returns what sends the notices of a run; without services it sends none."""
     job = prepared.job
     notifier = Notifier(targets(job.monitor.notify, os.environ), screen.say, time.monotonic)
-    what = f"{job.method} training of {Path(job.model).name}, {prepared.hosts.num_slots} ranks"
-    return RunNotices(prepared.run_dir, what, notifier)
+    return RunNotices(prepared.run_dir, described(job, prepared.hosts.num_slots), notifier)
 
 
 def launch_of(

@@ -49,6 +49,8 @@ class Software:
     """Package → the versions that dstrain is tested with, such as `<0.20,>=0.19.8`."""
     kernels: Mapping[str, str | None]
     """Version of each package with kernels of linear attention; None if it is not installed."""
+    compilers: Mapping[str, str | None] = field(default_factory=dict)
+    """Version of each package that compiles these kernels; None if it is not installed."""
     same: Mapping[str, str | None]
     """Versions that must be the same on every host."""
     torch_cuda: str | None

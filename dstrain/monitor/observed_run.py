@@ -34,6 +34,9 @@ FULL_ROWS = 0.95
 SAME_OUTSIDE = 1.1
 """Ratio of the ranks' memory outside of PyTorch from which another process may be on a GPU."""
 
+COMPILED = "torch.compile, whose kernels are others than those that the constants describe"
+"""Why a compiled run tells nothing of them."""
+
 SLOWED = {
     HealthRule.SLOWDOWN,
     HealthRule.SLOW_RANK,
@@ -77,6 +80,8 @@ def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:
         left_out.append(f"steps that warm up, from its step time: {found.warm_up_steps}")
     if is_short := short < FULL_ROWS:
         left_out.append(f"its step time and allocator: a step has {short:.0%} of the planned tokens, padding included")
+    if is_compiled := configuration.kernels.torch_compile:
+        left_out.append(f"its step time and allocator: {COMPILED}")
     if found.alloc_retries:
         left_out.append("its allocator: the GPU was full, so that cached memory went back to the driver")
     outside = [rank.outside_bytes for rank in found.ranks if rank.outside_bytes]
@@ -84,14 +89,15 @@ def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:
     if is_shared:
         left_out.append("its memory outside of PyTorch: the ranks differ by more than 10 %, as with other processes")
     reserved = [rank.reserved_bytes for rank in found.ranks if rank.reserved_bytes]
-    is_timed = not slowed and not is_short and found.tokens_per_s is not None
+    is_timed = not (slowed or is_short or is_compiled) and found.tokens_per_s is not None
+    is_full = bool(found.alloc_retries)
     observed = Observed(
         name=name,
         workload=workload,
         configuration=configuration,
         step_s=planned_tokens / found.tokens_per_s if is_timed and found.tokens_per_s else None,
         error_ratio=found.error_ratio,
-        reserved_bytes=max(reserved) if reserved and not is_short and not found.alloc_retries else None,
+        reserved_bytes=max(reserved) if reserved and not (is_short or is_compiled or is_full) else None,
         outside_bytes=round(median(outside)) if outside and not is_shared else None,
     )
     recorded = facts.get("versions")

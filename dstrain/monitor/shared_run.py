@@ -17,7 +17,7 @@ from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.monitor.measured import Measurement
-from dstrain.monitor.observed_run import VERSIONED, ObservedRun
+from dstrain.monitor.observed_run import COMPILED, VERSIONED, ObservedRun
 from dstrain.paths import shown
 from dstrain.plan.calibration.observed import Observed
 from dstrain.plan.configuration import Configuration
@@ -121,6 +121,12 @@ def read_shared(path: Path, calibration: Calibration) -> ObservedRun:
     workload = replace(_workload(run, name, calibration), contents=run.counted.contents)
     settings = from_data(Configuration, dict(run.settings), locate=lambda place: f"{path}: /settings/{place}")
     counted = run.counted
+    left_out: tuple[str, ...] = ()
+    if settings.kernels.torch_compile:  # records of earlier versions count it
+        counted, left_out = (
+            replace(counted, step_s=None, reserved_bytes=None),
+            (f"its step time and allocator: {COMPILED}",),
+        )
     observed = Observed(
         name=name,
         workload=workload,
@@ -142,7 +148,7 @@ def read_shared(path: Path, calibration: Calibration) -> ObservedRun:
         ranks=(),
     )
     versions = ", ".join(f"{package} {run.versions[package]}" for package in VERSIONED if package in run.versions)
-    return ObservedRun(observed=observed, measurement=measurement, left_out=(), versions=versions or None)
+    return ObservedRun(observed=observed, measurement=measurement, left_out=left_out, versions=versions or None)
 
 
 def _workload(run: SharedRun, name: str, calibration: Calibration) -> Workload:

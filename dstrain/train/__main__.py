@@ -100,6 +100,7 @@ def main(run_dir: Path) -> None:
     if resume is not None:
         rank.say(f"resuming from {resume.checkpoint.name}")
     monitoring = monitoring_of(inputs, rank, is_resumed=resume is not None)
+    heartbeat.listener = monitoring.listener()
 
     def finish(end: End, error: str | None = None) -> None:
         monitoring.finish(inputs, end, error)

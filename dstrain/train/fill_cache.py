@@ -16,6 +16,7 @@ from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
 from dstrain.train import job_data
+from dstrain.train.data.tokenized import cache_folder
 from dstrain.train.tasks.objective import objective_of
 from dstrain.train.tokenizer import source_of
 
@@ -38,6 +39,8 @@ def fill(job: Job, out: TextIO) -> Prepared:
         num_learned=data.train.num_learned,
         num_made=sum(one.num_made for one in both),
         folders=tuple(dict.fromkeys(str(folder) for one in both for folder in one.folders)),
+        cache=str(cache_folder()),
+        cache_bytes=sum(file.stat().st_size for file in cache_folder().rglob("*") if file.is_file()),
         notes=tuple(data.notes),
     )
 

@@ -94,6 +94,14 @@ class SavingTrainer(transformers.Trainer):
             checkpoints.complete(folder, self._written())
             rotate(self._run_dir, self._job.save_total_limit)
 
+    def write_parts(self, folder: str) -> None:
+        """Writes what a checkpoint consists of, without marking it as one; all ranks run it together."""
+        self.save_model(folder, _internal_call=True)
+        if not self.args.save_only_model:
+            self._save_optimizer_and_scheduler(folder)
+            self._save_rng_state(folder)
+        self._wait()
+
     def _mark_part(self, folder: Path) -> None:
         """Marks the part on each disk, rank 0's last: then `dstrain run` may gather all parts."""
         for is_turn in (not self._rank.is_first, self._rank.is_first):

@@ -179,6 +179,7 @@ class TrainingSetup:
         return trainer
 
     def _checks(self, first_steps: FirstSteps | None) -> Checks:
+        estimate = first_steps.estimate if first_steps is not None else None
         return Checks(
             job=self.job,
             run_dir=self.run_dir,
@@ -187,6 +188,7 @@ class TrainingSetup:
             tokenizer=self.tokenizer,
             facts=self._facts(first_steps),
             step_s=first_steps.planned_step_s if first_steps is not None else None,
+            checkpoint_bytes=estimate.saved_bytes(only_model=self.job.save_only_model) if estimate else None,
         )
 
     def _facts(self, first_steps: FirstSteps | None) -> Facts:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +20,10 @@ from dstrain.monitor.meter import COUNTS, Counts, Meter
 from dstrain.train.nonfinite_step import Evidence
 from dstrain.train.rank import Rank
 from dstrain.train.saving import SavingTrainer
+from dstrain.train.second_try import MicroBatchInputs, Outcome, known_races, random_state, try_again
 
 _MOST_TOLD = 3
-"""Steps whose gradients are not finite that are looked into, in a start: each costs a gather."""
+"""Steps whose gradients are not finite that are looked into, in a start: each costs a gather and the time of a step."""
 
 
 class WatchedTrainer(SavingTrainer):
@@ -41,6 +43,7 @@ class WatchedTrainer(SavingTrainer):
         self._gradients = Nonfinite("gradients", limit=job.stop_on_nonfinite)
         self._losses = Nonfinite("losses", limit=job.stop_on_nonfinite)
         self._evidence = Evidence()
+        self._batches: list[MicroBatchInputs] = []
         self._num_told = 0
 
     @property
@@ -52,6 +55,7 @@ class WatchedTrainer(SavingTrainer):
         """Returns the micro-batches of one step, and counts their tokens and the waiting time."""
         self._evidence.begin()
         self.meter.begin_step()
+        self._batches.clear()
         batches, items = super().get_batch_samples(self.meter.timed(epoch_iterator), num_batches, device)
         for batch in batches:
             if not self._counts_rows:
@@ -62,9 +66,24 @@ class WatchedTrainer(SavingTrainer):
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Returns the loss of a micro-batch after its backward pass, and notes both until the step is done."""
         tokens, labels = inputs["input_ids"], inputs.get("labels")
+        if not self._batches:
+            self._random_state = random_state()
+        self._batches.append(MicroBatchInputs(inputs=dict(inputs), arguments=arguments, options=options))
         loss = super().training_step(model, inputs, *arguments, **options)
         self._evidence.note(loss, tokens, labels)
         return loss
+
+    def pass_again(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
+        """Returns the loss of a micro-batch after its backward pass, of which nothing is noted."""
+        return super().training_step(model, inputs, *arguments, **options)
+
+    def _tell_nonfinite(self, *, was_skipped: bool) -> None:
+        """Writes who made gradients not finite, and whether a second try does so again; all ranks have the same."""
+        step = self.state.global_step
+        findings = self._evidence.findings(step, self.processing_class, self._group)
+        outcome = try_again(self, self._batches, self._random_state) if was_skipped and findings else None
+        more = f"{outcome}: {known_races()}" if outcome is Outcome.RACE else outcome
+        self._metrics.tell([replace(each, message=f"{each.message}; {more}") if more else each for each in findings])
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         """Returns the loss of a micro-batch, and times the forward pass."""
@@ -110,7 +129,7 @@ class WatchedTrainer(SavingTrainer):
         is_finite = skipped == self._skipped and (grad_norm is None or math.isfinite(grad_norm))
         if not is_finite and self._num_told < _MOST_TOLD:
             self._num_told += 1
-            self._metrics.tell(self._evidence.findings(self.state.global_step, self.processing_class, self._group))
+            self._tell_nonfinite(was_skipped=skipped != self._skipped)
         self._gradients.note(self.state.global_step, is_finite=is_finite)
         is_logged = self.control.should_log
         is_long = self.control.should_evaluate or self.control.should_save

@@ -175,6 +175,21 @@ def test_a_constant_that_the_runs_do_not_tell_stays_and_is_named(dstrain: Type, 
     assert "reserved_ratio: one configuration does not tell it" in " ".join(alone.split())
 
 
+def test_a_compiled_run_tells_only_its_memory_outside_of_pytorch(dstrain: Type, tmp_path: Path) -> None:
+    compiled = run(tmp_path / "compiled", torch_compile=True)
+    document = json.loads(dstrain("calibrate", compiled, "-n", "--json").stdout)
+    (reason,) = document["left_out"]["compiled"]
+    assert reason.startswith("its step time and allocator: torch.compile")
+    named = {item["name"] for item in document["gpus"]["h100-sxm"]["constants"] if item["new"] is not None}
+    assert named <= {"nccl_bytes", "context_bytes"}
+    dstrain("report", compiled, "--share", "run.json")
+    record = json.loads((tmp_path / "run.json").read_text())
+    record["counted"] |= {"step_s": 0.5, "reserved_bytes": 10**10}  # as earlier versions counted them
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    (shared,) = json.loads(dstrain("calibrate", "run.json", "-n", "--json").stdout)["left_out"].values()
+    assert shared == [reason]
+
+
 def test_the_time_of_a_slowed_run_does_not_count_and_is_said(dstrain: Type, tmp_path: Path) -> None:
     slow = run(tmp_path / "slow", health=("slowdown",))
     done = dstrain("calibrate", slow, "--json", HOME=str(tmp_path))

@@ -37,6 +37,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_job_in_the_place_of_data_is_named(dstrain: Type, folder: Path) -> None:
+    done = dstrain("data", "show", "x.yaml", "--model", "model")
+    assert done.returncode == 2
+    assert "x.yaml is a job, not data; type dstrain data show --job x.yaml --model model" in done.stderr
+
+
 def test_a_file_is_shown_with_marks_around_what_has_loss(dstrain: Type, folder: Path) -> None:
     done = dstrain("data", "show", "train.jsonl", "--model", "model")
     assert done.returncode == 0, done.stderr
@@ -45,7 +51,7 @@ def test_a_file_is_shown_with_marks_around_what_has_loss(dstrain: Type, folder: 
     for line in (
         "sample 1, train.jsonl:1 (text between ⟦ and ⟧ has loss)",
         "train.jsonl, all 2 samples",
-        "  note       1 answers are empty: the model learns to say nothing there",
+        "  note       1 answer is empty: the model learns to say nothing there",
         "  note       unused columns: source (1 sample)",
     ):
         assert line in done.stdout.splitlines()
@@ -105,4 +111,4 @@ def test_on_a_terminal_what_has_loss_is_green_and_a_sample_cannot_change_the_ter
     assert lines(data, job, in_color=True)[1] == "a\\x1b[2J\n\x1b[0m\x1b[32m\x1b[1mb\x1b[0m"
     monkeypatch.setenv("NO_COLOR", "1")
     assert lines(data, job, in_color=True)[1] == "a\\x1b[2J\n⟦b⟧"
-    assert "a.jsonl, the first 1 samples" in lines(data, job, in_color=True)
+    assert "a.jsonl, the first 1 sample" in lines(data, job, in_color=True)

@@ -115,6 +115,29 @@ def test_what_is_not_counted_is_said_in_lints_words(dstrain: Type, tmp_path: Pat
     assert "localhost 8 → 4: changes the machines: run dstrain gen-config to plan for them" in shown
 
 
+def test_measured_links_that_cannot_be_read_are_said(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("gen-config", "--gpus", "8", "--gpu", "a100", "--model", "qwen3-8b", "--zero-stage", "2")
+    edit(tmp_path / "job.yaml", "packing: false", "packing: true")
+    links = tmp_path / "home" / ".dstrain" / "links.json"
+    links.parent.mkdir(parents=True)
+    links.write_text('{"schema": 2}')
+    for words in (("diff",), ("lint",), ("explain", "reduce_bucket_size")):
+        done = dstrain(*words, HOME=str(tmp_path / "home"))
+        assert " ".join(done.stderr.split()).count("schema is 2; this version reads 1") == 1, (words, done.stderr)
+
+
+def test_the_two_keys_of_bf16_states_are_judged_together(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("gen-config", "--gpus", "8", "--gpu", "a100", "--model", "qwen3-8b", "--zero-stage", "2")
+    both = '"bf16_master_weights_and_grads": true, "bf16_optimizer_states": true'
+    edit(tmp_path / "ds_config.json", '"bf16": {', f'"bf16": {{ {both},')
+    rows = json.loads(dstrain("diff", "--json").stdout)["edits"]
+    alone, together = rows[0]["effect"], json.loads(dstrain("diff", "--json").stdout)["together"]
+    assert [row["key"] for row in rows] == ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"]
+    assert all(row["effect"] == together for row in rows), rows
+    assert alone["device_bytes_per_gpu"] < 0
+    assert "both keys of bf16 states together" in dstrain("diff").stdout
+
+
 def test_lint_diff_and_explain_have_one_number_for_a_bucket(dstrain: Type, tmp_path: Path) -> None:
     dstrain("gen-config", "--gpus", "8", "--model", "qwen3-8b", "--zero-stage", "2", "--loss", "full")
     edit(tmp_path / "ds_config.json", '"reduce_bucket_size": 200000000', '"reduce_bucket_size": 1000000000')

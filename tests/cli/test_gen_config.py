@@ -465,7 +465,7 @@ def test_unknown_lengths_say_why(dstrain: Type, tuned: tuple[str, ...], tmp_path
         assert f"lengths are unknown: {why}" in " ".join(done.stderr.split())
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     assert "lengths are unknown: train.jsonl: " in dstrain(*tuned, "--dry-run").stderr
-    assert "data     1 samples" in dstrain(*tuned, "--task", "dpo", "--dry-run").stderr
+    assert "data     1 sample; " in dstrain(*tuned, "--task", "dpo", "--dry-run").stderr
 
 
 def test_a_users_own_hostfile_in_the_same_folder_is_left_alone(dstrain: Type, tmp_path: Path) -> None:

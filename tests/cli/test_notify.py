@@ -14,8 +14,8 @@ import pytest
 from dstrain.errors import Interrupted, RunFailed
 from dstrain.heartbeat import Phase
 from dstrain.job.monitor import NotifyService
-from dstrain.launch.run.notices import RunNotices
 from dstrain.monitor.notices import Notifier, Target
+from dstrain.monitor.run_notices import RunNotices
 from dstrain.rundir import RunDir
 from tests.cli.test_run import change, job
 from tests.monitor.test_notices import Receiver, receiver

@@ -15,7 +15,7 @@ from dstrain.doctor.checks import attention, limits, network, online, ops, softw
 from dstrain.doctor.checks.all import findings
 from dstrain.doctor.facts import Endpoint
 from dstrain.doctor.finding import Mark
-from dstrain.doctor.gpu_facts import Gpus
+from dstrain.doctor.gpu_facts import Gpus, GpuState
 from dstrain.doctor.requirements import Needs
 from dstrain.facts import window
 from dstrain.facts.attention_kernels import AttentionKernels
@@ -103,6 +103,25 @@ def test_kernels_that_the_model_calls_and_that_are_missing_are_a_warning_with_th
     assert found.startswith("! qwen3_5 trains without causal-conv1d, slower and in more memory than planned →")
     assert not [line for line in about_software(kernels={}) if "trains without" in line]
     assert not [line for line in about_software(replace(HYBRID, on_cpu=True), kernels={}) if "qwen3_5" in line]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "triton", "tilelang", "is_refused"),
+    [
+        ("NVIDIA H100 80GB HBM3", "3.6.0", None, True),
+        ("NVIDIA GH200 480GB", "3.4.0", None, True),
+        ("NVIDIA H100 80GB HBM3", "3.7.1", None, False),
+        ("NVIDIA H100 80GB HBM3", "3.6.0", "0.1.9", False),
+        ("NVIDIA A100-SXM4-80GB", "3.6.0", None, False),
+    ],
+)
+def test_a_triton_with_wrong_gradients_of_linear_attention_is_an_error_on_hopper(
+    gpu: str, triton: str, tilelang: str | None, is_refused: bool
+) -> None:
+    kernels = {"flash-linear-attention": "0.5.2", "causal-conv1d": "1.6.0"}
+    state = Gpus(has_driver=True, gpus=(GpuState(bus="0", name=gpu),))
+    lines = about_software(HYBRID, state, kernels=kernels, compilers={"triton": triton, "tilelang": tilelang})
+    assert any("on Hopper: the gated backward pass raises an error" in line for line in lines) == is_refused
 
 
 def test_packed_rows_without_the_kernels_that_keep_samples_apart_are_an_error() -> None:

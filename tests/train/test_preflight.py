@@ -75,7 +75,7 @@ def test_every_check_passes_and_is_a_line_of_the_log(runs: Path) -> None:
     for name, extra in (("zero2", set()), ("zero3", {CheckName.PACKING})):
         run = runs / f"{name}-True"
         found = checks(run)
-        assert set(found) == set(CheckName) - {CheckName.PACKING} | extra
+        assert set(found) == set(CheckName) - {CheckName.PACKING, CheckName.TEMPLATE} | extra
         assert all(check.passed for check in found.values())
         assert all(check.line in said(run) for check in found.values())
     assert not (runs / "zero2-False" / "preflight.json").exists()
@@ -178,3 +178,15 @@ def test_a_model_that_ignores_positions_has_another_loss_of_a_packed_row(model: 
     assert not found.passed
     assert "rounding in float32 explains 0.1%" in found.text
     assert not pair.agrees(packed_loss.tolerance(torch.bfloat16, tf32=False))
+
+
+def test_a_checkpoint_is_written_and_removed_before_the_first_step(runs: Path) -> None:
+    for name in RUNS:
+        run, found = runs / f"{name}-True", checks(runs / f"{name}-True")[CheckName.SAVING]
+        assert "was written and removed in" in found.text
+        assert not RunDir(run).save_trial.exists()
+        final = sum(file.stat().st_size for file in (run / "checkpoint-2").rglob("*") if file.is_file())
+        written, planned = found.figures["written_bytes"], found.figures["checkpoint_bytes"]
+        assert isinstance(written, float)
+        assert 0.3 * final < written < final  # without the states of the optimizer
+        assert planned == pytest.approx(final, rel=0.15)

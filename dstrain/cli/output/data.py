@@ -10,6 +10,7 @@ from dstrain.choices import OnLongSample
 from dstrain.facts.data.shown import Piece, ShownData, marked, printable
 from dstrain.job.schema import Job
 from dstrain.paths import shown
+from dstrain.units import counted
 
 
 def lines(data: ShownData, job: Job, *, in_color: bool) -> list[str]:
@@ -22,7 +23,7 @@ def lines(data: ShownData, job: Job, *, in_color: bool) -> list[str]:
     return [
         f"sample {sample.number:,}, {shown(sample.place)} ({legend})",
         _colored(sample.pieces) if in_color else marked(sample.pieces),
-        f"── end of sample: {sample.num_tokens:,} tokens, {sample.num_learned:,} with loss{cut}{untaught}",
+        f"── end of sample: {counted(sample.num_tokens, 'token')}, {sample.num_learned:,} with loss{cut}{untaught}",
         "",
         *_counts(data, job),
     ]
@@ -31,7 +32,7 @@ def lines(data: ShownData, job: Job, *, in_color: bool) -> list[str]:
 def _counts(data: ShownData, job: Job) -> list[str]:
     scope = "all" if data.is_complete else "the first"
     kept = data.num_samples - data.num_untaught
-    lines = [f"{shown(data.name)}, {scope} {data.num_samples:,} samples"]
+    lines = [f"{shown(data.name)}, {scope} {counted(data.num_samples, 'sample')}"]
     if kept:
         mean = data.num_tokens / kept
         lines += [
@@ -39,12 +40,12 @@ def _counts(data: ShownData, job: Job) -> list[str]:
             f"  with loss  {data.num_learned:,} ({data.num_learned / data.num_tokens:.1%})",
         ]
     if data.num_untaught:
-        lines.append(f"  dropped    {data.num_untaught:,} samples, which have no token to learn")
+        lines.append(f"  dropped    {counted(data.num_untaught, 'sample')} without a token to learn")
     if data.num_long:
         done = "dropped" if job.on_long_sample is OnLongSample.DROP else "truncated"
         share = data.num_long / data.num_samples
         lines.append(
-            f"  {done:<9}  {data.num_long:,} samples ({share:.1%}), which are longer than seq_len {job.seq_len:,}"
+            f"  {done:<9}  {counted(data.num_long, 'sample')} ({share:.1%}) longer than seq_len {job.seq_len:,}"
         )
     return [*lines, *(f"  note       {note}" for note in data.notes), ""]
 

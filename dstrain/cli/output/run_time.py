@@ -9,7 +9,7 @@ from dstrain.facts.data.lengths import Lengths
 from dstrain.paths import shown
 from dstrain.plan.run_time import CHECKPOINT_BYTES_PER_S, RunTime
 from dstrain.plan.search.reasons import percent
-from dstrain.units import format_bytes, format_count, format_seconds
+from dstrain.units import counted, format_bytes, format_count, format_seconds
 
 _LOST_SHARE = 0.005
 """Share of cut samples from which a longer row is named."""
@@ -42,7 +42,9 @@ def _source_lines(data: TrainingData) -> list[str]:
 
 def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str]:
     half, most, longest = (f"{lengths.at(share):,}" for share in (0.5, 0.95, 1.0))
-    lines = [f"data     {lengths.num_samples:,} samples; tokens: half ≤ {half}, 95 % ≤ {most}, longest {longest}"]
+    lines = [
+        f"data     {counted(lengths.num_samples, 'sample')}; tokens: half ≤ {half}, 95 % ≤ {most}, longest {longest}"
+    ]
     if asked.request.packing:
         labels = f", {percent(lengths.target_share)} of the tokens with a label" if lengths.target_share < 1 else ""
         lines.append(f"         packed: {lengths.num_samples / run.rows_per_epoch:.1f} samples in a row{labels}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -15,6 +16,10 @@ from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
 from dstrain.facts.releases import is_in_range, release
 from dstrain.facts.window import TESTED, is_tested, known_bad
 
+_HOPPER = re.compile(r"\bG?H(?:20|100|200|800)\b")
+"""GPUs of compute capability 9.0, in NVML's names."""
+_WRONG_TRITON = ">=3.4.0,<3.7.1"
+"""Source: flash-linear-attention 0.5.2, the message of its check, which names tilelang as the other way."""
 _LEADING = ("torch", "deepspeed", "transformers")
 """Packages that are named even if all versions are fine."""
 _MINORS_MIX = frozenset({10, 11, 12})
@@ -32,6 +37,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     _ranges(software, notes)
     _advisories(software, notes)
     _kernels(software, needs, notes)
+    _compiler(software, facts.gpus, needs, notes)
     if software.torch_cuda is None:
         _without_cuda(software, facts.gpus, needs, notes)
     else:
@@ -116,6 +122,20 @@ def _kernels(software: Software, needs: Needs, notes: Notes) -> None:
         cost = f"; {COST}" if FLA in missing else ""
         what = f"{needs.model_type} trains without {' and '.join(missing)}, slower and in more memory than planned"
         notes.warn(what + cost, _install(software, *missing))
+
+
+def _compiler(software: Software, gpus: Gpus | None, needs: Needs, notes: Notes) -> None:
+    """Adds a Triton with which kernels of linear attention have wrong gradients on Hopper: newer ones refuse it."""
+    wanted = needs.model_type is not None and FLA in kernel_packages(needs.model_type)
+    version, triton = software.kernels.get(FLA), software.compilers.get("triton")
+    is_hopper = gpus is not None and any(_HOPPER.search(gpu.name) for gpu in gpus.gpus)
+    if not wanted or needs.on_cpu or not is_hopper or version is None or triton is None:
+        return
+    if is_in_range(triton, _WRONG_TRITON) and software.compilers.get("tilelang") is None:
+        what = (
+            f"{FLA} {version} with triton {triton} on Hopper: the gated backward pass raises an error or, in releases "
+        )
+        notes.bad(what + "without that check, has wrong gradients (its issue 640)", _install(software, "tilelang"))
 
 
 def _without_cuda(software: Software, gpus: Gpus | None, needs: Needs, notes: Notes) -> None:

@@ -29,6 +29,7 @@ def look(question: Question, environment: Mapping[str, str]) -> Software:
         packages={name: _version(name) for name in ranges},
         ranges=ranges,
         kernels={name: _version(name) for name in DISTRIBUTIONS},
+        compilers={name: _version(name) for name in ("triton", "tilelang")},
         same=versions() | {name: _version(name) for name in _NCCL},
         torch_cuda=torch_build("cuda"),
         nvcc=None if nvcc is None else _release(nvcc, environment),

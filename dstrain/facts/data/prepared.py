@@ -37,6 +37,10 @@ class Prepared:
     """Files of tokens that were missing; 0: nothing was left to do."""
     folders: tuple[str, ...]
     """Where the tokens are, by data set, those for evaluation included."""
+    cache: str = ""
+    """The folder of the tokens of all jobs, which nothing removes."""
+    cache_bytes: int = 0
+    """Its size."""
     notes: tuple[str, ...]
     """What `dstrain run` logs about the data."""
 

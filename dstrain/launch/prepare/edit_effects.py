@@ -23,7 +23,7 @@ from dstrain.job.file import looks_local
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_context import request_of, trace_question
 from dstrain.plan.effect import Effect, effect
-from dstrain.plan.estimate import effective, estimate
+from dstrain.plan.estimate import BF16_STATES, effective, estimate
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.freezing import with_frozen
 from dstrain.records import from_data
@@ -35,6 +35,8 @@ _WITHOUT_EFFECT = {
     "hostfile": "changes the machines: run dstrain gen-config to plan for them",
 }
 
+_BF16_KEYS = tuple(("bf16", key) for key in BF16_STATES)
+_TOGETHER = "both keys of bf16 states together, as neither works alone"
 _PACKED = "a packed row holds several samples, so an epoch has fewer steps"
 _MASKED = "; the time includes sdpa's mask, which flash_attention_2 does not need"
 
@@ -87,11 +89,11 @@ class _Subject:
             return None
         return self._estimate(changed)
 
-    def remark(self, edit: Edit) -> str | None:
-        """Returns the remark of lint about an edit of ds_config.json that the planner does not count."""
+    def remark(self, edit: Edit, judged: Sequence[Edit]) -> str | None:
+        """Returns the remark of lint about an edit of ds_config.json, made with others, that is not planned."""
         if edit.file != CONFIG:
             return None
-        config = applied(self.values[CONFIG], [Change(pointer=edit.pointer, value=edit.yours)])
+        config = applied(self.values[CONFIG], [Change(pointer=each.pointer, value=each.yours) for each in judged])
         findings = remarks(config, edit.pointer, self.workload, job=_job(self.values[JOB]))
         return remark_text(findings[0]) if findings else None
 
@@ -114,24 +116,26 @@ def effects(folder: Path, lock: Lock, edits: Sequence[Edit]) -> Effects:
         bare = tuple(Measured(edit=edit, effect=None, note=None) for edit in edits)
         return Effects(edits=bare, together=None, reason=error.problem)
     assert before is not None, "what was generated is always estimated"
-    measured = tuple(_measured(subject, before, edit) for edit in edits)
+    pair = [edit for edit in edits if edit.file == CONFIG and edit.pointer in _BF16_KEYS]
+    measured = tuple(_measured(subject, before, edit, pair if edit in pair else [edit]) for edit in edits)
     counted = [row.edit for row in measured if row.effect is not None]
     after = subject.estimate(counted) if counted else None
     return Effects(edits=measured, together=None if after is None else effect(before, after), reason=None)
 
 
-def _measured(subject: _Subject, before: Estimate, edit: Edit) -> Measured:
+def _measured(subject: _Subject, before: Estimate, edit: Edit, judged: Sequence[Edit]) -> Measured:
+    """Returns an edit with its effect; `judged` are those that work only together, itself among them."""
     if edit.file == JOB and edit.pointer[:1] == ("model",):
         return Measured(edit=edit, effect=None, note="another model: dstrain plan shows its needs")
     if edit.file not in subject.values:
         return Measured(edit=edit, effect=None, note=_WITHOUT_EFFECT.get(edit.file))
     try:
-        after = subject.estimate([edit])
+        after = subject.estimate(judged)
     except DstrainError as error:
         return Measured(edit=edit, effect=None, note=f"no estimate: {error.problem}")
     if after is None:
-        return Measured(edit=edit, effect=None, note=subject.remark(edit) or _WITHOUT_EFFECT[edit.file])
-    note = None
+        return Measured(edit=edit, effect=None, note=subject.remark(edit, judged) or _WITHOUT_EFFECT[edit.file])
+    note = _TOGETHER if len(judged) > 1 else None
     if edit.file == JOB and edit.pointer == ("packing",) and edit.yours is True:
         note = _PACKED + (_MASKED if before.configuration.kernels.attn is Attention.SDPA else "")
     return Measured(edit=edit, effect=effect(before, after), note=note)

@@ -5,29 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from dstrain import units
 from dstrain.job.schema import Job
 
 COUNTED = MappingProxyType(
     {
-        "empty_answers": "answers are empty: the model learns to say nothing there",
-        "cut_answers": "answers are cut in the middle by seq_len: the model does not learn to end them",
-        "cut_images": "conversations are dropped: seq_len would cut their images (max_pixels makes these smaller)",
-        "lost_thoughts": "answers are trained without their thoughts (thinking: {job.thinking})",
-        "empty_thoughts": "answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
-        "lost_tools": "conversations have tools that the chat template does not describe",
-        "lost_prompts": "system prompts are omitted by the chat template",
-        "equal_pairs": "pairs have equal answers, of which nothing can be learned",
-        "empty_sides": "answers of pairs are empty",
-        "desirable": "answers are desirable",
-        "undesirable": "answers are undesirable",
+        "empty_answers": ("answer is", "answers are", "empty: the model learns to say nothing there"),
+        "cut_answers": (
+            "answer is", "answers are", "cut in the middle by seq_len: the model does not learn to end such answers",
+        ),
+        "cut_images": (
+            "conversation is",
+            "conversations are",
+            "dropped: seq_len would cut images (max_pixels makes them smaller)",
+        ),
+        "lost_thoughts": ("answer is", "answers are", "trained without thoughts (thinking: {job.thinking})"),
+        "empty_thoughts": (
+            "answer begins",
+            "answers begin",
+            "with an empty block of thoughts (thinking: off makes it part of the prompt)",
+        ),
+        "lost_tools": ("conversation has", "conversations have", "tools that the chat template does not describe"),
+        "lost_prompts": ("system prompt is", "system prompts are", "omitted by the chat template"),
+        "equal_pairs": ("pair has", "pairs have", "equal answers, of which nothing can be learned"),
+        "empty_sides": ("answer of a pair is", "answers of pairs are", "empty"),
+        "desirable": ("answer is", "answers are", "desirable"),
+        "undesirable": ("answer is", "answers are", "undesirable"),
     }
-)
-"""Field of `chat.Counts`, or a count of pairs → its text in the log."""
+)  # fmt: skip
+"""Field of `chat.Counts`, or a count of pairs → its text in the log: of one, of several, and what follows."""
 
 
 def counted(counts: Mapping[str, int], job: Job) -> list[str]:
     """Returns a line for each count above 0."""
-    lines = [f"{count:,} {COUNTED[what].format(job=job)}" for what, count in counts.items() if count]
+    lines = []
+    for what, count in counts.items():
+        if count:
+            one, several, rest = COUNTED[what]
+            lines.append(f"{units.counted(count, one, several)} {rest.format(job=job)}")
     ratio = _balance(counts, job)
     if ratio is not None and not BALANCED[0] <= ratio <= BALANCED[1]:
         keys = "kto: desirable_weight and undesirable_weight"

@@ -11,6 +11,7 @@ from typing import Any
 import datasets  # type: ignore[import-untyped]
 import numpy as np
 
+from dstrain import units
 from dstrain.choices import OnLongSample
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.mixture import epoch_counts, held_out_counts
@@ -130,7 +131,7 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     remarks = _remarks(rows.name, said, job)
     if not len(kept):
         limit = f"{job.seq_len:,} tokens" if drops_long else f"its first {job.seq_len:,}"
-        problem = f"none of {len(lengths):,} samples has a token of an answer among {limit}"
+        problem = f"of {units.counted(len(lengths), 'sample')} none has a token of an answer among {limit}"
         raise InvalidConfig("\n".join([f"{rows.name}: {problem}", *remarks]), hint="Raise seq_len.")
     num_learned = int(_figure(dataset, "num_learned")[kept].sum(dtype=np.int64))
     notes = [_sizes(rows.name, lengths[kept], num_learned)]
@@ -138,10 +139,11 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     if num_long := int(is_long.sum()):
         share, done = num_long / len(lengths), "dropped (on_long_sample)" if drops_long else "truncated"
         notes.append(
-            f"{rows.name}: {num_long:,} samples ({share:.1%}) are longer than seq_len {job.seq_len:,} and were {done}"
+            f"{rows.name}: longer than seq_len {job.seq_len:,} and {done}: "
+            f"{units.counted(num_long, 'sample')} ({share:.1%})"
         )
     if num_empty:
-        notes.append(f"{rows.name}: {num_empty:,} samples have no token to learn and were dropped")
+        notes.append(f"{rows.name}: without a token to learn and dropped: {units.counted(num_empty, 'sample')}")
     return _Tokens(
         name=rows.name,
         dataset=dataset,
@@ -194,7 +196,7 @@ def _packed(dataset: Any, lengths: Any, job: Job, name: str, digest: str) -> tup
     """Returns rows of whole samples, made by the first rank that asks, and a line for the log."""
     rows = packing.kept(cache_folder() / f"packed-{digest}", lengths, job.seq_len, seed=job.seed)
     filled = int(lengths.sum(dtype=np.int64)) / (len(rows) * job.seq_len)
-    note = f"{name}: packed into {len(rows):,} rows of {job.seq_len:,} tokens, {filled:.1%} filled"
+    note = f"{name}: packed into {units.counted(len(rows), 'row')} of {job.seq_len:,} tokens, {filled:.1%} filled"
     return PackedRows(samples=dataset.with_format("arrow"), rows=rows), note
 
 
@@ -211,7 +213,7 @@ def _digest(crcs: Any, job: Job) -> str:
 def _sizes(name: str, lengths: Any, num_learned: int) -> str:
     tokens = int(lengths.sum(dtype=np.int64))
     return (
-        f"{name}: {len(lengths):,} samples, {tokens:,} tokens ({tokens / len(lengths):.0f} on average, "
+        f"{name}: {units.counted(len(lengths), 'sample')}, {tokens:,} tokens ({tokens / len(lengths):.0f} on average, "
         f"{int(lengths.max()):,} at most), {num_learned:,} ({num_learned / tokens:.1%}) with loss"
     )
 
@@ -222,11 +224,11 @@ def _mixture_notes(
     """Returns lines about held-out samples and about the samples of an epoch, by data set."""
     total = sum(map(len, chosen))
     if job.val_split is not None and not training:
-        return [f"val_split {job.val_split:g}: {total:,} samples are held out for evaluation"]
+        return [f"val_split {job.val_split:g}: {units.counted(total, 'sample')} for evaluation"]
     if len(tokens) == 1:
         return []
     weights = weights_of(sources)
-    lines = [f"an epoch has {total:,} samples of {len(tokens)} data sets:"]
+    lines = [f"an epoch has {units.counted(total, 'sample')} of {len(tokens)} data sets:"]
     for index, (one, rows) in enumerate(zip(tokens, chosen, strict=True)):
         weight = f", weight {weights[index]:g}" if weights else ""
         lines.append(f"  {one.name}: {len(rows):,} from {len(one.kept):,} samples ({len(rows) / total:.1%}{weight})")

@@ -21,11 +21,12 @@ from dstrain.records import to_json
 from dstrain.rundir import RunDir
 from dstrain.train.data.packing import PackedRows
 from dstrain.train.loss import trial
-from dstrain.train.preflight import packed_loss
+from dstrain.train.preflight import packed_loss, template
 from dstrain.train.preflight.found import Found
 from dstrain.train.preflight.heaviest import heaviest
 from dstrain.train.preflight.labels import examples
 from dstrain.train.preflight.passes import loss_scale
+from dstrain.train.preflight.saving import try_saving
 from dstrain.train.preflight.worst_batch import finiteness, num_passes, run_worst_batch
 from dstrain.train.rank import Rank, of_all_ranks
 from dstrain.units import format_seconds
@@ -42,10 +43,19 @@ class Checks:
     """The checks of one rank; all ranks run them together."""
 
     def __init__(
-        self, *, job: Job, run_dir: RunDir, rank: Rank, group: Any, tokenizer: Any, facts: Facts, step_s: float | None
+        self,
+        *,
+        job: Job,
+        run_dir: RunDir,
+        rank: Rank,
+        group: Any,
+        tokenizer: Any,
+        facts: Facts,
+        step_s: float | None,
+        checkpoint_bytes: int | None = None,
     ) -> None:
-        """`group` is a gloo group of all ranks or None with one; `step_s` are the planned seconds of a step, which
-        rank 0 knows if the plan does.
+        """`group` is a gloo group of all ranks or None with one; `step_s` are the planned seconds of a step, and
+        `checkpoint_bytes` the planned size of a checkpoint, which rank 0 knows if the plan does.
         """
         self._job = job
         self._run_dir = run_dir
@@ -54,6 +64,7 @@ class Checks:
         self._tokenizer = tokenizer
         self._facts = facts
         self._step_s = step_s
+        self._checkpoint_bytes = checkpoint_bytes
         self._done: list[Check] = []
 
     def run(self, trainer: Trainer, batches: Any) -> None:
@@ -69,10 +80,14 @@ class Checks:
             if is_new:
                 self.check(CheckName.LABELS, lambda: self._labels(trainer))
             self._gradients(trainer, batches, is_new=is_new)
+            if is_new and template.has_choice(self._job):
+                self._template(trainer)
             if is_new and isinstance(trainer.train_dataset, PackedRows):
                 self._packing(trainer)
             if trainer.eval_dataset is not None:
                 self.check(CheckName.EVALUATION, lambda: self._evaluation(trainer), cost_s=self._pass_s)
+            if is_new:
+                self.check(CheckName.SAVING, lambda: self._saving(trainer))
         finally:
             self.write(step=trainer.state.global_step)
         trainer.forget_losses()
@@ -87,8 +102,8 @@ class Checks:
         self._limit_s = max(LIMIT_S, LIMIT_SHARE * planned_steps * (self._step_s or 0.0))
         return self._limit_s
 
-    def check(self, name: CheckName, work: Callable[[], Found], *, cost_s: float = 0.0) -> Found | None:
-        """Runs a check, unless it would exceed the limit: rank 0 decides for all. Returns what it found."""
+    def check(self, name: CheckName, work: Callable[[], Found | None], *, cost_s: float = 0.0) -> Found | None:
+        """Runs a check, unless it would exceed the limit: rank 0 decides for all. Returns what it found, if it did."""
         before = time.monotonic()
         is_late = before - self._began + cost_s > self._limit_s
         if of_all_ranks(is_late, self._group)[0]:
@@ -96,7 +111,8 @@ class Checks:
             self._note(Check(name=name, passed=None, text=reason))
             return None
         found = work()
-        self._note(found.check(name, time.monotonic() - before))
+        if found is not None:
+            self._note(found.check(name, time.monotonic() - before))
         return found
 
     def _note(self, check: Check) -> None:
@@ -145,6 +161,13 @@ class Checks:
             passed=not messages, text=": ".join([text, *messages]), figures={"loss": loss, "guessing": guessing}
         )
 
+    def _template(self, trainer: Trainer) -> None:
+        """Notes whether the model knows the job's chat template as well as its own."""
+        cost_s = self._pass_s * 2 * template.MOST_CONVERSATIONS / 3  # a forward pass is a third of both
+        self.check(
+            CheckName.TEMPLATE, lambda: template.compare(trainer, vocab_size=self._facts.vocab_size), cost_s=cost_s
+        )
+
     def _packing(self, trainer: Trainer) -> None:
         """Notes whether a packed row has the loss of its samples. Raises InvalidConfig if it has not."""
         data: Any = trainer.train_dataset
@@ -169,6 +192,10 @@ class Checks:
         dtype = engine.module.dtype
         bound = packed_loss.tolerance(dtype, tf32=self._job.tf32)
         return pair.found(len(members), bound, str(dtype).removeprefix("torch."))
+
+    def _saving(self, trainer: Trainer) -> Found:
+        left_s = self._limit_s - (time.monotonic() - self._began)
+        return try_saving(trainer, planned_bytes=self._checkpoint_bytes, left_s=left_s, step_s=self._step_s)
 
     def _evaluation(self, trainer: Trainer) -> Found:
         """Evaluates the heaviest micro-batch, the same one on all ranks."""

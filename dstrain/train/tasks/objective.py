@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -38,13 +38,10 @@ class Objective(Protocol):
     def outputs(self, model: Any, inputs: Mapping[str, Any]) -> Any:
         """Returns what the model says of each row of a micro-batch, as its collator makes it."""
 
-    def log_probs(self, outputs: Any) -> torch.Tensor:
-        """Returns the part of the outputs that a reference is kept of: (rows,)."""
-
     def losses(self, outputs: Any, reference: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Returns `loss` and further figures of each sample, (samples,) each; `loss` alone has a gradient.
 
-        `reference`: `log_probs` of the model before training, (rows,).
+        `reference`: `ComparesLogProbs.log_probs` of the model before training, (rows,); zeros without one.
         """
 
     def counts(self, outputs: Any) -> torch.Tensor:
@@ -52,6 +49,14 @@ class Objective(Protocol):
 
     def among(self, outputs: Any) -> Mapping[str, torch.Tensor]:
         """Returns which samples have a figure, (samples,), for figures that not all of them have."""
+
+
+@runtime_checkable
+class ComparesLogProbs(Protocol):
+    """What an objective with a reference has besides."""
+
+    def log_probs(self, outputs: Any) -> torch.Tensor:
+        """Returns the part of the outputs that a reference is kept of: (rows,)."""
 
 
 def objective_of(job: Job) -> Objective | None:

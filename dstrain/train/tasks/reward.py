@@ -47,10 +47,6 @@ class RewardObjective:
         scores = model(**without_labels(inputs)).logits.squeeze(-1).float()
         return Scores(scores=scores, counts=(inputs["labels"] != IGNORED).any(-1))
 
-    def log_probs(self, outputs: Scores) -> torch.Tensor:
-        """Raises NotImplementedError: there is no reference."""
-        raise NotImplementedError
-
     def losses(self, outputs: Scores, reference: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """Returns the loss of each pair, and figures by the names that they have in DPO: (pairs,) each."""
         chosen, rejected = outputs.scores.chunk(2)

@@ -15,7 +15,7 @@ from dstrain.train.data.packing import row_of
 from dstrain.train.loss import trial
 from dstrain.train.tasks import reference
 from dstrain.train.tasks.figures import Figures
-from dstrain.train.tasks.objective import Objective
+from dstrain.train.tasks.objective import ComparesLogProbs, Objective
 from dstrain.train.tasks.samples import REFERENCE, Samples, without_targets
 from dstrain.train.trainer import Trainer
 
@@ -124,13 +124,15 @@ class TaskTrainer(Trainer):
     def _computed(self, samples: Samples) -> reference.Array:
         """Returns the log-probabilities of all samples under the model as it is; all ranks run it together."""
         engine: Any = self.model_wrapped
+        objective: Any = self._objective
+        assert isinstance(objective, ComparesLogProbs)
         batches = self.get_eval_dataloader(samples)
         total, numbers = len(batches), itertools.count(1)
 
         def log_probs_of(batch: Mapping[str, Any]) -> torch.Tensor:
             self._heartbeat.count(Phase.REFERENCE, next(numbers), total)
             with self.compute_loss_context_manager():
-                return self._objective.log_probs(self._objective.outputs(engine, self._prepare_inputs(dict(batch))))
+                return objective.log_probs(self._objective.outputs(engine, self._prepare_inputs(dict(batch))))
 
         with trial(engine):
             found = reference.computed(

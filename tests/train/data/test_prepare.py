@@ -162,7 +162,7 @@ def test_rows_that_cannot_be_used_are_skipped_and_named(
     assert "2 unusable rows were skipped (on_bad_row: skip); the first:" in found.notes[1]
     assert re.fullmatch(r'  .*train\.jsonl:2: "output" is 3; it must be a string', found.notes[2])
     assert re.fullmatch(r"  .*train\.jsonl:3: the chat template rejects .*: no, please", found.notes[3])
-    with pytest.raises(InvalidConfig, match=r"none of 0 samples (.|\n)*train\.jsonl:2"):
+    with pytest.raises(InvalidConfig, match=r"of 0 samples none (.|\n)*train\.jsonl:2"):
         prepared(tmp_path, tokenizer, rows[2:3] + rows[1:2], on_bad_row=OnBadRow.SKIP)
 
 
@@ -182,14 +182,14 @@ def test_empty_answers_and_lost_or_empty_thoughts_are_counted(
     empty = [{"role": "user", "content": "Six?"}, {"role": "assistant", "content": ""}]
     rows = [{"messages": TALK}, {"messages": empty}]
     assert [note.split(": ", 1)[1] for note in prepared(tmp_path, tokenizer, rows).notes[1:]] == [
-        "1 answers are empty: the model learns to say nothing there",
+        "1 answer is empty: the model learns to say nothing there",
         "2 answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
     ]
     assert [
         note.split(": ", 1)[1] for note in prepared(tmp_path, tokenizer, rows, thinking=Thinking.LAST).notes[1:]
     ] == [
-        "1 answers are empty: the model learns to say nothing there",
-        "1 answers are trained without their thoughts (thinking: last)",
+        "1 answer is empty: the model learns to say nothing there",
+        "1 answer is trained without thoughts (thinking: last)",
         "2 answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
     ]
 
@@ -203,7 +203,7 @@ def test_system_prompt_that_the_template_leaves_out_is_counted(
     notes = prepared(
         tmp_path, tokenizer, [{"messages": [{"role": "system", "content": "Brief!"}, *TALK]}], loss_on=loss_on
     ).notes
-    assert notes[1].endswith("1 system prompts are omitted by the chat template")
+    assert notes[1].endswith("1 system prompt is omitted by the chat template")
 
 
 def test_tokenizer_without_chat_template_is_refused(
@@ -230,12 +230,12 @@ def test_long_samples_are_cut_and_those_without_answer_left_out(tmp_path: Path, 
     assert found.num_tokens == sum(found.dataset["length"])
     assert max(found.dataset["length"]) == 48
     assert [tokenizer.decode(sample["input_ids"])[17:18] for sample in found.dataset] == ["a", "c", "e"]
-    assert "2 samples (50.0%) are longer than seq_len 48 and were truncated" in found.notes[1]
-    assert "1 samples have no token to learn and were dropped" in found.notes[2]
+    assert "longer than seq_len 48 and truncated: 2 samples (50.0%)" in found.notes[1]
+    assert "without a token to learn and dropped: 1 sample" in found.notes[2]
 
 
 def test_data_without_any_answer_are_refused(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(InvalidConfig, match=r"none of 1 samples has a token of an answer among its first 4"):
+    with pytest.raises(InvalidConfig, match=r"of 1 sample none has a token of an answer among its first 4"):
         prepared(tmp_path, tokenizer, [{"messages": TALK}], seq_len=4)
 
 
@@ -309,7 +309,7 @@ def test_held_out_samples_are_those_that_training_lacks(tmp_path: Path, tokenize
     job = Job(model="m", output_dir="o", data=paths, val_split=0.1, packing=packing, seq_len=24)
     train, evaluation = (prepare(job, tokenizer, training=training) for training in (True, False))
     assert (train.num_samples, evaluation.num_samples) == (36, 4)
-    assert evaluation.notes[0] == "val_split 0.1: 4 samples are held out for evaluation"
+    assert evaluation.notes[0] == "val_split 0.1: 4 samples for evaluation"
     if not packing:
         held_out = texts(evaluation, tokenizer)
         assert sorted(text[0] for text in held_out) == ["x", "x", "x", "y"]
@@ -343,13 +343,13 @@ def test_long_samples_are_dropped_if_the_job_says_so(tmp_path: Path, tokenizer: 
     rows = [{"text": "Six."}, {"text": "Six. " * 50}]
     found = prepared(tmp_path, tokenizer, rows, seq_len=16, on_long_sample=OnLongSample.DROP)
     assert (found.num_samples, found.num_dropped) == (1, 1)
-    assert found.notes[1].endswith("1 samples (50.0%) are longer than seq_len 16 and were dropped (on_long_sample)")
+    assert found.notes[1].endswith("longer than seq_len 16 and dropped (on_long_sample): 1 sample (50.0%)")
 
 
 def test_answers_that_seq_len_cuts_in_the_middle_are_counted(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"instruction": "a", "output": "d " * 100}, {"instruction": "a", "output": "d"}]
     notes = prepared(tmp_path, tokenizer, rows, seq_len=48).notes
-    assert notes[-1].endswith("1 answers are cut in the middle by seq_len: the model does not learn to end them")
+    assert notes[-1].endswith("1 answer is cut in the middle by seq_len: the model does not learn to end such answers")
     assert re.search(r"\d+ \(\d+\.\d%\) with loss$", notes[0])
 
 

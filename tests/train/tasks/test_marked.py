@@ -69,7 +69,7 @@ def test_each_prompt_has_its_answer_and_that_of_the_row_before(tmp_path: Path, t
 def test_labels_are_counted_and_an_imbalance_is_named(tmp_path: Path, tokenizer: Any) -> None:
     said = "\n".join(prepared(tmp_path, tokenizer, *ROWS).notes)
     assert "2 answers are desirable" in said
-    assert "1 answers are undesirable" in said
+    assert "1 answer is undesirable" in said
     assert "weighted, that is 2 desirable to 1 undesirable; 1 to 1.33 is recommended" in said
     balanced = prepared(tmp_path, tokenizer, *ROWS, kto=Kto(undesirable_weight=2.0))
     assert "recommended" not in "\n".join(balanced.notes)

@@ -72,9 +72,9 @@ def test_pairs_without_anything_to_learn_are_dropped_and_said(tmp_path: Path, to
     data = prepared(tmp_path, tokenizer, *rows, seq_len=128)
     assert (len(data.dataset), data.num_dropped) == (2, 2)
     said = "\n".join(data.notes)
-    assert "1 pairs have equal answers, of which nothing can be learned" in said
-    assert "1 answers of pairs are empty" in said
-    assert "2 samples have no token to learn and were dropped" in said
+    assert "1 pair has equal answers, of which nothing can be learned" in said
+    assert "1 answer of a pair is empty" in said
+    assert "without a token to learn and dropped: 2 samples" in said
 
 
 def test_a_pair_is_refused_whole_with_its_line(tmp_path: Path, tokenizer: Any) -> None:

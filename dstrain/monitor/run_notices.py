@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 from typing import Any
 
 from dstrain.errors import DstrainError, Interrupted, SavedAndLeft
 from dstrain.heartbeat import Phase
+from dstrain.job.schema import Job
 from dstrain.monitor.notices import Notice, Notifier
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.rundir import RunDir
+from dstrain.units import counted
 
 _RESTART = "restart"
 """Stands for a rule: restarts are as rare as notices of one rule."""
 
 
+def described(job: Job, num_ranks: int) -> str:
+    """Returns what is trained, in a line."""
+    return f"{job.method} training of {Path(job.model).name}, {counted(num_ranks, 'rank')}"
+
+
 class RunNotices:
-    """The notices of one `dstrain run`, which looks at its run directory about once a second."""
+    """The notices of one run: `dstrain run` sends them, or rank 0 if the run was started otherwise.
+
+    Whoever sends looks at the run directory about once a second.
+    """
 
     def __init__(self, run_dir: RunDir, what: str, notifier: Notifier) -> None:
-        """`what` says what is trained, in a line."""
+        """`what` says what is trained, in a line (`described`)."""
         self._notifier = notifier
         self._run_dir = run_dir
         self._name = f"{run_dir.path.name} on {socket.gethostname()}"

@@ -1,0 +1,189 @@
+"""Writes and removes a checkpoint before the first step, or a part of one if a whole one takes too long."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dstrain.choices import Interval
+from dstrain.errors import EnvironmentProblem
+from dstrain.job.schema import Job
+from dstrain.paths import flush
+from dstrain.train.preflight.found import Found
+from dstrain.train.preflight.passes import can_discard
+from dstrain.train.rank import of_all_ranks
+from dstrain.units import MIB, counted, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from dstrain.train.trainer import Trainer
+
+_BLOCK = 8 * MIB
+"""Bytes that are written and flushed at once."""
+_PROBE_BYTES, _PROBE_S = 64 * MIB, 2.0
+"""Bytes and seconds after which a rank has measured its disk."""
+_SLOWER = 1.5
+"""How much longer a checkpoint may take than its bytes alone, as a bound: tensors are copied and packed on the way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Disk:
+    """What a rank knows of the disk that it writes to."""
+
+    bytes_per_s: float = 0.0
+    """While all ranks write."""
+    free_bytes: int = 0
+    error: str | None = None
+    """Why it cannot be written."""
+
+
+def try_saving(trainer: Trainer, *, planned_bytes: int | None, left_s: float, step_s: float | None) -> Found:
+    """Returns whether checkpoints can be written, fit, and how long one takes; all ranks run it together.
+
+    `planned_bytes`: size of a checkpoint, and `step_s`: seconds of a step, of rank 0, if they are planned; `left_s`:
+    seconds of rank 0 for a whole checkpoint. Raises EnvironmentProblem if a rank cannot write.
+    """
+    planned, left_s = of_all_ranks((planned_bytes, left_s), trainer._group)[0]
+    size = planned or _size(trainer)
+    with _scratch(trainer) as folder:
+        disks = _probed(trainer, folder, size)
+        rate = sum(disk.bytes_per_s for disk in disks)
+        takes_s = _SLOWER * size / rate
+        if can_discard(trainer.model_wrapped) and takes_s <= left_s:
+            written, seconds = _saved(trainer, folder)
+            save_s = seconds * max(1.0, size / written)
+            text = f"a checkpoint of {format_bytes(written)} was written and removed in {format_seconds(seconds)}"
+            if size > 1.1 * written and not trainer._job.save_only_model:
+                text += f"; with the states of the optimizer {format_bytes(size)}, about {format_seconds(save_s)}"
+        else:
+            written, save_s = 0, size / rate
+            why = "which is too long to try" if takes_s > left_s else "untried: the optimizer's states are on NVMe"
+            ranks, rate_text = counted(len(disks), "rank"), f"{format_bytes(round(rate))}/s"
+            text = f"{ranks} wrote {rate_text}: a checkpoint of {format_bytes(size)} takes "
+            text += f"at least {format_seconds(save_s)}, {why}"
+    count = _num_saves(trainer)
+    figures = {"written_bytes": float(written), "checkpoint_bytes": float(size), "save_s": save_s, "bytes_per_s": rate}
+    text += _share(count, save_s, trainer.state.max_steps * (step_s or 0.0))
+    lack = _lack(trainer, size, _most_at_once(trainer._job, count), disks)
+    return Found(passed=lack is None, text=text + (lack or ""), figures=figures)
+
+
+def _share(count: int, save_s: float, run_s: float) -> str:
+    """Returns what all checkpoints take of a run of `run_s` seconds, if that is known and more than a hundredth.
+
+    >>> _share(10, 30.0, 5000.0)
+    '; all 10 take 6 % of the run'
+    >>> _share(10, 30.0, 0.0)
+    ''
+    """
+    share = count * save_s / (run_s + count * save_s) if run_s else 0.0
+    return f"; all {count} take {share:.0%} of the run".replace("%", " %") if share > 0.01 else ""
+
+
+def _most_at_once(job: Job, count: int) -> int:
+    """Returns how many checkpoints of `count` exist together: the oldest one goes when the next one is complete."""
+    return count if job.save_total_limit is None else min(count, job.save_total_limit + 1)
+
+
+def _lack(trainer: Trainer, size: int, count: int, disks: list[_Disk]) -> str | None:
+    """Returns what is wrong if `count` checkpoints of `size` do not fit on a disk; a disk apart has its ranks' part."""
+    needed = count * size * len(trainer._disk.ranks) // len(disks)
+    every = of_all_ranks((needed, disks[trainer._rank.index].free_bytes), trainer._group)
+    needed, free = max(every, key=lambda pair: pair[0] - pair[1])
+    if needed <= free:
+        return None
+    several = f"the {count} checkpoints that exist at once need" if count > 1 else "it needs"
+    return f"; but {format_bytes(free)} are free, and {several} {format_bytes(needed)}: lower save_total_limit"
+
+
+def _num_saves(trainer: Trainer) -> int:
+    """Returns the number of checkpoints of the run; Transformers writes one after its last step, too."""
+    if trainer._job.save_strategy is Interval.EPOCH:
+        return max(1, math.ceil(trainer.state.num_train_epochs))
+    return math.ceil(trainer.state.max_steps / max(1, trainer.state.save_steps))
+
+
+def _size(trainer: Trainer) -> int:
+    """Returns the bytes of a checkpoint without a plan: at most 4 for each parameter that is saved, and 14 for one that
+    trains: its master copy, two states, and the weight in DeepSpeed's files. The base of an adapter is not saved."""
+    every = [(_numel(each), each.requires_grad) for each in trainer.model_wrapped.parameters()]
+    trained = sum(count for count, is_trained in every if is_trained)
+    saved = trained if trainer._is_adapter() else sum(count for count, _ in every)
+    return 4 * saved + (0 if trainer._job.save_only_model else 14 * trained)
+
+
+def _numel(parameter: torch.Tensor) -> int:
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+@contextmanager
+def _scratch(trainer: Trainer) -> Iterator[Path]:
+    """Yields an empty folder of the run directory, which is gone afterwards."""
+    folder = trainer._run_dir.save_trial
+    is_first = trainer._rank.index == trainer._disk.ranks[0]
+    if is_first:
+        shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
+    try:
+        trainer._wait()
+        yield folder
+        trainer._wait()
+    finally:
+        if is_first:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _probed(trainer: Trainer, folder: Path, size: int) -> list[_Disk]:
+    """Returns the disk of each rank, measured while all of them write. Raises EnvironmentProblem if one cannot."""
+    most = min(_PROBE_BYTES, max(MIB, size // trainer._rank.world_size))
+    disks = of_all_ranks(_written(folder, trainer._rank.index, most), trainer._group)
+    trouble = next((f"rank {index}: {disk.error}" for index, disk in enumerate(disks) if disk.error), None)
+    if trouble is not None:
+        raise EnvironmentProblem(f"no checkpoint can be written: {trouble}", hint="Set another output_dir.")
+    return disks
+
+
+def _written(folder: Path, index: int, most: int) -> _Disk:
+    """Writes a file of at most so many bytes, flushes and removes it, and returns what that says of the disk."""
+    path, block, count = folder / f"probe-{index}", os.urandom(min(_BLOCK, most)), 0
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        with path.open("wb", buffering=0) as file:
+            while count < most and time.monotonic() - began < _PROBE_S:
+                count += file.write(block)
+                os.fsync(file.fileno())
+        seconds = time.monotonic() - began
+        path.unlink()
+        return _Disk(bytes_per_s=count / max(seconds, 1e-6), free_bytes=shutil.disk_usage(folder).free)
+    except OSError as error:
+        return _Disk(error=f"{folder}: {error.strerror or error}")
+
+
+def _saved(trainer: Trainer, folder: Path) -> tuple[int, float]:
+    """Writes what a checkpoint consists of, and returns its bytes and seconds, the longest of all ranks.
+
+    Raises EnvironmentProblem where the system refuses, on the rank that it refuses.
+    """
+    began = time.monotonic()
+    try:
+        trainer.write_parts(str(folder))
+        if trainer._rank.local_index == 0:
+            flush(folder)
+    except OSError as error:
+        raise EnvironmentProblem(f"no checkpoint can be written: {error}", hint="Set another output_dir.") from error
+    seconds = max(of_all_ranks(time.monotonic() - began, trainer._group))
+    is_first = trainer._rank.index == trainer._disk.ranks[0]
+    sizes: list[Any] = of_all_ranks(_bytes_in(folder) if is_first else 0, trainer._group)
+    return max(1, sum(sizes)), seconds
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
