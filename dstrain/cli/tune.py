@@ -129,7 +129,8 @@ def _tune(options: Options) -> None:
 def _planned(prepared: PreparedRun) -> tuple[Workload, Estimate]:
     """Returns the planner's facts of a job, and its estimate. Raises InvalidConfig without them."""
     if prepared.model is None or prepared.estimate is None:
-        reason = unplanned_parts(prepared.job) or "the model is unknown to the planner: no estimate"
+        reason = prepared.model and unplanned_parts(prepared.job, prepared.model)
+        reason = reason or "the model is unknown to the planner: no estimate"
         raise InvalidConfig(f"{reason}, so there is nothing to compare", hint="dstrain run trains it as it is.")
     return measured_workload(prepared.model, prepared.cluster), prepared.estimate
 
