@@ -17,6 +17,7 @@ from dstrain.cli.console import answer_json, say
 from dstrain.cli.output.run import summary, summary_rows
 from dstrain.errors import EnvironmentProblem, RunFailed
 from dstrain.facts import probe
+from dstrain.facts.data.images import require_pillow
 from dstrain.paths import python
 from dstrain.rundir import RunDir
 
@@ -24,15 +25,24 @@ RANKS = 2
 """Ranks where the machine has no GPU."""
 EXPERTS = 8
 """Experts of each layer with `--moe`."""
+PATCHES = 48
+"""Patches of a picture with `--images`."""
 NO_PREFERENCE = "loss of a model without preference"
 BARS = {"dpo": (NO_PREFERENCE, math.log(2)), "reward": (NO_PREFERENCE, math.log(2)), "kto": (NO_PREFERENCE, 0.5)}
 """What a model has to beat that learns of preferences: by task, the name of a loss and the loss."""
 SETTINGS = {
-    "learning_rate": "5e-3",
     "logging_steps": "10",
     "save_total_limit": "1",
 }
-"""What the demo overrides in its job, so that a tiny model learns something in a minute."""
+"""What the demo overrides in its job."""
+RATE = {"learning_rate": "5e-3"}
+"""The rate at which a tiny model learns something in a minute."""
+ALL_PARTS = {
+    "learning_rate": "2e-3",
+    "freeze_vision_tower": "false",
+    "freeze_multi_modal_projector": "false",
+}
+"""The same with images: a tower with random weights has everything to learn."""
 
 
 @click.command("demo")
@@ -43,6 +53,7 @@ SETTINGS = {
 @click.option("--steps", type=click.IntRange(2), default=150, show_default=True, help="Optimizer steps.")
 @click.option("--task", type=click.Choice(["sft", *BARS]), default="sft", show_default=True, help="What is trained.")
 @click.option("--moe", is_flag=True, help=f"Train a mixture of {EXPERTS} experts, with the loss that balances them.")
+@click.option("--images", is_flag=True, help="Train a vision-language model to say what is in pictures.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON to stdout.")
 def command(
     folder: Path,
@@ -52,6 +63,7 @@ def command(
     steps: int,
     task: str,
     moe: bool,
+    images: bool,
     as_json: bool,
 ) -> None:
     """Train a tiny model on this machine: no network and no GPU needed, about two minutes.
@@ -63,26 +75,40 @@ def command(
     Example:
       dstrain demo
       dstrain demo demo3 --zero-stage 3
+      dstrain demo pictures --images --zero-stage 3
     """
+    if images and (moe or task != "sft"):
+        raise click.UsageError(f"--images does not go with {'--moe' if moe else f'--task {task}'}")
     folder = folder.resolve()
-    kinds = (f"output-zero{zero_stage}", offload, "moe" if moe else None, task if task != "sft" else None)
-    output = _free_name(folder, "-".join(filter(None, kinds)))
-    made = _build(folder, ["--experts", str(EXPERTS if moe else 0), "--task", task])
+    kinds = (f"output-zero{zero_stage}", offload, moe and "moe", images and "images", task != "sft" and task)
+    output = _free_name(folder, "-".join(kind for kind in kinds if kind))
+    made = _build(folder, ["--images"] if images else ["--experts", str(EXPERTS if moe else 0), "--task", task])
     gpus = len(probe.local_gpus())
     where = ["--hostfile", str(hostfile.resolve())] if hostfile else ["--gpus", str(gpus or RANKS)]
-    if not gpus:
-        where += ["--gpu", "cpu"]
+    where += [] if gpus else ["--gpu", "cpu"]
     choice = ["--zero-stage", str(zero_stage), *(["--offload", offload] if offload else [])]
     data = ["--data", "train.jsonl", "--eval-data", "eval.jsonl", "--output-dir", output]
-    sizes = ["--seq-len", "256", "--global-batch", str(8 * (gpus or RANKS))]
-    sizes += ["--packing"] if task == "sft" else ["--task", task]
+    sizes = ["--global-batch", str(8 * (gpus or RANKS)), *_sizes(task, images=images)]
     _type(["gen-config", "--model", "./model", *where, *choice, *sizes, *data], folder)
-    half = {"save_steps": max(1, steps // 2), "eval_steps": max(1, steps // 2)}
-    balanced = {"router_aux_loss_coef": "0.01"} if moe and task == "sft" else {}
-    settings = {**SETTINGS, "max_steps": steps, **half, **balanced}
+    settings = _settings(steps, images=images, balances=moe and task == "sft")
     _type(["run", *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))], folder)
-    bar = BARS.get(task, ("unigram entropy of its answers", made["unigram_entropy"]))
+    name = "loss of a model without pictures" if images else "unigram entropy of its answers"
+    bar = BARS.get(task, (name, made["loss_to_beat"]))
     _tell(bar, RunDir(folder / output), folder, as_json=as_json)
+
+
+def _sizes(task: str, *, images: bool) -> list[str]:
+    """Returns the options of gen-config for the samples of a task."""
+    if images:
+        return ["--seq-len", "64", "--image-patches", str(PATCHES)]
+    return ["--seq-len", "256", *(["--packing"] if task == "sft" else ["--task", task])]
+
+
+def _settings(steps: int, *, images: bool, balances: bool) -> dict[str, object]:
+    """Returns what the demo overrides in its job."""
+    half = {"save_steps": max(1, steps // 2), "eval_steps": max(1, steps // 2)}
+    balanced = {"router_aux_loss_coef": "0.01"} if balances else {}
+    return {**SETTINGS, **(ALL_PARTS if images else RATE), "max_steps": steps, **half, **balanced}
 
 
 def _free_name(folder: Path, name: str) -> str:
@@ -96,7 +122,11 @@ def _free_name(folder: Path, name: str) -> str:
 
 def _build(folder: Path, options: list[str]) -> dict[str, Any]:
     """Builds model and data; returns their sizes and the entropy to beat."""
-    say(f"building a tiny Qwen3 model and data from Python's standard library in {folder}")
+    if "--images" in options:
+        require_pillow()
+        say(f"building a tiny Qwen3-VL model and pictures of shapes with questions in {folder}")
+    else:
+        say(f"building a tiny Qwen3 model and data from Python's standard library in {folder}")
     words = python("-m", "dstrain.train.demo", str(folder), *options)
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:

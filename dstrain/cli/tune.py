@@ -130,7 +130,8 @@ def _planned(prepared: PreparedRun) -> tuple[Workload, Estimate]:
     """Returns the planner's facts of a job, and its estimate. Raises InvalidConfig without them."""
     workload = prepared.workload
     if workload is None or prepared.estimate is None:
-        reason = unplanned_parts(prepared.job) or "the model is unknown to the planner: no estimate"
+        reason = workload and unplanned_parts(prepared.job, workload.model)
+        reason = reason or "the model is unknown to the planner: no estimate"
         raise InvalidConfig(f"{reason}, so there is nothing to compare", hint="dstrain run trains it as it is.")
     return workload, prepared.estimate
 

@@ -1,4 +1,4 @@
-"""Marks the tensors of a model that a job freezes by name."""
+"""Marks the tensors of a model that a job freezes: by name, and the parts of a vision-language model."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from dstrain.facts.model.model_facts import ModelFacts, TensorGroup
+from dstrain.facts.model.parts import FROZEN, Part, part_of
+from dstrain.job.schema import Job
 from dstrain.plan.memory.params import is_inside, layers_of
 
 
@@ -23,15 +25,29 @@ def is_frozen(name: str, *, freeze: Iterable[str], train_only: Sequence[str]) ->
     return any(re.search(pattern, name) for pattern in freeze)
 
 
-def with_frozen(model: ModelFacts, *, freeze: Sequence[str], train_only: Sequence[str]) -> ModelFacts:
+def frozen_parts(job: Job) -> frozenset[Part]:
+    """Returns the parts of a vision-language model that a job does not train."""
+    kept = {
+        Part.TOWER: job.freeze_vision_tower,
+        Part.ALIGNER: job.freeze_multi_modal_projector,
+        Part.LANGUAGE_MODEL: job.freeze_language_model,
+    }
+    return frozenset(part for part, is_kept in kept.items() if is_kept)
+
+
+def with_frozen(model: ModelFacts, job: Job) -> ModelFacts:
     """Returns the model with the marks of tensors that a job freezes."""
-    if not freeze and not train_only:
+    freeze, train_only, parts = job.freeze, job.train_only, frozen_parts(job)
+    if not freeze and not train_only and (model.vision is None or parts == FROZEN):
         return model
+
+    def is_marked(name: str) -> bool:
+        in_part = model.vision is not None and part_of(name) in parts
+        return in_part or is_frozen(name, freeze=freeze, train_only=train_only)
 
     def marked(group: TensorGroup) -> TensorGroup:
         names = _names(group, model.num_hidden_layers)
-        frozen = (index for index, name in enumerate(names) if is_frozen(name, freeze=freeze, train_only=train_only))
-        return replace(group, frozen=tuple(frozen))
+        return replace(group, frozen=tuple(index for index, name in enumerate(names) if is_marked(name)))
 
     return replace(model, tensors=tuple(map(marked, model.tensors)))
 
@@ -39,5 +55,5 @@ def with_frozen(model: ModelFacts, *, freeze: Sequence[str], train_only: Sequenc
 def _names(group: TensorGroup, num_layers: int) -> list[str]:
     """Returns the names of a group's parameters, as Llama has them."""
     if not is_inside(group):
-        return [group.name] * group.count
+        return [group.name.replace("*", str(index)) for index in range(group.count)]
     return [f"model.layers.{layer}.{group.name}" for layer in layers_of(group, num_layers)]

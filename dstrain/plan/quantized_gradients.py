@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
+from dstrain.facts.model.model_facts import ModelFacts, TensorGroup
 
 LONGEST_GROUP = 40_960
 """Elements of one group at most: 512 threads × 16 elements × 5 steps; for more, no kernel is launched.
@@ -41,19 +41,19 @@ def is_garbled(shape: Sequence[int], ranks: int) -> bool:
     return groups % ranks != 0 or elements % PER_LOAD != 0 or elements > LONGEST_GROUP
 
 
-def garbled(model: ModelFacts, ranks: int, *, trains_tower: bool = False) -> list[TensorGroup]:
+def garbled(model: ModelFacts, ranks: int) -> list[TensorGroup]:
     """Returns the trained tensors of a model of which qgZ loses gradients on that many ranks."""
-    return [group for group in _trained(model, trains_tower) if is_garbled(group.shape, ranks)]
+    return [group for group in _trained(model) if is_garbled(group.shape, ranks)]
 
 
 def quantized_share(model: ModelFacts, ranks: int) -> float:
-    """Returns the share of the decoder's trained elements whose gradients are quantized."""
-    numel = {group: group.num_trained for group in _trained(model, trains_tower=False)}
+    """Returns the share of the trained elements whose gradients are quantized."""
+    numel = {group: group.num_trained for group in _trained(model)}
     return sum(numel[group] for group in numel if is_quantized(group.shape, ranks)) / max(1, sum(numel.values()))
 
 
-def _trained(model: ModelFacts, trains_tower: bool) -> list[TensorGroup]:
-    return [g for g in model.tensors if g.num_trained and (trains_tower or g.kind is not Kind.VISION)]
+def _trained(model: ModelFacts) -> list[TensorGroup]:
+    return [g for g in model.tensors if g.num_trained]
 
 
 def work_bytes(numel: int, ranks: int) -> int:

@@ -9,10 +9,11 @@ import torch
 from torch.nn import Linear
 
 from dstrain.errors import InvalidConfig
+from dstrain.facts.model import parts
 from dstrain.job.adapter import read_adapter, shape_of_adapter
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.train import model_parts, scoring
+from dstrain.train import scoring
 from dstrain.train.checkpoints.saved_model import shape_of
 
 
@@ -50,7 +51,7 @@ def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype 
     """
     from peft import LoraConfig, get_peft_model
 
-    vision = "|".join(sorted(model_parts.VISION))
+    vision = "|".join(sorted(parts.VISION))
     adapter = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

@@ -75,8 +75,8 @@ class Demo:
     """Samples in the training data."""
     eval_samples: int
     """Samples in the evaluation data."""
-    unigram_entropy: float
-    """Nats per token of the evaluation answers for a model that only knows how frequent each token is."""
+    loss_to_beat: float
+    """Nats per token of the evaluation answers for the best model that does not learn what the demo teaches."""
 
 
 def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
@@ -94,7 +94,7 @@ def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
     train, evaluation = samples[EVAL_SAMPLES:], samples[:EVAL_SAMPLES]
     for name, part in (("train.jsonl", train), ("eval.jsonl", evaluation)):
         rows = _pairs(part) if task.rows == 2 else _labeled(part) if task is Task.KTO else part
-        write_atomic(folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        write_rows(folder / name, rows)
     tokenizer = make_tokenizer(message["content"] for sample in train for message in sample["messages"])
     model = make_model(tokenizer, num_experts=num_experts)
     tokenizer.save_pretrained(folder / "model")
@@ -107,8 +107,14 @@ def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
         vocab_size=len(tokenizer),
         train_samples=len(train),
         eval_samples=len(evaluation),
-        unigram_entropy=unigram_entropy(_answers(evaluation, tokenizer)),
+        loss_to_beat=unigram_entropy(labels_of_answers(evaluation, tokenizer)),
     )
+
+
+def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> str:
+    """Writes rows as lines of JSON, and returns the path."""
+    write_atomic(file, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return str(file)
 
 
 def pairs_of_standard_library() -> list[tuple[str, str]]:
@@ -259,7 +265,7 @@ def unigram_entropy(samples: Iterable[Mapping[str, Sequence[int]]]) -> float:
     return -sum(count / total * math.log(count / total) for count in counts.values())
 
 
-def _answers(samples: Iterable[dict[str, Any]], tokenizer: Any) -> Iterator[dict[str, list[int]]]:
+def labels_of_answers(samples: Iterable[dict[str, Any]], tokenizer: Any) -> Iterator[dict[str, list[int]]]:
     """Yields the tokens of each answer with its end-of-turn token, as labels."""
     for sample in samples:
         ids = tokenizer(sample["messages"][-1]["content"], add_special_tokens=False)["input_ids"]
@@ -272,9 +278,16 @@ def main() -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="where model, train.jsonl and eval.jsonl are written")
     parser.add_argument("--experts", metavar="N", type=int, default=0, help="experts of each layer; default: none")
     parser.add_argument("--task", type=Task, default=Task.SFT, help="whose data are made")
+    parser.add_argument("--images", action="store_true", help="make pictures and a vision-language model")
     given = parser.parse_args()
     with redirect_stdout(sys.stderr):  # libraries that are loaded on the way greet on stdout
-        made = build(given.folder.resolve(), num_experts=given.experts, task=given.task)
+        folder = given.folder.resolve()
+        if given.images:
+            from dstrain.train import demo_images
+
+            made = demo_images.build(folder)
+        else:
+            made = build(folder, num_experts=given.experts, task=given.task)
     print(json.dumps(asdict(made)))
 
 

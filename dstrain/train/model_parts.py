@@ -3,41 +3,13 @@
 from __future__ import annotations
 
 import re
-from enum import StrEnum
+from collections.abc import Collection
 from typing import Any
 
 from dstrain.errors import InvalidConfig
+from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
 from dstrain.plan import freezing
-
-VISION = frozenset({"visual", "vision_tower", "vision_model"})
-"""Module names of the vision tower in Transformers' vision-language models."""
-_ALIGNER = frozenset({"merger", "deepstack_merger_list", "multi_modal_projector", "aligner", "connector"})
-"""Module names of what joins tower and language model; in Qwen's models it is a part of the tower's module."""
-
-
-class Part(StrEnum):
-    """A part of a vision-language model."""
-
-    TOWER = "vision tower"
-    ALIGNER = "multi-modal projector"
-    LANGUAGE_MODEL = "language model"
-
-
-def is_vision(name: str) -> bool:
-    """Returns whether a module or parameter belongs to a vision tower, or to an aligner within it."""
-    return not VISION.isdisjoint(name.split("."))
-
-
-def part_of(name: str) -> Part:
-    """Returns the part to which a parameter belongs.
-
-    >>> part_of("model.visual.merger.norm.weight").value, part_of("model.visual.blocks.0.norm1.weight").value
-    ('multi-modal projector', 'vision tower')
-    """
-    if not _ALIGNER.isdisjoint(name.split(".")):
-        return Part.ALIGNER
-    return Part.TOWER if is_vision(name) else Part.LANGUAGE_MODEL
 
 
 def freeze(model: Any, job: Job) -> None:
@@ -45,18 +17,11 @@ def freeze(model: Any, job: Job) -> None:
 
     Raises InvalidConfig if a job freezes the whole model.
     """
-    parts = {name: part_of(name) for name, _ in model.named_parameters()}
-    has_tower = Part.TOWER in parts.values()
-    is_frozen = {
-        Part.TOWER: job.freeze_vision_tower,
-        Part.ALIGNER: job.freeze_multi_modal_projector,
-        Part.LANGUAGE_MODEL: job.freeze_language_model,
-    }
-    if job.freeze_language_model and (not has_tower or all(is_frozen.values())):
+    has_tower = any(part_of(name) is Part.TOWER for name, _ in model.named_parameters())
+    parts = freezing.frozen_parts(job)
+    if job.freeze_language_model and (not has_tower or len(parts) == len(Part)):
         raise InvalidConfig("freeze_language_model leaves nothing to train", hint="freeze_language_model: false")
-    for name, parameter in model.named_parameters() if has_tower else ():
-        if is_frozen[parts[name]]:
-            parameter.requires_grad_(False)
+    freeze_parts(model, parts)
     _freeze_by_name(model, job)
 
 
@@ -78,8 +43,10 @@ def _freeze_by_name(model: Any, job: Job) -> None:
         raise InvalidConfig("freeze and train_only leave nothing to train", hint="Remove one of the patterns.")
 
 
-def freeze_vision(model: Any) -> None:
-    """Freezes the vision tower with any aligner in it; nothing in a language model."""
-    for name, parameter in model.named_parameters():
-        if is_vision(name):
+def freeze_parts(model: Any, parts: Collection[Part]) -> None:
+    """Freezes parts of a vision-language model; nothing in a language model."""
+    named = [(part_of(name), parameter) for name, parameter in model.named_parameters()]
+    has_tower = any(part is Part.TOWER for part, _ in named)
+    for part, parameter in named:
+        if has_tower and part in parts:
             parameter.requires_grad_(False)

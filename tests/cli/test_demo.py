@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from dstrain.cli.demo import _build as build
 from dstrain.cli.demo import _tell as tell
-from dstrain.errors import RunFailed
+from dstrain.errors import EnvironmentProblem, RunFailed
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.rundir import RunDir
 from tests.cli.conftest import lay_traps
@@ -39,7 +41,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A demo under ZeRO-3, with modules of a stranger in every folder from which it starts something."""
     import os
     import subprocess
-    import sys
 
     folder = tmp_path_factory.mktemp("demo")
     for place in (folder, folder / "d"):
@@ -125,3 +126,17 @@ def test_a_secret_stands_in_its_own_file_and_nowhere_else(demo: tuple[Any, Path]
     assert {path.stat().st_mode & 0o777 for path in holders} == {0o600}
     assert CANARY not in done.stdout + done.stderr
     assert SEEN == []
+
+
+def test_images_do_not_go_with_other_tasks(dstrain: Type) -> None:
+    done = dstrain("demo", "--images", "--task", "dpo")
+    assert (done.returncode, "--images does not go with --task dpo" in done.stderr) == (2, True)
+
+
+def test_without_pillow_images_are_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(EnvironmentProblem, match="images need Pillow, which is not installed"):
+        build(tmp_path / "d", ["--images"])
+    assert not (tmp_path / "d").exists()

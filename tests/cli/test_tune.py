@@ -161,7 +161,7 @@ def test_what_was_given_or_edited_stays(dstrain: Type, job: Path) -> None:
 
 
 def test_a_model_that_the_planner_does_not_know_is_refused(dstrain: Type, job: Path) -> None:
-    change(job, 'method: "full"', "freeze_vision_tower: false\nmethod: full")
+    change(job, 'method: "full"', "lora:\n  modules_to_save: [mlp]\nmethod: lora")
     done = dstrain("tune", "-n")
     assert (done.returncode, "nothing to compare" in done.stderr) == (3, True)
 

@@ -12,8 +12,10 @@ from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, T
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import with_head_of
 from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate import BF16_STATES
+from dstrain.plan.freezing import frozen_parts, with_frozen
 from dstrain.plan.memory.deepspeed import engine as planned_engine
 from dstrain.plan.memory.deepspeed.settings import settings_of
 from tests.train.engine import Engine
@@ -60,6 +62,34 @@ SPARSE = {
 """A mixture of experts."""
 
 
+SEEING = {
+    "model_type": "qwen3_vl",
+    "text_config": {
+        **LLAMA,
+        "model_type": "qwen3_vl_text",
+        "head_dim": 64,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]},
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl",
+        "depth": 6,
+        "hidden_size": 192,
+        "intermediate_size": 384,
+        "num_heads": 4,
+        "out_hidden_size": 256,
+        "patch_size": 8,
+        "num_position_embeddings": 256,
+        "deepstack_visual_indexes": [1, 3],
+    },
+    "tie_word_embeddings": False,
+    "image_token_id": 3,
+    "video_token_id": 4,
+    "vision_start_token_id": 5,
+    "vision_end_token_id": 6,
+}
+"""A vision-language model."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One configuration of one model on some ranks."""
@@ -72,6 +102,8 @@ class Case:
     """The model's config.json."""
     configuration: Configuration
     """How it is trained."""
+    parts: tuple[str, ...] = ()
+    """Keys of a job that freeze or train parts of a vision-language model, each turned from its default."""
     is_full: bool = False
     """Whether the device has no memory left while the engine is set up."""
 
@@ -101,8 +133,9 @@ BASE = changed(DEFAULTS, seq_len=128, reduce_bucket_size=700_000, param_persiste
 
 def case(name: str, stage: int, *, ranks: int = 2, model: Mapping[str, Any] = LLAMA, **options: Any) -> Case:
     """Returns a case; ZeRO-3 overlaps communication by default."""
+    parts = options.pop("parts", ())
     configuration = changed(BASE, zero_stage=stage, **{"overlap_comm": stage == 3, **options})
-    return Case(name=f"ZeRO-{stage}, {name}", ranks=ranks, model=model, configuration=configuration)
+    return Case(name=f"ZeRO-{stage}, {name}", ranks=ranks, model=model, configuration=configuration, parts=parts)
 
 
 def gathers(prefetch: int, reuse: int, live: int = DEFAULTS.zero.max_live_parameters) -> dict[str, Any]:
@@ -125,6 +158,9 @@ WHOLE: dict[str, Any] = {
     "lora": Lora(rank=8, modules_to_save=("embed_tokens", "lm_head")),
 }
 NARROW: dict[str, Any] = {"model": DEEP}
+IMAGES: dict[str, Any] = {"model": SEEING, "image_patches": 256}
+ALIGNER = ("freeze_multi_modal_projector",)
+TOWER = ("freeze_vision_tower", *ALIGNER)
 CASES = (
     case("plain", 0),
     case("accumulating, checkpointing", 0, model=TIED, grad_accum=2, **CKPT),
@@ -201,6 +237,13 @@ CASES = (
     case("tiled MLPs", 3, seq_len=768, tiled_mlp=True, **gathers(0, 0)),
     case("tiled MLPs, checkpointing", 3, seq_len=768, tiled_mlp=True, **NARROW, **CKPT, **gathers(200_000, 500_000)),
     case("tiled MLPs, adapters, checkpointing", 3, seq_len=300, tiled_mlp=True, **NARROW, **FULL_LORA, **CKPT),
+    case("images", 2, **IMAGES),
+    case("images, trained tower", 1, **IMAGES, parts=TOWER),
+    case("images, trained tower, checkpointing", 2, **IMAGES, **CKPT, parts=TOWER, micro_batch=2),
+    case("images, trained tower", 3, **IMAGES, parts=TOWER),
+    case("images, trained tower, checkpointing", 3, **IMAGES, **CKPT, parts=TOWER, **gathers(200_000, 0, 1_500_000)),
+    case("images, trained aligner", 3, **IMAGES, parts=ALIGNER, **gathers(0, 0)),
+    case("images, trained aligner alone", 2, **IMAGES, parts=(*ALIGNER, "freeze_language_model")),
     case("two expert-parallel ranks", 1, ep=2, model=SPARSE),
     case("two expert-parallel ranks, accumulating", 2, ep=2, model=SPARSE, grad_accum=2),
     case("two expert-parallel ranks, checkpointing", 3, ep=2, model=SPARSE, **CKPT, **gathers(0, 0)),
@@ -269,6 +312,13 @@ def ds_config(configuration: Configuration) -> dict[str, Any]:
     return found
 
 
+def job_of(case: Case) -> Job:
+    """Returns a job that trains the parts of a case."""
+    plain = Job(model="", output_dir="")
+    turned: dict[str, Any] = {key: not getattr(plain, key) for key in case.parts}
+    return replace(plain, **turned)
+
+
 def described(case: Case) -> dict[str, Any]:
     """Returns what `tracked.py` needs to run a case."""
     configuration, lora = case.configuration, case.configuration.model.lora
@@ -283,6 +333,8 @@ def described(case: Case) -> dict[str, Any]:
         "name": case.name,
         "config": dict(case.model),
         "ds_config": ds_config(configuration),
+        "frozen_parts": sorted(frozen_parts(job_of(case))),
+        "image_patches": configuration.batch.image_patches,
         "seq_len": configuration.batch.seq_len,
         "micro_batch": configuration.batch.micro_batch,
         "grad_accum": configuration.step.grad_accum,
@@ -333,7 +385,7 @@ def _measured(rows: Sequence[Mapping[str, Any]]) -> Measured:
 
 def predicted(case: Case) -> Measured:
     """Returns what the plan says of a case."""
-    plain = from_config(case.model, name=case.name, source=case.name)
+    plain = with_frozen(from_config(case.model, name=case.name, source=case.name), job_of(case))
     way = replace(case.configuration, code=replace(case.configuration.code, attends_at_once=False))
     model = with_head_of(plain, way.batch.task)
     ranks = case.ranks // way.parallel.tp
@@ -353,6 +405,7 @@ _PHASES = {
     "loss forward": "forward",
     "head backward": "backward",
     "layer backward": "backward",
+    "vision backward": "backward",
     "gradient reduction": "embedding backward",
     "optimizer step": "step",
 }

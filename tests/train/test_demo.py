@@ -31,7 +31,7 @@ def test_says_what_it_made_in_one_line(built: dict[str, Any]) -> None:
     assert built["train_samples"] > 2000
     assert built["eval_samples"] == demo.EVAL_SAMPLES
     assert 0.5e6 < built["params"] < 4e6
-    assert 5 < built["unigram_entropy"] < math.log(built["vocab_size"])
+    assert 5 < built["loss_to_beat"] < math.log(built["vocab_size"])
 
 
 def test_data_pass_the_check(built: dict[str, Any]) -> None:
@@ -84,7 +84,7 @@ def test_untrained_model_knows_nothing(built: dict[str, Any]) -> None:
     turns = next(samples(built["eval"])).row["messages"]
     ids = tokenizer.apply_chat_template(turns, return_tensors="pt")["input_ids"]
     loss = model(ids, labels=ids).loss.item()
-    assert loss > built["unigram_entropy"]
+    assert loss > built["loss_to_beat"]
 
 
 def test_same_python_gives_the_same_bytes(built: dict[str, Any], made_demo: Path) -> None:
@@ -108,3 +108,35 @@ def test_model_leaves_other_random_numbers_alone() -> None:
 
 def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number() -> None:
     assert demo.unigram_entropy([{"labels": [-100, *range(8)]}]) == pytest.approx(math.log(8))
+
+
+def test_no_question_about_a_picture_tells_its_answer(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    from dstrain.train import demo_images
+
+    made = demo_images.build(tmp_path)
+    found = check(made.train, PLAIN)
+    assert (found.rows_checked, found.has_images) == (made.train_samples, True)
+    rows = [sample.row for sample in samples(made.train)]
+    answers: dict[str, set[str]] = {question: set() for question in demo_images.QUESTIONS}
+    for row in rows:
+        question, answer = (turn["content"] for turn in row["messages"])
+        answers[question].add(answer)
+    assert [len(given) for given in answers.values()] == [18, 6, 3]
+    guessed = sum(math.log(len(given)) for given in answers.values())  # all answers are about as frequent
+    tokens = 4 + 2 + 2  # with ends of turn
+    assert made.loss_to_beat == pytest.approx(guessed / tokens, rel=0.12)
+
+
+def test_a_model_that_knows_the_questions_alone_has_the_loss_without_pictures() -> None:
+    from dstrain.train.demo_images import loss_without_pictures
+
+    class Words:
+        eos_token_id = 0
+
+        def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+            return {"input_ids": [1] * len(text.split())}
+
+    asked = [("Color?", "red"), ("Color?", "blue"), ("Shape?", "a circle"), ("Shape?", "a circle")]
+    rows = [{"messages": [{"content": question}, {"content": answer}]} for question, answer in asked]
+    assert loss_without_pictures(rows, Words()) == pytest.approx(2 * math.log(2) / (2 + 2 + 3 + 3))

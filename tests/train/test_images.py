@@ -14,10 +14,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.train.data.images import Images, load_images
-from dstrain.train.model_parts import Part, part_of
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.engine import Engine
 from tests.train.launching import EXACT, codes, lines, make_run, said, tensors

@@ -171,7 +171,7 @@ def test_parameters_that_a_job_freezes_stay_as_they_are(runs: Path, demo: Path, 
 
 def test_only_parameters_that_train_have_the_states_that_are_planned(runs: Path, demo: Path) -> None:
     model = read_model(str(demo / "model"))
-    marked = with_frozen(model, freeze=FROZEN, train_only=[])
+    marked = with_frozen(model, Job(model="m", output_dir="o", freeze=tuple(FROZEN)))
     planned = trained(marked, Method.FULL, Lora())
     states = json.loads((runs / "frozen3" / "states.json").read_text())
     assert all(rank["trainable"] == planned.trainable for rank in states["ranks"])

@@ -58,7 +58,7 @@ def of(config: dict[str, Any], **options: Any) -> Question:
 
 def tower(depth: int) -> Question:
     config = QWEN3_VL | {"vision_config": {**QWEN3_VL["vision_config"], "depth": depth}}
-    return of(config, image_patches=PATCHES, trains_vision=True, num_hidden_layers=None)
+    return of(config, image_patches=PATCHES, frozen_parts=(), num_hidden_layers=None)
 
 
 QUESTIONS = {

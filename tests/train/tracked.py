@@ -1,6 +1,7 @@
 """Trains one configuration after another on this rank and writes what lived: `tests.train.tracked CASES`.
 
-CASES is a JSON file: a list of objects with `name`, `config` (of the model), `ds_config`, `seq_len`, `micro_batch`,
+CASES is a JSON file: a list of objects with `name`, `config` (of the model), `frozen_parts` (of a vision-language
+model), `image_patches` (of its single image of a sample), `ds_config`, `seq_len`, `micro_batch`,
 `grad_accum`, `sp`, `packing`, `activation_offload`, `steps`, `optimizer`, `loss`, `task`, `tiled_mlp`, `is_full`
 (whether the device is, while the engine is set up), `grad_ckpt` (null, or its keywords) and `lora` (null, or the
 keywords of LoraConfig). Each rank writes a list of what it measured to `CASES.RANK`.
@@ -24,6 +25,7 @@ from dstrain.choices import LossKernel, Optimizer, Task
 from dstrain.job.schema import Job
 from dstrain.train import loss
 from dstrain.train.loss import replace_loss
+from dstrain.train.model_parts import freeze_parts
 from dstrain.train.scoring import has_score, set_padding, with_score
 from dstrain.train.tasks.objective import objective_of
 from dstrain.train.tiled_mlp import tile_mlps
@@ -33,17 +35,19 @@ from tests.train.tracking import DEVICE, HOST, Ledger, TwoPlaceAccelerator, two_
 
 def build(case: dict[str, Any]) -> Any:
     """Returns the model on the host, in bf16."""
-    from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, modeling_utils
 
     code: Any = modeling_utils
 
     config = AutoConfig.for_model(**case["config"])
     torch.manual_seed(0)
     gives_score = Task(case["task"]).has_score
-    family = with_score(config) if gives_score else AutoModelForCausalLM
+    plain = AutoModelForImageTextToText if "vision_config" in case["config"] else AutoModelForCausalLM
+    family = with_score(config) if gives_score else plain
     model = family.from_config(config, dtype=torch.bfloat16)
     if gives_score:
         set_padding(model, case["config"]["vocab_size"] - 1)
+    freeze_parts(model, case["frozen_parts"])
     model.config.use_cache = False
     model.train()
     if case["lora"]:
@@ -200,10 +204,11 @@ def mark_instants(model: Any, ledger: Ledger) -> None:
         module.register_forward_hook(hook)
 
     mark(base.score if has_score(base) else base.lm_head, "head backward")
-    mark(base.model.norm, "norm backward")
-    for number, layer in enumerate(base.model.layers):
+    decoder = getattr(base.model, "language_model", base.model)
+    mark(decoder.norm, "norm backward")
+    for number, layer in enumerate(decoder.layers):
         mark(layer, f"layer {number} backward")
-    mark(base.model.embed_tokens, "embedding backward")
+    mark(decoder.embed_tokens, "embedding backward")
 
 
 def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str, Any]:
@@ -229,7 +234,8 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     found: dict[str, Any] = {"name": case["name"], "host_at_load": ledger.host_peak - before[HOST]}
     width = case["seq_len"] // case["sp"]
     rows = case["micro_batch"] * Task(case["task"]).rows
-    ids = torch.randint(0, case["config"]["vocab_size"], (rows, width), device="cpu:0")
+    vocab_size = case["config"].get("text_config", case["config"])["vocab_size"]
+    ids = torch.randint(8, vocab_size, (rows, width), device="cpu:0")
     batch: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if case["sp"] > 1 or case["packing"]:
         begin = width * (int(os.environ["RANK"]) % case["sp"])
@@ -248,7 +254,7 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
             found |= {"steady": ledger.bytes[DEVICE], "host_steady": ledger.bytes[HOST]}
             found["pinned"] = sorted(ledger.pinned.values())
         for _ in range(case["grad_accum"]):
-            found["loss"] = train(engine, batch, ledger, case)
+            found["loss"] = train(engine, batch | images(case, ids), ledger, case)
     found |= {"peaks": dict(ledger.peaks), "peak": max(ledger.peaks.values()), "host_peak": ledger.host_peak}
     engine.destroy()
     del engine, ids, batch
@@ -256,6 +262,21 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     found |= {"left": ledger.bytes[DEVICE] - before[DEVICE], "host_left": ledger.bytes[HOST] - before[HOST]}
     found["wall_s"] = time.monotonic() - began
     return found
+
+
+def images(case: dict[str, Any], ids: Any) -> dict[str, Any]:
+    """Puts the tokens of an image at the beginning of each sample, and returns what the processor adds."""
+    patches, rows = case["image_patches"], ids.shape[0]
+    if not patches:
+        return {}
+    tower = case["config"]["vision_config"]
+    ids[:, : patches // 4] = case["config"]["image_token_id"]
+    side = int(patches**0.5)
+    return {
+        "pixel_values": torch.randn((rows * patches, 3 * 2 * tower["patch_size"] ** 2), device="cpu:0"),
+        "image_grid_thw": torch.tensor([[1, side, patches // side]] * rows),
+        "mm_token_type_ids": (ids == case["config"]["image_token_id"]).int(),
+    }
 
 
 def share_rows(model: Any, case: dict[str, Any]) -> Any:
@@ -338,6 +359,7 @@ def _import_everything() -> list[Any]:
     from transformers.models.llama import modeling_llama  # noqa: F401
     from transformers.models.qwen3 import modeling_qwen3  # noqa: F401
     from transformers.models.qwen3_moe import modeling_qwen3_moe  # noqa: F401
+    from transformers.models.qwen3_vl import modeling_qwen3_vl  # noqa: F401
 
     gc.unfreeze()
     kind = type(functools.cache(len))

@@ -36,7 +36,7 @@ class TensorGroup:
     is_linear: bool
     """Whether it is the weight of a `torch.nn.Linear`, shape (out, in), which an adapter can wrap."""
     frozen: tuple[int, ...] = ()
-    """Those of the `count` tensors that a job freezes by name, from 0."""
+    """Those of the `count` tensors that a job freezes, from 0; without a job all of a vision tower."""
 
     @property
     def num_trained(self) -> int:

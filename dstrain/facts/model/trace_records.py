@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from dstrain.choices import Attention, LossKernel, Method, Precision
+from dstrain.facts.model.parts import FROZEN, Part
 from dstrain.job.model_changes import Lora
 from dstrain.records import type_config
 
@@ -69,8 +70,8 @@ class Question:
     """Whether the head gives each sequence a number, whose sum is the loss."""
     image_patches: int = 0
     """Patches of the single image of each sample."""
-    trains_vision: bool = False
-    """Whether the vision tower trains too; dstrain freezes it."""
+    frozen_parts: tuple[Part, ...] = tuple(sorted(FROZEN))
+    """The parts of a vision-language model that do not train."""
     holds_outputs: bool = False
     """Whether outputs such as logits stay alive during the backward pass; the Trainer drops them."""
     round_bytes: int = 512

@@ -9,6 +9,7 @@ from dataclasses import fields
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe, TensorGroup, Vision
 from dstrain.facts.model.trace_records import Description, Parameter
+from dstrain.facts.model.vision_towers import frozen
 
 NO_LIMIT = 2**31 - 1
 """`max_position_embeddings` of a model whose config has no such limit."""
@@ -78,10 +79,11 @@ def _groups(description: Description) -> tuple[TensorGroup, ...]:
         name = re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
         key = (name, kind, parameter.shape, parameter.is_linear)
         counts[key] = counts.get(key, 0) + 1
-    return tuple(
+    groups = (
         TensorGroup(name=name, kind=kind, shape=shape, count=count, is_linear=is_linear)
         for (name, kind, shape, is_linear), count in counts.items()
     )
+    return tuple(frozen(group) if group.kind is Kind.VISION else group for group in groups)
 
 
 def _kind(parameter: Parameter) -> Kind:

@@ -5,6 +5,7 @@ Names of tensors are full names with a star for the block's index, so that none 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isqrt
 
 from dstrain.facts.model.config_fields import Fields
@@ -119,7 +120,7 @@ def _merger_mlp(root: str, width: int, out: int, count: int) -> Groups:
 
 
 def _tensor(name: str, shape: tuple[int, ...], count: int) -> TensorGroup:
-    return TensorGroup(name=name, kind=Kind.VISION, shape=shape, count=count, is_linear=False)
+    return frozen(TensorGroup(name=name, kind=Kind.VISION, shape=shape, count=count, is_linear=False))
 
 
 def _affine(name: str, shape: tuple[int, ...], count: int) -> Groups:
@@ -129,4 +130,9 @@ def _affine(name: str, shape: tuple[int, ...], count: int) -> Groups:
 
 def _linear(name: str, shape: tuple[int, int], count: int) -> Groups:
     weight = TensorGroup(name=f"{name}.weight", kind=Kind.VISION, shape=shape, count=count, is_linear=True)
-    return [weight, _tensor(f"{name}.bias", shape[:1], count)] if count else []
+    return [frozen(weight), _tensor(f"{name}.bias", shape[:1], count)] if count else []
+
+
+def frozen(group: TensorGroup) -> TensorGroup:
+    """Returns a group whose tensors do not train unless a job says so."""
+    return replace(group, frozen=tuple(range(group.count)))

@@ -25,7 +25,7 @@ from dstrain.launch.prepare.job_context import request_of, trace_question
 from dstrain.plan.effect import Effect, effect
 from dstrain.plan.estimate import BF16_STATES, effective, estimate
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.freezing import with_frozen
+from dstrain.plan.freezing import frozen_parts, with_frozen
 from dstrain.records import from_data
 
 CONFIG, JOB = "ds_config.json", "job.yaml"
@@ -99,11 +99,16 @@ class _Subject:
 
     def _configuration(self, values: Mapping[str, Any]) -> object:
         job = _job(values[JOB])
-        return effective(self.workload.model, request_of(job), values[CONFIG]), job.freeze, job.train_only
+        return (
+            effective(self.workload.model, request_of(job), values[CONFIG]),
+            job.freeze,
+            job.train_only,
+            frozen_parts(job),
+        )
 
     def _estimate(self, values: Mapping[str, Any]) -> Estimate:
         job = _job(values[JOB])
-        model = with_frozen(self.workload.model, freeze=job.freeze, train_only=job.train_only)
+        model = with_frozen(self.workload.model, job)
         return estimate(replace(self.workload, model=model), request_of(job), values[CONFIG])
 
 

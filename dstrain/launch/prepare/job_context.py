@@ -30,6 +30,7 @@ from dstrain.job.schema import Job
 from dstrain.job.task_limits import WITH_ADAPTERS
 from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.freezing import with_frozen
+from dstrain.plan.memory.layers.activations import has_tower_code
 from dstrain.plan.request import Request
 
 
@@ -59,7 +60,7 @@ def model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
     """Returns the facts of the model, or None and a line that says why there is no estimate."""
     try:
         model = with_head_of(probe.read_model(job.model, hub=job.hub, way=trace_question(job)), job.task)
-        return with_frozen(model, freeze=job.freeze, train_only=job.train_only), []
+        return with_frozen(model, job), []
     except (InvalidConfig, EnvironmentProblem) as error:
         return None, [f"no estimate of memory: {error.problem}"]
 
@@ -114,9 +115,11 @@ def describe(
 def workload_of(context: JobContext) -> Workload | None:
     """Returns what a job trains and where, with what was measured; None if its model or its cluster is unknown.
 
-    None too if other parts of a vision-language model train than the planner counts.
+    None too if other parts of a model train than the planner counts.
     """
-    if context.model is None or context.cluster is None or (context.job and unplanned_parts(context.job.job)):
+    if context.model is None or context.cluster is None:
+        return None
+    if context.job and unplanned_parts(context.job.job, context.model):
         return None
     return measured_workload(context.model, context.cluster, contents_of(context.job))
 
@@ -128,17 +131,24 @@ def contents_of(file: JobFile | None) -> RowContents | None:
     return None
 
 
-def unplanned_parts(job: Job) -> str | None:
-    """Returns why a job has no estimate, or None: the planner counts a frozen vision tower with a trained decoder,
-    and with an adapter whole copies of embedding and head alone.
+def unplanned_parts(job: Job, model: ModelFacts) -> str | None:
+    """Returns why a job has no estimate, or None.
+
+    The planner counts trained towers and aligners of Qwen3-VL, and with an adapter whole copies of embedding and head
+    alone. A frozen language model trains nothing unless a sample has an image.
     """
-    changed = [limit.key for limit in WITH_ADAPTERS if getattr(job, limit.key) not in limit.values]
     others = [name for name in job.lora.modules_to_save if name.split(".")[-1] not in ("embed_tokens", "lm_head")]
     if others and job.method is not Method.FULL:
         return f"no estimate of memory: modules_to_save has {', '.join(others)}"
-    if not changed:
+    changed = [limit.key for limit in WITH_ADAPTERS if getattr(job, limit.key) not in limit.values]
+    if not changed or model.vision is None:
         return None
-    return f"no estimate of memory: {', '.join(changed)} {'is' if len(changed) == 1 else 'are'} not the default"
+    if not has_tower_code(model):
+        are = "is" if len(changed) == 1 else "are"
+        return f"no estimate of memory: {', '.join(changed)} {are} not the default, which is known of Qwen3-VL alone"
+    if job.freeze_language_model and not job.image_patches:
+        return "no estimate of memory: with freeze_language_model it needs image_patches, the patches of a sample"
+    return None
 
 
 def request_of(job: Job) -> Request:

@@ -159,7 +159,7 @@ def _cluster(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[Cluster, lis
 def _model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
     """Returns the facts of the model, or None, and a line that says why there is no estimate."""
     model, notes = model_of(job)
-    reason = unplanned_parts(job) if model is not None else None
+    reason = unplanned_parts(job, model) if model is not None else None
     return model, [*notes, reason] if reason is not None else notes
 
 

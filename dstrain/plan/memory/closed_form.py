@@ -16,7 +16,7 @@ from dstrain.plan.memory.params import shard, trained_on_rank
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.zero import engine_buffers, gathered_bytes, states
 
-AFTER_GRADIENTS = ("layer backward", "embedding backward")
+AFTER_GRADIENTS = ("layer backward", "vision backward", "embedding backward")
 """Instants at which parameters already have gradients."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
@@ -130,17 +131,35 @@ def _flat_groups(model: ModelFacts) -> tuple[tuple[int, ...], ...]:
     Source: Transformers 5.23 trainer.py: get_decay_parameter_names (biases and norms are not decayed).
     """
     layers = model.num_hidden_layers
-    before = [g for g in model.tensors if g.kind is Kind.EMBEDDING]
+    before = [(g, 0) for g in model.tensors if g.kind is Kind.EMBEDDING]
     inside = [g for g in model.tensors if is_inside(g)]
     after = [g for g in model.tensors if g.kind is Kind.HEAD or (g.kind is Kind.NORM and not is_inside(g))]
     decayed: list[int] = []
     rest: list[int] = []
     middle = [(g, layer) for layer in range(layers) for g in inside if is_in_layer(g, layer, layers)]
-    for group, layer in [*((g, 0) for g in before), *middle, *((g, 0) for g in after)]:
-        if not trains_in_full(group, layer, layers):
-            continue
-        (rest if group.kind is Kind.NORM or group.name.endswith("bias") else decayed).append(group.numel)
+    for group, layer in [*tower_tensors(model), *before, *middle, *((g, 0) for g in after)]:
+        if trains_in_full(group, layer, layers):
+            (decayed if decays(group) else rest).append(group.numel)
     return tuple(decayed), tuple(rest)
+
+
+def decays(group: TensorGroup) -> bool:
+    """Returns whether the optimizer decays a tensor: not biases and norms."""
+    is_norm = group.kind is Kind.NORM or (group.kind is Kind.VISION and len(group.shape) == 1)
+    return not is_norm and not group.name.endswith("bias")
+
+
+def tower_tensors(model: ModelFacts) -> list[tuple[TensorGroup, int]]:
+    """Returns the tensors of the vision tower in the model's order, each with its number in its group: block by block
+    what has a star in its name.
+    """
+    tower = [group for group in model.tensors if group.kind is Kind.VISION]
+    ordered: list[tuple[TensorGroup, int]] = []
+    for _, members in groupby(tower, lambda group: group.name.partition("*")[0]):
+        repeated = list(members)
+        count = repeated[0].count if "*" in repeated[0].name else 1
+        ordered += [(group, index) for index in range(count) for group in repeated]
+    return ordered
 
 
 def is_inside(group: TensorGroup) -> bool:
@@ -162,8 +181,6 @@ def is_in_layer(group: TensorGroup, layer: int, num_layers: int) -> bool:
 
 def trains_in_full(group: TensorGroup, layer: int, num_layers: int) -> bool:
     """Returns whether the tensor of a layer trains if all of the model does; `layer` is 0 outside the layers."""
-    if group.kind is Kind.VISION:
-        return False
     return not group.frozen or layers_of(group, num_layers).index(layer) not in group.frozen
 
 
@@ -217,9 +234,9 @@ def trained_on_rank(model: ModelFacts, configuration: Configuration) -> Trained:
 
 @cache
 def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
-    """Returns what trains and what does not; the vision tower is frozen under every method, and what a job names."""
+    """Returns what trains and what does not; of full training what a job does not freeze."""
     if method is Method.FULL:
-        groups = [group for group in model.tensors if group.kind is not Kind.VISION and group.num_trained]
+        groups = [group for group in model.tensors if group.num_trained]
         trainable = sum(group.num_trained for group in groups)
         largest = max((group.numel for group in groups), default=0)
         return Trained(

@@ -59,8 +59,12 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
         found += _reference_notes(workload, chosen)
     found += [*_optimizer_notes(workload, request, chosen), *_liger_notes(workload, request, chosen)]
     if model.vision is not None and not request.image_patches:
-        frozen = format_count(model.num_params_of(Kind.VISION))
-        found.append(f"no images are counted (--image-patches); the vision tower ({frozen} parameters) is frozen")
+        tower, trains = (
+            format_count(model.num_params_of(Kind.VISION)),
+            any(group.num_trained for group in model.tensors if group.kind is Kind.VISION),
+        )
+        is_frozen = "" if trains else " is frozen"
+        found.append(f"no images are counted (--image-patches); the vision tower ({tower} parameters){is_frozen}")
     if (compiling := compile_rules.note(workload, chosen.configuration)) is not None:
         found.append(compiling)
     if chosen.configuration.parallel.ep > 1:

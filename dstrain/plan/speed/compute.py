@@ -59,7 +59,7 @@ def passes(work: Work, rates: Efficiency, chosen: Setting) -> tuple[Times, Times
         if product.is_in_layer and (s.is_reentrant or is_tiled or not product.is_last):
             again += once
     attention = _attention_seconds(work, rates, s)
-    vision = _vision_seconds(work, rates, s)
+    vision, vision_back = _vision_seconds(work, rates, s)
     recomputed = work.forward if s.is_reentrant else work.recompute
     cached = cached_share(work, rates, s)
     moving = bytes_forward(work, s, cached) / rates.hbm_bytes_per_s
@@ -77,7 +77,7 @@ def passes(work: Work, rates: Efficiency, chosen: Setting) -> tuple[Times, Times
     waits_back = (1 + share) * waits
     return (
         _times(forward + vision, attention, moving, launched, waits, is_looped),
-        _times(backward, through, moving_back, launched_back, waits_back, is_looped),
+        _times(backward + vision_back, through, moving_back, launched_back, waits_back, is_looped),
     )
 
 
@@ -132,7 +132,8 @@ def _product_seconds(product: Product, rates: Efficiency, s: Setting) -> tuple[f
         return max(flops / rate * (1 + HALF_WAVE * together / results), moved)
 
     forward, through = seconds(rows * outputs), seconds(rows * inputs)
-    gradients = through + (seconds(weights) if s.model.is_full or product.is_copy else 0.0)
+    trains = (s.model.is_full and product.trains) or product.is_copy
+    gradients = through + (seconds(weights) if trains else 0.0)
     return product.count * forward, product.count * gradients
 
 
@@ -176,12 +177,22 @@ def _attention_rate(length: float, rates: Efficiency, s: Setting) -> float:
     return s.peak_flops_per_s * rates.attention_ratio * length / (length + SHORT_SEQUENCE)
 
 
-def _vision_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
-    """Returns the seconds of the frozen vision tower, which runs forward only."""
+def _vision_seconds(work: Work, rates: Efficiency, s: Setting) -> tuple[float, float]:
+    """Returns the seconds of the vision tower's forward and backward pass.
+
+    Frozen blocks have no backward pass. Trained ones have two products for each of the forward pass, and 2.5 times its
+    attention; with checkpointing they run forward again.
+    """
     patches = s.batch.rows * s.batch.image_patches
     if not patches:
-        return 0.0
-    flops = sum(2 * p.inputs * p.outputs * p.count * p.rows_per_token for p in work.vision_products) * patches
-    attention = 2 * patches * s.batch.image_patches * work.vision_width
-    peak = s.peak_flops_per_s
-    return flops / (peak * rates.gemm_ratio) + attention / (peak * rates.attention_ratio)
+        return 0.0, 0.0
+    rate = s.peak_flops_per_s * rates.gemm_ratio
+    seconds = {p: 2 * p.inputs * p.outputs * p.count * p.rows_per_token * patches / rate for p in work.vision_products}
+    attention = 2 * patches * s.batch.image_patches * work.vision_width / (s.peak_flops_per_s * rates.attention_ratio)
+    forward = sum(seconds.values()) + attention
+    trained = {product for product in seconds if s.model.is_full and product.trains}
+    if not any(product.rows_per_token == 1 for product in trained):
+        return forward, 2 * sum(seconds[product] for product in trained)
+    blocks = sum(seconds[product] for product in seconds if product.rows_per_token == 1) + attention
+    weights, through = sum(seconds[product] for product in trained), sum(seconds.values()) + 2.5 * attention
+    return forward, weights + through + (blocks if s.checkpointing.enabled else 0.0)

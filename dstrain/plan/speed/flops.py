@@ -67,7 +67,9 @@ class Product:
     is_quantized: bool = False
     """Whether QLoRA keeps its weight in 4 bits."""
     is_vision: bool = False
-    """Whether it belongs to the vision tower, which is frozen and runs forward only."""
+    """Whether it belongs to the vision tower."""
+    trains: bool = True
+    """Whether a weight has a gradient if all of the model trains but what a job freezes."""
     is_copy: bool = False
     """Whether its weight is a copy that trains beside an adapter, while the others are frozen."""
 
@@ -123,4 +125,5 @@ def _product(model: ModelFacts, group: TensorGroup, method: Method) -> Product:
         is_mlp=kind is Kind.MLP,
         is_quantized=method is Method.QLORA and group.is_linear and kind not in (Kind.HEAD, Kind.VISION),
         is_vision=kind is Kind.VISION,
+        trains=group.num_trained > 0,
     )

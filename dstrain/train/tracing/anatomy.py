@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from dstrain.errors import InvalidConfig
-from dstrain.train.model_parts import is_vision
+from dstrain.facts.model.parts import is_vision
 from dstrain.train.scoring import has_score
 
 

@@ -16,7 +16,7 @@ from dstrain.train.adapters import with_adapter
 from dstrain.train.checkpoints.saved_model import DTYPES
 from dstrain.train.data.by_sample import attend_by_sample
 from dstrain.train.loss import replace_loss
-from dstrain.train.model_parts import freeze_vision
+from dstrain.train.model_parts import freeze_parts
 
 
 def load_config(subject: Subject, num_hidden_layers: int | None = None) -> Any:
@@ -86,8 +86,7 @@ def prepare(question: Question) -> Any:
         attend_by_sample(model)
     for each in (model.config, model.config.get_text_config()):
         each.use_cache = False
-    if not question.trains_vision:
-        freeze_vision(model)
+    freeze_parts(model, question.frozen_parts)
     if question.method is Method.LORA:
         dtype = DTYPES[question.precision]
         with torch.device("meta"):

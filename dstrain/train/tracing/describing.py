@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from dstrain.facts.model.parts import is_vision
 from dstrain.facts.model.trace_records import Description, Parameter, Subject
-from dstrain.train.model_parts import is_vision
 from dstrain.train.tracing.anatomy import Anatomy, dissect
 from dstrain.train.tracing.building import build, load_config, per_layer_lists
 

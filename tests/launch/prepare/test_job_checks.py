@@ -14,13 +14,22 @@ from dstrain.errors import InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin, describe
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_checks import check_combinations, check_data, check_gpu
-from dstrain.launch.prepare.job_context import request_of, unplanned_parts, workload_of
+from dstrain.launch.prepare.job_context import model_of, request_of, unplanned_parts, workload_of
+from dstrain.plan.estimate import estimate
 
 HEAD = Lora(targets=("lm_head", "q_proj"))
+
+
+def _workload(model: ModelFacts | None) -> Workload:
+    """Returns the workload of a model on eight A100."""
+    assert model is not None
+    return Workload(model=model, cluster=describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8))
 
 
 def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() -> None:
@@ -108,15 +117,30 @@ def test_ligers_kernels_of_a_job_are_in_its_estimate() -> None:
     assert request_of(Job(model="m", output_dir="o", liger=True)).configuration.kernels.liger
 
 
-def test_counted_images_and_a_trained_tower_change_the_estimate_or_end_it(tmp_path: Path) -> None:
+def test_counted_images_and_a_trained_tower_change_the_estimate(tmp_path: Path) -> None:
     counted = Job(model="qwen3-vl-8b", output_dir="o", image_patches=1024)
     assert request_of(counted).image_patches == 1024
-    assert unplanned_parts(counted) is None
-    trained = Job(model="qwen3-vl-8b", output_dir="o", freeze_vision_tower=False)
-    assert unplanned_parts(trained) == "no estimate of memory: freeze_vision_tower is not the default"
+    trained = replace(counted, freeze_vision_tower=False)
+    models = [model_of(job)[0] for job in (counted, trained)]
+    config = {"zero_optimization": {"stage": 3}}
+    frozen, whole = (estimate(_workload(model), request_of(counted), config) for model in models)
+    tower = whole.num_trainable_params - frozen.num_trainable_params
+    assert tower > 400e6
+    states = 14 * tower / 8  # gradients in bf16, weights and two moments in fp32
+    assert states < whole.memory.live_bytes_per_gpu - frozen.memory.live_bytes_per_gpu < 1.2 * states
+
+
+def test_a_trained_tower_has_no_estimate_unless_the_planner_knows_it(tmp_path: Path) -> None:
+    trained = Job(model="gemma-3-4b", output_dir="o", freeze_vision_tower=False)
+    gemma, qwen = probe.read_model("gemma-3-4b"), probe.read_model("qwen3-vl-8b")
+    reason = "no estimate of memory: freeze_vision_tower is not the default, which is known of Qwen3-VL alone"
+    assert unplanned_parts(trained, gemma) == reason
+    assert unplanned_parts(trained, qwen) is None
+    alone = replace(trained, freeze_language_model=True)
+    assert "it needs image_patches" in str(unplanned_parts(alone, qwen))
+    assert unplanned_parts(replace(alone, image_patches=64), qwen) is None
     file = JobFile(job=trained, locate=lambda keys: Place(file="job.yaml"))
-    cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
-    assert workload_of(JobContext(job=file, model=probe.read_model("qwen3-vl-8b"), cluster=cluster)) is None
+    assert workload_of(JobContext(job=file, model=gemma, cluster=_workload(gemma).cluster)) is None
 
 
 def test_parallelism_that_does_not_divide_the_gpus_is_refused_for_any_model() -> None:

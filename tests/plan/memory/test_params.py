@@ -1,12 +1,17 @@
 """What trains, in elements."""
 
+from dataclasses import replace
+
 import pytest
 from cases import ask
 
 from dstrain.choices import Method
+from dstrain.facts import probe
 from dstrain.facts.model.model_facts import Kind
 from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
 from dstrain.plan.configuration import DEFAULTS, changed
+from dstrain.plan.freezing import with_frozen
 from dstrain.plan.memory.params import adapted, lora_params, trained, trained_on_rank
 
 
@@ -59,3 +64,18 @@ def test_qlora_keeps_embedding_and_head_unquantized() -> None:
     counts = trained(model, Method.QLORA, Lora())
     kept = model.num_params_of(Kind.EMBEDDING, Kind.HEAD, Kind.NORM)
     assert counts.quantized == model.num_params - kept
+
+
+def test_a_job_trains_parts_of_a_vision_language_model_and_freezes_blocks_by_name() -> None:
+    model = probe.read_model("qwen3-vl-8b")
+    plain = Job(model="", output_dir="", freeze_vision_tower=False)
+    tower = sum(g.numel * g.count for g in model.tensors if g.kind is Kind.VISION and "merger" not in g.name)
+    blocks = sum(g.numel for g in model.tensors if ".blocks." in g.name)
+
+    def trainable(job: Job) -> int:
+        return trained(with_frozen(model, job), Method.FULL, Lora()).trainable
+
+    decoder = model.num_params - model.num_params_of(Kind.VISION)
+    assert trainable(plain) == decoder + tower
+    assert trainable(replace(plain, freeze=(r"blocks\.[0-9]\.",))) == decoder + tower - 10 * blocks
+    assert trainable(replace(plain, freeze_language_model=True)) == tower

@@ -19,8 +19,10 @@ from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import Kind
 from dstrain.facts.workload import Workload
 from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate_records import Limit, Speed
+from dstrain.plan.freezing import with_frozen
 from dstrain.plan.speed.efficiency import LAUNCH_S, RETRY_S, UNIT_S, UNIT_WAIT_S
 from dstrain.plan.speed.error_ranges import error_ratio
 from dstrain.plan.speed.setting import FLASH_ATTENTION_3_SPEED
@@ -378,6 +380,19 @@ def test_images_cost_their_patches() -> None:
 
     tower = 2 * 27 * (4 * 1152**2 + 2 * 1152 * 4304) * 8192 / (0.56 * 989.4e12)
     assert with_images.parts_s[PRODUCTS] - _speed(model=model).parts_s[PRODUCTS] > tower
+
+
+def test_a_trained_tower_has_two_products_more_for_each_of_its_own_and_a_frozen_language_model_one_less() -> None:
+    frozen = probe.read_model("qwen3-vl-8b")
+    way = changed(BASE, image_patches=8192, grad_ckpt=False)
+    base = Job(model="", output_dir="", freeze_multi_modal_projector=False)
+    jobs = (replace(base, freeze_vision_tower=False), replace(base, freeze_language_model=True))
+    trained, alone = (_speed(way, model=with_frozen(frozen, job)).parts_s[PRODUCTS] for job in jobs)
+    plain = _speed(way, model=frozen).parts_s[PRODUCTS]
+
+    forward = plain - _speed(changed(way, image_patches=0), model=frozen).parts_s[PRODUCTS]
+    assert 2 * forward < trained - plain < 2.5 * forward
+    assert alone < 0.75 * plain
 
 
 def test_a_calibration_replaces_the_prior_and_narrows_the_range() -> None:

@@ -59,8 +59,7 @@ def _garbled(subject: Subject) -> Iterator[Fault]:
     if subject.hosts is None or len(subject.hosts.hosts) == 1 or subject.model is None or subject.stage < 3:
         return
     ranks = subject.hosts.num_slots
-    trains_tower = subject.job is not None and not subject.job.job.freeze_vision_tower
-    lost = garbled(subject.model, ranks, trains_tower=trains_tower)
+    lost = garbled(subject.model, ranks)
     if subject.is_true(_ZERO + key) and lost:
         shape = " × ".join(map(str, lost[0].shape))
         yield Fault(

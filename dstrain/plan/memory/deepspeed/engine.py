@@ -138,6 +138,8 @@ NAMES = {
     "loss forward": "loss forward",
     "loss backward": "loss backward",
     "head backward": "head backward",
+    "vision forward": "forward",
+    "vision backward": "vision backward",
     "embedding backward": "embedding backward",
     "backward end": "gradient reduction",
     "optimizer step": "optimizer step",

@@ -10,7 +10,16 @@ from functools import cache
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.job.model_changes import Lora
-from dstrain.plan.memory.params import adapted, is_in_layer, is_inside, kept_whole, trains_in_full
+from dstrain.plan.memory.deepspeed.call_order import call_order
+from dstrain.plan.memory.params import (
+    adapted,
+    decays,
+    is_in_layer,
+    is_inside,
+    kept_whole,
+    tower_tensors,
+    trains_in_full,
+)
 
 QUANTIZED_PER_ELEMENT = 4
 """Quantised elements in the bytes of one in bf16, which bitsandbytes stores them as. Source: dstrain/train/model.py:
@@ -90,7 +99,7 @@ class Modules:
     outer: tuple[Module, ...]
     """Modules around the decoder, without parameters of their own, outermost first."""
     tower: Module
-    """The vision tower as one module; without parameters if the model has none."""
+    """The vision tower; without modules inside if the model has none."""
     embedding: Module
     """The embedding of tokens."""
     rotary: Module
@@ -142,10 +151,6 @@ def modules(model: ModelFacts, shape: Shape) -> Modules:
     return _Builder(model, shape).build()
 
 
-_BEFORE_MLP = ("post_attention_layernorm", "post_self_attn_layernorm", "pre_feedforward_layernorm")
-"""Norms of a layer between attention and MLP. Source: Transformers 5.23, modeling code of the families on the tape."""
-
-
 class _Builder:
     """Numbers parameters and modules."""
 
@@ -161,8 +166,7 @@ class _Builder:
         """Returns the modules; parameters are numbered in the model's order."""
         model, tied = self.model, self.model.tie_word_embeddings
         outer = tuple(self.module() for _ in range(2 if self.is_full else 4))
-        whole = self.outside(Kind.VISION)
-        tower = self.module(children=[self.module((index,)) for index in whole.weights])
+        tower = self.tower()
         embedding = self.outside(Kind.EMBEDDING)
         layers = tuple(self.layer(index) for index in range(model.num_hidden_layers))
         norm = self.outside(Kind.NORM)
@@ -182,13 +186,23 @@ class _Builder:
         self.count += 1
         return Module(self.count - 1, tuple(weights), tuple(children), mark, is_linear, is_block)
 
+    def tower(self) -> Module:
+        """Returns the vision tower: the modules that have parameters, in the model's order."""
+        owners: dict[str, list[int]] = {}
+        for group, index in tower_tensors(self.model):
+            owner = group.name.replace("*", str(index)).rpartition(".")[0]
+            number = self.weight(group.numel, self.trains(group, index), decays=decays(group))
+            owners.setdefault(owner, []).append(number)
+        ends = {f"model.visual.blocks.{index}.mlp.linear_fc2": str(index) for index in range(len(owners))}
+        return self.module(children=[self.module(numbers, mark=ends.get(name, "")) for name, numbers in owners.items()])
+
     def outside(self, kind: Kind) -> Module:
-        """Returns embedding, last norm, head, or vision tower."""
+        """Returns embedding, last norm, or head."""
         groups = [g for g in self.model.tensors if g.kind is kind and (kind is not Kind.NORM or not is_inside(g))]
         is_shared = kind is Kind.HEAD or (kind is Kind.EMBEDDING and self.model.tie_word_embeddings)
         share = self.shape.tp if is_shared else 1
         numbers = [
-            self.weight(group.numel // share, self.trains(group, 0), decays=_decays(group))
+            self.weight(group.numel // share, self.trains(group, 0), decays=decays(group))
             for group in groups
             for _ in range(group.count)
         ]
@@ -213,7 +227,7 @@ class _Builder:
         for group in groups:
             members.setdefault(group.name.rpartition(".")[0], []).append(group)
         leaves = {path: self.leaf(path, group, index) for path, group in members.items()}
-        order = _call_order(list(members), list(self.linears))
+        order = call_order(list(members), list(self.linears))
         gathers_mlp = self.shape.tiled_mlp or any(group.kind is Kind.EXPERT for group in groups)
         return self.module(children=self.nested(order, leaves, gathers_mlp=gathers_mlp))
 
@@ -227,7 +241,7 @@ class _Builder:
                 numel //= QUANTIZED_PER_ELEMENT
             ep = self.shape.ep if group.kind is Kind.EXPERT else 1
             trains, is_matrix = self.trains(group, layer), len(group.shape) > 1
-            numbers.append(self.weight(numel, trains, decays=_decays(group), ep=ep, is_matrix=is_matrix))
+            numbers.append(self.weight(numel, trains, decays=decays(group), ep=ep, is_matrix=is_matrix))
         if f"{path}.weight" not in self.adapted:
             return self.module(numbers, mark=path if linear else "", is_linear=linear)
         outputs, inputs = next(group.shape for group in members if group.name == f"{path}.weight")
@@ -269,28 +283,3 @@ def _every_weight(module: Module) -> Iterable[int]:
     yield from module.weights
     for child in module.children:
         yield from _every_weight(child)
-
-
-def _decays(group: TensorGroup) -> bool:
-    return group.kind is not Kind.NORM and not group.name.endswith("bias")
-
-
-def _call_order(paths: list[str], linears: list[str]) -> list[str]:
-    """Returns modules by their call: linear layers as the tape calls them, norms where their names say."""
-    place = {name: index for index, name in enumerate(linears)}
-    mlp = min((place[path] for path in paths if path in place and path.startswith("mlp")), default=len(linears))
-
-    def key(path: str) -> tuple[float, int]:
-        if path in place:
-            return (place[path], 0)
-        if path == "input_layernorm":
-            return (-1, 0)
-        if path in _BEFORE_MLP:
-            return (mlp - 0.5, _BEFORE_MLP.index(path))
-        last = path.rpartition(".")[2].partition("_norm")[0].partition("_layernorm")[0]
-        after = [place[linear] for linear in linears if linear.rpartition(".")[2].startswith(last)]
-        if "norm" in path and after:
-            return (after[0] + 0.25, 0)
-        return (len(linears) - (0.25 if path.startswith("mlp") else 0), 0)
-
-    return sorted(paths, key=key)

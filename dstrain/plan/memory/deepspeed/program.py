@@ -97,9 +97,10 @@ class _Writer:
         modules = self.modules
         for module in modules.outer:
             self.put(Event.FETCH, module)
-        if modules.tower.children:
-            self.forward(modules.tower, -1, "forward")
         self.forward(modules.embedding, -1, "forward")
+        if modules.tower.children:
+            self.mark("vision forward", -1, "")
+            self.forward(modules.tower, -1, "forward")
         self.mark("forward", -1, "")
         self.forward(modules.rotary, -1, "forward")
         for index in self.layers:
@@ -112,6 +113,7 @@ class _Writer:
         self.backward_of_loss()
         for index in reversed(self.layers):
             self.layer_backward(modules.layers[index], index)
+        self.tower_backward()
         if (
             self.trains(modules.embedding) or self.checkpointing.enabled
         ):  # else nothing before the first adapter has a gradient
@@ -201,6 +203,19 @@ class _Writer:
         for child in reversed(layer.children[first:]):
             self.backward(child, index)
         self.put(Event.RELEASE_BACK, layer)
+
+    def tower_backward(self) -> None:
+        """Writes the backward pass of the vision tower, as far up as something trains."""
+        children = self.modules.tower.children
+        first = next((index for index, child in enumerate(children) if self.trains(child)), len(children))
+        is_whole = first == 0
+        for child in reversed(children[first:]):
+            if is_whole or self.trains(child):
+                if child.mark:
+                    self.mark("vision backward", -1, child.mark)
+                self.put(Event.FETCH_BACK, child)
+                self.grads(child)
+                self.put(Event.RELEASE_BACK, child)
 
     def backward(self, module: Module, layer: int) -> None:
         """Writes a module's backward pass; a frozen linear layer whose input needs no gradient has none."""

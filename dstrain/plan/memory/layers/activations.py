@@ -10,7 +10,7 @@ from dstrain.choices import Attention
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.model.traced_activations import Traced
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.layers import embedding, losses, ops, vision
+from dstrain.plan.memory.layers import embedding, features, losses, ops, vision
 from dstrain.plan.memory.layers.context import Context, Variant, variant_of
 from dstrain.plan.memory.layers.families import LAYER_CODE, LayerCode
 from dstrain.plan.memory.layers.graph import Tape
@@ -50,6 +50,11 @@ class Instant:
 def has_layer_code(model: ModelFacts) -> bool:
     """Returns whether the tape knows the model's layer code."""
     return model.model_type in LAYER_CODE
+
+
+def has_tower_code(model: ModelFacts) -> bool:
+    """Returns whether the tape knows the code of the model's vision tower."""
+    return has_layer_code(model) and LAYER_CODE[model.model_type].tower is not None
 
 
 def profile(model: ModelFacts, configuration: Configuration) -> tuple[Instant, ...]:
@@ -104,7 +109,8 @@ def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
     if not variant.model.is_full or variant.batch.image_patches or not variant.checkpointing.enabled:
         # the first layer's input is the embedding, which lives on and may need no gradient; image features follow it
         first = next(iter(least))
-        least[first] = max(period, 3 if variant.batch.image_patches else 2)
+        sees = 2 + max(1, vision.num_trained_levels(model, variant)) if variant.batch.image_patches else 2
+        least[first] = max(period, sees)
     if variant.checkpointing.offload:
         least[next(reversed(least))] = max(period, variant.code.inputs_in_flight + 2)
     short = {kind: count + (depth[kind] - count) % period for kind, count in least.items()}  # in step with the pattern
@@ -165,7 +171,7 @@ def layer_kinds(model: ModelFacts, variant: Variant) -> dict[str, int]:
 def _instant(name: str, parts: list[int], layers: int) -> Instant:
     activations, logits, grads, gathered = parts
     plain, _, place = name.partition("/")
-    done = layers if plain == "embedding backward" else 0
+    done = layers if plain in ("embedding backward", "vision backward") else 0
     if place:
         index = int(place.rpartition("/")[2])
         done = layers - 1 - index if index >= 0 else -1 - index
@@ -187,8 +193,9 @@ def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[st
     order = [kind for kind, count in depth.items() for _ in range(count)]
     named: dict[str, tuple[int, ...]] = {}
     for name, parts in tape_peaks.items():
-        if not name.startswith("layer backward"):
-            named[name] = parts
+        plain = "vision backward" if name.startswith("vision backward") else name
+        if not name.startswith("layer backward") and sum(parts) > sum(named.get(plain, (-1,))):
+            named[plain] = parts
     for kind in depth:
         places = [index for index, layer_kind in enumerate(order) if layer_kind == kind]
         edges = range(min(len(places), variant.checkpointing.period))
@@ -236,8 +243,9 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tenso
         layer = _layer(run, code, kind)
         hidden = tape.checkpoint(layer, hidden) if variant.checkpointing.recomputes(index) else layer(hidden)
         hidden = output = marked(run, hidden, f"layer backward {index}")
-        if seen and seen.levels and index == 0:  # those that follow leave as much behind as layers without
-            hidden = vision.deepened(run, hidden, seen.levels[0], seen.mask)
+        if seen and index < len(seen.levels) and (index == 0 or seen.levels[index].node is not None):
+            # frozen ones that follow the first leave as much behind as layers without
+            hidden = features.deepened(run, hidden, seen.levels[index], seen.mask)
     hidden = code.norm(run, hidden, model.hidden_size)
     del embeddings, seen, output, idle
     if not variant.checkpointing.enabled:  # who recomputes a layer calls it again with the mask and the tables

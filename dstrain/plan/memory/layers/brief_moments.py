@@ -85,7 +85,7 @@ def _parts(moments: list[Moment]) -> _Parts:
             current = outside["between"]
         elif what == "layer backward":
             current = backward[layer]
-        elif what in ("embedding backward", "backward end"):
+        elif what in ("vision backward", "embedding backward", "backward end"):
             current = outside["after"]
         current.append(moment)
     return _Parts(outside, forward, backward)

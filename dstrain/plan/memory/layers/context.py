@@ -19,7 +19,7 @@ from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.graph import Tape, Tensors
 from dstrain.plan.memory.layers.kernels import fused_parts
 from dstrain.plan.memory.layers.tensor import GradRelease, Param, Storage, Tensor
-from dstrain.plan.memory.params import kept_whole
+from dstrain.plan.memory.params import is_inside, kept_whole
 from dstrain.plan.training_code import TrainingCode
 
 
@@ -129,6 +129,11 @@ def linears(model: ModelFacts) -> dict[str, Linear]:
     return layers
 
 
+def _trains_layers(model: ModelFacts) -> bool:
+    """Returns whether something inside the decoder layers trains if the model does."""
+    return any(group.num_trained for group in model.tensors if is_inside(group))
+
+
 class Context:
     """One run of layer code on a tape."""
 
@@ -142,6 +147,7 @@ class Context:
         "mask",
         "model",
         "moment",
+        "outside",
         "rows",
         "sin",
         "tape",
@@ -152,9 +158,10 @@ class Context:
     def __init__(self, model: ModelFacts, variant: Variant, tape: Tape) -> None:
         self.model, self.variant, self.tape = model, variant, tape
         self.linears = linears(model)
+        self.outside = {group.name: group for group in model.tensors if group.kind is Kind.VISION}
         self.kernels = fused_parts(model.model_type, liger=variant.kernels.liger, otherwise=variant.code.fused)
         self.rows = variant.batch.rows * variant.seq_len
-        self.trains = variant.model.is_full
+        self.trains = variant.model.is_full and _trains_layers(model)
         self.cos: Tensor | None = None
         self.sin: Tensor | None = None
         self.mask: Storage | None = None
@@ -167,9 +174,14 @@ class Context:
 
     def trains_whole(self, kind: Kind) -> bool:
         """Returns whether the embedding or the head trains: with everything, or beside an adapter."""
-        if self.trains:
+        if self.variant.model.is_full:
             return any(group.num_trained for group in self.model.tensors if group.kind is kind)
         return any(group.kind is kind for group in kept_whole(self.model, self.variant.model.lora))
+
+    def param(self, name: str) -> Param:
+        """Returns a parameter of the vision tower by its full name, in which a star stands for the block."""
+        group = self.outside[name]
+        return Param(group.numel, trains=self.variant.model.is_full and group.num_trained > 0)
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -188,7 +200,7 @@ class Context:
         inputs = shape.inputs // (self.variant.parallel.tp if shards == "rows" else 1)
         base = self._quantized if self._is_quantized(name) else self._plain
         result = base(x, outputs, inputs, shape.has_bias)
-        if self.trains or not self._is_adapted(name):
+        if self.variant.model.is_full or not self._is_adapted(name):
             return result
         return self._adapted(x, result, outputs, inputs)
 

@@ -57,7 +57,7 @@ class _Cut:
                 self._open(("between", -1), position)
             elif what == "layer backward":
                 self._open(("b", layer), position)
-            elif what == "embedding backward":
+            elif what in ("vision backward", "embedding backward") and ("after", -1) not in self.start:
                 self._open(("after", -1), position)
             self.moments[self.order[-1]].append(moment)
 

@@ -1,15 +1,15 @@
-"""Vision towers on the tape: frozen, so they leave features and nothing for the backward pass."""
+"""Vision towers on the tape: frozen ones leave features, and nothing for the backward pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from dstrain.choices import Attention
-from dstrain.facts.model.model_facts import Vision
-from dstrain.plan.memory.layers import attention, blocks, ops, products
-from dstrain.plan.memory.layers.context import Context
+from dstrain.facts.model.model_facts import ModelFacts, Vision
+from dstrain.plan.memory.layers import attention, blocks, features, ops, products
+from dstrain.plan.memory.layers.context import Context, Variant
 from dstrain.plan.memory.layers.graph import Tensors
-from dstrain.plan.memory.layers.tensor import Param, Tensor
+from dstrain.plan.memory.layers.tensor import Tensor, View
 
 INDEX = 8
 """Bytes of an index."""
@@ -49,11 +49,17 @@ def qwen3_vl(run: Context, hidden: Tensor, images: Tensor) -> Seen:
     merged = _merged(run, last, f"{ROOT}.merger")
     del narrow
     tape.ledger.enter("forward")
-    joined = ops.copy(tape, merged)
+    joined = _joined(run, merged)
     mask = tape.new(run.rows, 1)
-    hidden = _scattered(run, hidden, mask)
-    copies = tuple(ops.copy(tape, level) for level in levels)
+    hidden = features.scattered(run, hidden, joined, mask)
+    copies = tuple(_joined(run, level) for level in levels)
     return Seen(hidden=hidden, levels=copies, mask=mask, kept_tensors=(last, merged, joined, *levels))
+
+
+def _joined(run: Context, x: Tensor) -> Tensor:
+    """The features of each image, and then those of all of them."""
+    count = run.variant.batch.rows
+    return ops.cat(run.tape, ops.split(run.tape, x, (x.numel // count,) * count))
 
 
 def _num_patches(run: Context) -> int:
@@ -73,44 +79,96 @@ def _facts(run: Context) -> Vision:
 
 
 def _tower(run: Context, narrow: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """The blocks, as many as there are levels and one more: frozen ones leave nothing that adds up.
+    """The blocks; if they are frozen, as many as there are levels and one more, which leave nothing that adds up.
 
     Source: as above, Qwen3VLVisionModel.forward.
     """
-    tape, vision, patches = run.tape, _facts(run), _num_patches(run)
-    positions = tape.new(2 * patches, INDEX), tape.new(4 * patches, INDEX), tape.new(4 * patches, ops.FP32)
-    hidden = _product(run, narrow, vision.hidden_size, _patch_numel(run))
-    looked_up = tape.new(4 * patches * vision.hidden_size, run.variant.item)
-    weighed = tape.new(looked_up.numel, ops.FP32)
-    del looked_up
-    places = tape.new(hidden.numel, ops.FP32)
-    del weighed
-    hidden = ops.add(tape, hidden, ops.cast(tape, places, hidden.item))
+    tape, vision = run.tape, _facts(run)
+    indices, weights, positions = _places(run)
+    hidden = _linear(run, narrow, f"{ROOT}.patch_embed.proj")
+    hidden = ops.add(tape, hidden, ops.cast(tape, _embedded_places(run, indices, weights), hidden.item))
     tables = tuple(tape.new(hidden.numel // vision.num_heads, ops.FP32) for _ in range(2))
     levels: list[Tensor] = []
-    for index in range(_num_levels(run) + 1):
-        hidden = _block(run, hidden, tables)
-        if index < _num_levels(run):
+    num_levels = _num_levels(run)
+    num_blocks = vision.num_layers if hidden.node is not None else num_levels + 1
+
+    def block(x: Tensor) -> Tensor:
+        return _block(run, x, tables)
+
+    for index in range(num_blocks):
+        is_recomputed = run.variant.checkpointing.enabled and hidden.node is not None
+        hidden = tape.checkpoint(block, hidden) if is_recomputed else block(hidden)
+        hidden = _marked(run, hidden, index)
+        if index < num_levels:
             levels.append(_merged(run, hidden, f"{ROOT}.deepstack_merger_list.*"))
-    del positions, places
+    del positions
     return hidden, levels
 
 
+def _places(run: Context) -> tuple[Tensor, Tensor, Tensor]:
+    """Four neighbours of each patch in the grid of learned positions, their weights, and its row and column."""
+    tape, patches = run.tape, _num_patches(run)
+    return tape.new(4 * patches, INDEX), tape.new(4 * patches, ops.FP32), tape.new(2 * patches, INDEX)
+
+
+def _embedded_places(run: Context, indices: Tensor, weights: Tensor) -> Tensor:
+    """Learned positions, resampled in fp32 to the grid of an image."""
+    tape, item, table = run.tape, run.variant.item, run.param(f"{ROOT}.pos_embed.weight")
+    numel, width = table.numel, _facts(run).hidden_size
+    node = None
+    if tape.needs(table):
+        saved = tape.save(indices)
+
+        def backward(grad: Tensor) -> Tensors:
+            saved.take()
+            tape.ledger.enter("vision backward")
+            return (tape.grad(numel, item),)
+
+        node = tape.node((table,), backward)
+    looked_up = tape.new(indices.numel * width, item, node)
+    weighed = ops.mul(tape, looked_up, weights)
+    del looked_up
+    total, back = weighed.numel, weighed.item
+    node = tape.node((weighed,), lambda grad: (View(grad.storage, total, back),)) if tape.needs(weighed) else None
+    return tape.new(total // 4, ops.FP32, node)
+
+
+def _marked(run: Context, x: Tensor, index: int) -> Tensor:
+    """Passes the output of a block through; when its gradient comes back, an instant of its own begins."""
+    tape = run.tape
+    if x.node is None:
+        return x
+
+    def backward(grad: Tensor) -> Tensors:
+        tape.leave_layer()
+        tape.ledger.enter(f"vision backward {index}")
+        return (grad,)
+
+    return Tensor(x.storage, x.numel, x.item, tape.node((x,), backward))
+
+
 def _num_levels(run: Context) -> int:
-    return next(
-        (g.count for g in run.model.tensors if g.name == f"{ROOT}.deepstack_merger_list.*.linear_fc1.weight"), 0
-    )
+    name = f"{ROOT}.deepstack_merger_list.*.linear_fc1.weight"
+    return run.outside[name].count if name in run.outside else 0
+
+
+def num_trained_levels(model: ModelFacts, variant: Variant) -> int:
+    """Returns the decoder layers whose output gets features that have a gradient."""
+    tower = [group for group in model.tensors if group.name.startswith(f"{ROOT}.")]
+    if not variant.model.is_full or not any(group.num_trained for group in tower):
+        return 0
+    return max((group.count for group in tower if ".deepstack_merger_list." in group.name), default=0)
 
 
 def _block(run: Context, x: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
     """Norm, attention, sum; norm, MLP, sum. Source: as above, Qwen3VLVisionBlock."""
     tape, root = run.tape, f"{ROOT}.blocks.*"
-    normed = _layer_norm(run, x)
+    normed = _layer_norm(run, x, f"{root}.norm1")
     attended = _attention(run, normed, tables)
     del normed
     hidden = ops.add(tape, x, attended)
     del attended
-    normed = _layer_norm(run, hidden)
+    normed = _layer_norm(run, hidden, f"{root}.norm2")
     inner = ops.activation(tape, _linear(run, normed, f"{root}.mlp.linear_fc1"))
     outer = _linear(run, inner, f"{root}.mlp.linear_fc2")
     del inner, normed
@@ -121,7 +179,7 @@ def _attention(run: Context, x: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
     """Attention inside each image, rotated in fp32. Source: as above, Qwen3VLVisionAttention."""
     tape, vision = run.tape, _facts(run)
     both = _linear(run, x, f"{ROOT}.blocks.*.attn.qkv")
-    q, k, v = (ops.cut(tape, both, x.numel) for _ in range(3))
+    q, k, v = ops.split(tape, _turned(run, both), (x.numel,) * 3)
     q, k = _rotated(run, q, k, tables)
     queries = x.numel // vision.hidden_size * vision.num_heads
     if run.variant.kernels.attn.is_flash:
@@ -131,6 +189,13 @@ def _attention(run: Context, x: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
     result = _linear(run, output, f"{ROOT}.blocks.*.attn.proj")
     del both, q, k, v
     return result
+
+
+def _turned(run: Context, x: Tensor) -> Tensor:
+    """A view whose gradient has another order, so that a product before it needs a copy."""
+    tape = run.tape
+    node = tape.node((x,), lambda grad: (tape.like(grad),)) if tape.needs(x) else None
+    return Tensor(x.storage, x.numel, x.item, node)
 
 
 def _rotated(run: Context, q: Tensor, k: Tensor, tables: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
@@ -147,8 +212,8 @@ def _by_image(run: Context, q: Tensor, k: Tensor, v: Tensor, queries: int) -> Te
     """One image after the other, and their results side by side."""
     tape, count, heads = run.tape, run.variant.batch.rows, _facts(run).num_heads
     outputs = []
-    for _ in range(count):
-        parts = [ops.cut(tape, x, x.numel // count) for x in (q, k, v)]
+    pieces = [ops.split(tape, x, (x.numel // count,) * count) for x in (q, k, v)]
+    for parts in zip(*pieces, strict=True):
         if run.variant.kernels.attn is Attention.SDPA:
             outputs.append(attention.fused(run, parts[0], parts[1], parts[2], queries // count))
         else:
@@ -161,71 +226,33 @@ def _by_image(run: Context, q: Tensor, k: Tensor, v: Tensor, queries: int) -> Te
 
 def _merged(run: Context, x: Tensor, name: str) -> Tensor:
     """Neighbouring patches as one token of the language model. Source: as above, Qwen3VLVisionPatchMerger."""
-    tape = run.tape
-    normed = _layer_norm(run, x)
-    return _linear(run, ops.activation(tape, _linear(run, normed, f"{name}.linear_fc1")), f"{name}.linear_fc2")
+    normed = _layer_norm(run, x, f"{name}.norm")
+    inner = ops.activation(run.tape, _linear(run, normed, f"{name}.linear_fc1"))
+    return _linear(run, inner, f"{name}.linear_fc2")
 
 
-def _layer_norm(run: Context, x: Tensor) -> Tensor:
-    """A frozen LayerNorm: mean and deviation of each row go at once."""
-    rows = _num_patches(run)
-    output = run.tape.new(x.numel, x.item)
-    statistics = [run.tape.new(rows, ops.FP32) for _ in range(2)]
-    del statistics
-    return output
+def _layer_norm(run: Context, x: Tensor, name: str) -> Tensor:
+    """A LayerNorm: keeps its input, and mean and deviation of each row; if nothing trains these go at once."""
+    tape, weight, bias = run.tape, run.param(f"{name}.weight"), run.param(f"{name}.bias")
+    width, item, needs_x, trains = weight.numel, run.variant.item, x.node is not None, weight.trains
+    statistics = [tape.new(x.numel // width, ops.FP32) for _ in range(2)]
+    node = None
+    if tape.needs(x, weight):
+        saved = tape.save(ops.view_without_node(x), *statistics)
+
+        def backward(grad: Tensor) -> Tensors:
+            kept = saved.take()
+            grad_x = tape.like(grad) if needs_x else None
+            grads = [tape.grad(width, item) if trains else None for _ in range(2)]
+            del kept
+            return (grad_x, *grads)
+
+        node = tape.node((x, weight, bias), backward)
+    return tape.new(x.numel, x.item, node)
 
 
 def _linear(run: Context, x: Tensor, name: str) -> Tensor:
-    shape = run.linears[name]
-    return _product(run, x, shape.outputs, shape.inputs)
-
-
-def _product(run: Context, x: Tensor, outputs: int, inputs: int) -> Tensor:
-    weight = Param(outputs * inputs, trains=False)
-    return products.matmul(run.tape, x, weight, x.numel // inputs * outputs, run.variant.item)
-
-
-def _scattered(run: Context, hidden: Tensor, mask: Tensor) -> Tensor:
-    """`masked_scatter` of frozen features: the gradient is copied with zeros in their place."""
-    tape, node = run.tape, None
-    if tape.needs(hidden):
-        saved = tape.save(mask)
-        numel, item = hidden.numel, hidden.item
-
-        def backward(grad: Tensor) -> Tensors:
-            saved.take()
-            return (tape.new(numel, item),)
-
-        node = tape.node((hidden,), backward)
-    return tape.new(hidden.numel, hidden.item, node)
-
-
-def deepened(run: Context, hidden: Tensor, level: Tensor, mask: Tensor) -> Tensor:
-    """A layer's output with features added at the image tokens: a copy, some of whose rows are written again.
-
-    A mask is turned to indices for each use. Source: as above, Qwen3VLTextModel._deepstack_process.
-    """
-    tape = run.tape
-    copied = ops.copy(tape, hidden)
-    places = tape.new(2 * level.numel // run.model.hidden_size, INDEX)
-    rows = ops.picked(tape, copied, level.numel, mask)
-    del places
-    return _written(run, copied, ops.add(tape, rows, level), mask)
-
-
-def _written(run: Context, x: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
-    """`x[mask] = rows` in place: the gradient is copied with zeros there, and picked there."""
-    tape = run.tape
-    if not tape.needs(x, rows):
-        return x
-    saved = tape.save(mask)
-    sizes, item = (x.numel, rows.numel), x.item
-
-    def backward(grad: Tensor) -> Tensors:
-        saved.take()
-        zeros = tape.new(sizes[1], item)
-        rest = tape.new(sizes[0], item)
-        del zeros
-        return (rest, tape.new(sizes[1], item))
-
-    return Tensor(x.storage, x.numel, x.item, tape.node((x, rows), backward))
+    weight, bias = run.param(f"{name}.weight"), run.param(f"{name}.bias")
+    rows = x.numel * bias.numel // weight.numel
+    result = products.matmul(run.tape, x, weight, rows * bias.numel, run.variant.item, is_flat=True)
+    return products.bias(run.tape, result, bias)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from types import MappingProxyType
 from typing import Any
 
-from dstrain.choices import Attention, LossKernel
+from dstrain.choices import Attention, LossKernel, Method
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
+from dstrain.plan.freezing import frozen_parts, with_frozen
 from dstrain.plan.training_code import TrainingCode
 from tests.plan.memory.layers.ways import WAYS, Rows, Way
 
@@ -202,9 +204,20 @@ _FAMILIES: Mapping[str, tuple[str, Callable[[random.Random], dict[str, Any]]]] =
         "deepseek_v3": ("deepseek_v3", _deepseek_v3),
         "qwen3_vl": ("qwen3_vl", _qwen3_vl),
         "qwen3_vl_moe": ("qwen3_vl_moe", _qwen3_vl_moe),
+        "qwen3_vl, trained tower": ("qwen3_vl", _qwen3_vl),
+        "qwen3_vl, trained aligner": ("qwen3_vl", _qwen3_vl),
+        "qwen3_vl, trained aligner alone": ("qwen3_vl", _qwen3_vl),
     }
 )
 """Row of the table → `model_type`, and how a config is drawn."""
+_TRAINED: Mapping[str, dict[str, Any]] = MappingProxyType(
+    {
+        "qwen3_vl, trained tower": {"freeze_vision_tower": False, "freeze_multi_modal_projector": False},
+        "qwen3_vl, trained aligner": {"freeze_multi_modal_projector": False},
+        "qwen3_vl, trained aligner alone": {"freeze_multi_modal_projector": False, "freeze_language_model": True},
+    }
+)
+"""Row of the table → the keys of a job for other parts than the language model."""
 
 FAMILIES = tuple(_FAMILIES)
 """Rows of the table."""
@@ -249,9 +262,12 @@ def _case(family: str, way: Way, draw: random.Random) -> Case:
         image_patches=image_patches,
         code=TrainingCode(masks_padding=draw.random() < 0.5),
     )
-    return Case(
-        family=family, way=way, question=_question(config, configuration), model=model, configuration=configuration
-    )
+    trains_parts = image_patches > 0 and way.method is Method.FULL  # an adapter trains alone
+    job = Job(model="", output_dir="", **(_TRAINED.get(family, {}) if trains_parts else {}))
+    parts = tuple(sorted(frozen_parts(job)))
+    question = replace(_question(config, configuration), frozen_parts=parts)
+    model = with_frozen(model, job)
+    return Case(family=family, way=way, question=question, model=model, configuration=configuration)
 
 
 def _lora(family: str, model: ModelFacts, way: Way, draw: random.Random) -> Lora:

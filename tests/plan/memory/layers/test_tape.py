@@ -11,7 +11,9 @@ from dstrain.choices import Attention, LossKernel, Method
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
+from dstrain.plan.freezing import with_frozen
 from dstrain.plan.memory.layers.activations import Instant, of_variant, peaks, profile
 from dstrain.plan.memory.layers.attention import WIDEST_AT_ONCE
 from dstrain.plan.memory.layers.context import variant_of
@@ -186,9 +188,10 @@ TOWER = {
 }  # fmt: skip
 
 
-def vision_language_model() -> ModelFacts:
+def vision_language_model(**tower: int) -> ModelFacts:
     """Returns a small model that sees."""
-    config = {"model_type": "qwen3_vl", "text_config": SIZES, "vision_config": TOWER, "tie_word_embeddings": False}
+    sizes = {**TOWER, **tower}
+    config = {"model_type": "qwen3_vl", "text_config": SIZES, "vision_config": sizes, "tie_word_embeddings": False}
     return from_config(config, name="qwen3_vl", source="qwen3_vl")
 
 
@@ -203,6 +206,17 @@ def test_a_frozen_tower_leaves_nothing_but_features() -> None:
     pixels, positions = 4 * 256 * 3 * 2 * 16 * 16, 3 * 8 * T
     assert after.total - before.total == pytest.approx(pixels + positions, abs=8 * T)
     assert instant(vision_language_model(), seeing, "vision forward").total > pixels + 256 * 30 * 256
+
+
+def test_a_block_of_a_trained_tower_keeps_what_the_closed_form_says() -> None:
+    """Norms and their statistics, keys, queries and values, queries and keys rotated, output, MLP, two sums."""
+    job = Job(model="", output_dir="", freeze_vision_tower=False, freeze_multi_modal_projector=False)
+    models = [with_frozen(vision_language_model(depth=depth), job) for depth in (4, 5)]
+    fewer, more = (instant(facts, changed(WAY, image_patches=256), "loss backward").total for facts in models)
+    assert more - fewer == 256 * (2 * 256 * 10 + 4 * 512 + 4 * 4 + 2 * 8)
+    recomputed = changed(WAY, image_patches=256, grad_ckpt=True)
+    fewer, more = (instant(facts, recomputed, "loss backward").total for facts in models)
+    assert more - fewer == 256 * 2 * 256
 
 
 def test_every_family_that_facts_know_has_layer_code() -> None:
