@@ -4,7 +4,8 @@ Example: python benchmarks/tokenization.py --samples 100000 400000 --json tokeni
 
 All sides read the same JSON lines, made of docstrings of Python's standard library, with the same small tokenizer, and
 write a cache. `answers` is what TRL does for loss on answers only: a template with generation tags, one conversation at
-a time. `text` renders and tokenizes in batches and keeps no labels, which is less than training on answers needs. CPU
+a time. `text` renders and tokenizes in batches and keeps no labels, which is less than training on answers needs.
+`stream` is dstrain with `streaming: true`: as many workers read about a pass of the data, and write nothing. CPU
 seconds are those of a process and its children, without imports. Memory is that of the largest process.
 """
 
@@ -20,13 +21,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from dstrain.job.schema import Job
 from dstrain.train import demo
 
-SIDES = ("dstrain", "answers", "text")
+SIDES = ("dstrain", "stream", "answers", "text")
 SEQ_LEN = 2048
 TAGGED = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
@@ -52,6 +54,22 @@ def by_dstrain(folder: Path, tokenizer: Any, processes: int) -> int:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:processes])
     job = Job(model="model", output_dir="out", data=str(folder / "train.jsonl"), seq_len=SEQ_LEN)
     return prepare(job, tokenizer, training=True).num_tokens
+
+
+def by_stream(folder: Path, tokenizer: Any, processes: int, samples: int) -> int:
+    """Returns the tokens of the first micro-batches of dstrain's stream, about a pass."""
+    from torch.utils.data import DataLoader
+
+    from dstrain.train.data.stream import StreamCollator
+    from dstrain.train.data.stream_progress import StreamProgress
+    from dstrain.train.data.streamed import streamed
+
+    options: dict[str, Any] = {"seq_len": SEQ_LEN, "streaming": True, "max_steps": 1}
+    data, _ = streamed(Job(model="model", output_dir="out", data=str(folder / "train.jsonl"), **options), tokenizer)
+    progress = StreamProgress(data.dataset, data.digest, rank=0, num_ranks=1, workers=processes)
+    collate = StreamCollator(lambda rows: {"tokens": sum(len(row["input_ids"]) for row in rows)})
+    loader: Any = DataLoader(data.dataset, batch_size=64, collate_fn=collate, num_workers=processes)
+    return sum(batch["tokens"] for batch in islice(progress.noted(loader), samples // 64))
 
 
 def by_map(folder: Path, tokenizer: Any, processes: int, *, with_labels: bool) -> int:
@@ -91,6 +109,10 @@ def measure(side: str, folder: Path, processes: int) -> dict[str, Any]:
     cpu_s, begun = -sum(sum(resource.getrusage(kind)[:2]) for kind in kinds), time.monotonic()
     if side == "dstrain":
         tokens = by_dstrain(folder, tokenizer, processes)
+    elif side == "stream":
+        with (folder / "train.jsonl").open("rb") as file:
+            samples = sum(1 for _ in file)
+        tokens = by_stream(folder, tokenizer, processes, samples)
     else:
         tokens = by_map(folder, tokenizer, processes, with_labels=side == "answers")
     cpu_s += sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)

@@ -77,6 +77,10 @@ class Job:
     """Number of samples to use of each data set, from its beginning; default: all."""
     stopping_strategy: StoppingStrategy = StoppingStrategy.FIRST_EXHAUSTED
     """With weights, an epoch ends after the `first_exhausted` data set, or after `all_exhausted`, which repeats."""
+    streaming: bool = False
+    """Whether ranks read and tokenize rows as training goes, in place of a cache of all tokens; needs `max_steps`."""
+    shuffle_buffer: Positive = 10_000
+    """With `streaming`, the samples that each reader shuffles at a time."""
     on_bad_row: OnBadRow = OnBadRow.STOP
     """How to handle unusable rows: `stop` ends the run; `skip` omits them and logs each one."""
     on_long_sample: OnLongSample = OnLongSample.TRUNCATE

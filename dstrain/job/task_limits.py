@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.choices import DataFormat, DpoLoss, LossKernel, LossOn, Method, Task
+from dstrain.choices import DataFormat, DpoLoss, Interval, LossKernel, LossOn, Method, Task
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
 
@@ -98,6 +98,7 @@ LIMITS = (
 """What tasks do not support; the first six keys are choices of the planner as well."""
 
 WITH_IMAGES = (
+    TaskLimit(key="streaming", values=(False,), why="the tokens of images were not tried in a stream"),
     TaskLimit(key="packing", values=(False,), why="positions of images are counted from the beginning of a row"),
     TaskLimit(key="sp", values=(1,), why="images are not shared by ranks"),
     TaskLimit(key="tp", values=(1,), why="it was not tried with images"),
@@ -127,12 +128,39 @@ WITH_NEW_TOKENS = (TaskLimit(key="tp", values=(1,), why="parts of an embedding w
 """What new tokens do not support yet."""
 
 
+WITH_STREAMING = (
+    TaskLimit(key="task", values=(Task.SFT, Task.PRETRAIN), why="losses of whole answers were not tried in a stream"),
+    TaskLimit(key="sp", values=(1,), why="ranks that share the rows of a stream were not tried"),
+    TaskLimit(key="tp", values=(1,), why="ranks that share the rows of a stream were not tried"),
+    TaskLimit(key="ep", values=(1,), why="ranks that share experts were not tried in a stream"),
+    TaskLimit(key="eval_strategy", values=(Interval.STEPS,), why="a stream has no epochs"),
+    TaskLimit(key="save_strategy", values=(Interval.STEPS,), why="a stream has no epochs"),
+)
+"""What streaming does not support."""
+_STEPS = TaskLimit(key="max_steps", values=(1000,), why="the number of rows is not known, so epochs do not end a run")
+_HELD_OUT = TaskLimit(key="val_split", values=(1000,), why="the number of rows is not known; give a number of samples")
+_FIRST = TaskLimit(key="max_samples", values=(None,), why="max_steps ends the run")
+
+
+def _broken_by_streaming(job: Job) -> Iterator[tuple[TaskLimit, str]]:
+    yield from _exceeded(job, WITH_STREAMING, "streaming does")
+    if job.max_steps is None:
+        yield _STEPS, _STEPS.problem("streaming does", None)
+    if job.val_split is not None and (job.val_split < 1 or job.val_split % 1):
+        yield _HELD_OUT, _HELD_OUT.problem("streaming does", job.val_split)
+    limited = [source.max_samples for source in job.train_sources if source.max_samples is not None]
+    if limited:
+        yield _FIRST, _FIRST.problem("streaming does", limited[0])
+
+
 def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
     """Yields the limits that a job exceeds, and the problem in words."""
     yield from _exceeded(job, (limit for limit in LIMITS if job.task in limit.tasks), f"task {job.task} does")
     if job.method is not Method.FULL:
         embedding = () if "embed_tokens" in job.lora.modules_to_save else (FROZEN_EMBEDDING,)
         yield from _exceeded(job, (*WITH_ADAPTERS, *BY_NAME, *embedding), f"method {job.method} does")
+    if job.streaming:
+        yield from _broken_by_streaming(job)
     if job.new_tokens:
         yield from _exceeded(job, WITH_NEW_TOKENS, "new_tokens do")
 

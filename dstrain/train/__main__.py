@@ -148,9 +148,10 @@ def _train(
     started = time.monotonic()
     setup = TrainingSetup.prepare(inputs, rank, heartbeat)
     if resume is not None and resume.data not in (None, setup.train_data.digest):
+        where = "at the beginning" if inputs.job.streaming else f"at step {resume.step}"
         rank.say(
             f"warning: {resume.checkpoint.name} was trained on different samples or in a different order (data, chat "
-            f"template, seq_len, packing or seed changed); continuing at step {resume.step} of the new order"
+            f"template, seq_len, packing or seed changed); continuing {where} of the new order"
         )
     trainer = setup.trainer(monitoring.sinks, heartbeat, monitoring.first_steps)
     callback = LeavingCallback(leaving, heartbeat, setup.group)

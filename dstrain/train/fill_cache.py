@@ -10,12 +10,13 @@ import os
 import sys
 from typing import TextIO
 
-from dstrain.errors import DstrainError
+from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.data.prepared import Prepared, PrepareMessage, Progress
 from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
 from dstrain.train import job_data
+from dstrain.train.data.prepare import PreparedData
 from dstrain.train.data.tokenized import cache_folder
 from dstrain.train.tasks.objective import objective_of
 from dstrain.train.tokenizer import source_of
@@ -31,8 +32,11 @@ def fill(job: Job, out: TextIO) -> Prepared:
             os._exit(1)
 
     task_limits.require(job)
+    if job.streaming:
+        raise InvalidConfig("streaming is true: nothing is tokenized ahead of the run", hint="streaming: false")
     data = job_data.load(job, source_of(job), objective_of(job), report)
-    both = [one for one in (data.train, data.eval) if one is not None]
+    assert isinstance(data.train, PreparedData)
+    both = [data.train, *([data.eval] if data.eval is not None else [])]
     return Prepared(
         num_samples=data.train.num_samples,
         num_tokens=data.train.num_tokens,

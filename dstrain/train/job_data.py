@@ -9,6 +9,7 @@ from typing import Any
 from dstrain.job.schema import Job
 from dstrain.train.data.images import Images, load_images
 from dstrain.train.data.prepare import PreparedData, prepare
+from dstrain.train.data.streamed import StreamedData, streamed
 from dstrain.train.data.tokenized import SEQUENCES, Report, sequences_with_images
 from dstrain.train.tasks.objective import Objective
 from dstrain.train.tokenizer import load_tokenizer
@@ -21,7 +22,7 @@ class JobData:
     tokenizer: Any
     images: Images | None
     """Reads images; None: the model has no vision tower, or the task no images."""
-    train: PreparedData
+    train: PreparedData | StreamedData
     eval: PreparedData | None
 
     @property
@@ -36,6 +37,10 @@ def load(job: Job, source: str, objective: Objective | None, report: Report) -> 
     Raises InvalidConfig with file and line for an unusable row.
     """
     tokenizer = load_tokenizer(job, source)
+    if job.streaming:
+        stream, held_out = streamed(job, tokenizer)
+        own = prepare(job, tokenizer, training=False, report=report) if job.eval_data is not None else held_out
+        return JobData(tokenizer=tokenizer, images=None, train=stream, eval=own)
     images = load_images(job, source, tokenizer) if objective is None else None
     form = objective.form if objective else sequences_with_images(images) if images else SEQUENCES
     tokens = partial(prepare, job, tokenizer, report=report, form=form)

@@ -40,6 +40,8 @@ from dstrain.train.checkpoints.saved_model import base_config
 from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
 from dstrain.train.data.images import ImageCollator, Images
 from dstrain.train.data.prepare import PreparedData
+from dstrain.train.data.stream import StreamCollator
+from dstrain.train.data.streamed import StreamedData
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
 from dstrain.train.preflight.checks import Checks
@@ -78,7 +80,7 @@ class TrainingSetup:
     """Reads images; None: the model has no vision tower, or the task no images."""
     objective: Objective | None
     """The task, if its loss is not that of the model itself."""
-    train_data: PreparedData
+    train_data: PreparedData | StreamedData
     eval_data: PreparedData | None
     model: Any
     """The model; ZeRO-3 has partitioned it already."""
@@ -170,7 +172,7 @@ class TrainingSetup:
             args=self.arguments,
             train_dataset=self.train_data.dataset,
             eval_dataset=self.eval_data.dataset if self.eval_data else None,
-            data_collator=CountingCollator(self._collator()),
+            data_collator=self._whole_collator(),
             processing_class=self.tokenizer,
             extra_files=self.images.files if self.images else (),
         )
@@ -220,6 +222,10 @@ class TrainingSetup:
     def _has_images(self) -> bool:
         """Whether a sample of the data has an image."""
         return any(data is not None and data.num_images for data in (self.train_data, self.eval_data))
+
+    def _whole_collator(self) -> CountingCollator | StreamCollator:
+        counting = CountingCollator(self._collator())
+        return StreamCollator(counting) if self.job.streaming else counting
 
     def _collator(self) -> Collator | SampleCollator | ImageCollator:
         collator = Collator(

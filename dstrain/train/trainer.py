@@ -31,7 +31,7 @@ from dstrain.train.loss import is_that_of_logits, sums_of, takes_targets
 from dstrain.train.preflight.checks import Checks
 from dstrain.train.rank import Rank
 from dstrain.train.router_loss import RouterLoss
-from dstrain.train.watched import WatchedTrainer
+from dstrain.train.streaming import StreamingTrainer
 
 _TRIED_TOKENS = 16
 """Tokens of the row on which the loss is tried."""
@@ -39,7 +39,7 @@ _PADDED = 9
 """Tokens of the row on which masks are tried, which has 7 of padding."""
 
 
-class Trainer(WatchedTrainer):
+class Trainer(StreamingTrainer):
     """The Trainer of one rank."""
 
     blank = staticmethod(without_targets)
@@ -156,8 +156,7 @@ class Trainer(WatchedTrainer):
         or whose loss cannot be shared by the ranks of a group.
         """
         prepared = super()._prepare_for_training(max_steps, batches, resume_from_checkpoint)
-        rows: Any = self.train_dataset
-        size = self.trial_size()
+        rows, size = self.first_rows, self.trial_size()
         if isinstance(rows, PackedRows):
             trial = Trial(
                 model=self.model,
@@ -198,8 +197,7 @@ class Trainer(WatchedTrainer):
 
         So none of them belongs to an image.
         """
-        rows: Any = self.train_dataset
-        labels = np.asarray(rows[0]["labels"])
+        labels = np.asarray(self.first_rows[0]["labels"])
         tokens = np.resize(labels[labels != IGNORED], num_tokens)
         row = row_of(tokens, tokens, np.array([len(tokens)]))
         return self._prepare_inputs(self.data_collator([row] * size))

@@ -179,13 +179,9 @@ ROWS = table(
         "not in a job",
         unless=_ONE,
     ),
-    lacks(
-        """
-        streaming streaming_multipack_buffer_size pretrain_multipack_attn pretrain_multipack_buffer_size
-        """,
-        "the data are read from the disk",
-        unless=_ONE,
-    ),
+    to("streaming", "streaming", convert.set_flag, note="it needs max_steps"),
+    to("streaming_multipack_buffer_size", "shuffle_buffer", convert.of_streaming),
+    lacks("pretrain_multipack_attn pretrain_multipack_buffer_size", "`packing: true` keeps samples apart", unless=_ONE),
     lacks("model_config overrides_of_model_config", "write it into the model's config.json", unless=()),
     lacks("freeze_mm_modules", "vision towers are frozen unless freeze_vision_tower is false", unless=(True,)),
     stops(

@@ -50,6 +50,16 @@ def flag(value: Any, _: Source) -> bool:
     return named[str(value).lower()]
 
 
+def set_flag(value: Any, source: Source) -> Any:
+    """Returns true, or writes nothing."""
+    return flag(value, source) or ABSENT
+
+
+def of_streaming(value: Any, source: Source) -> Any:
+    """Returns a number of samples if the data are streamed; otherwise writes nothing."""
+    return count(value, source) if flag(source.value("streaming", False), source) else ABSENT
+
+
 def opposite(value: Any, source: Source) -> bool:
     """Returns the opposite of a truth value."""
     return not flag(value, source)

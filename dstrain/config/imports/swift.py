@@ -175,13 +175,9 @@ ROWS = table(
     lacks("zero_hpz_partition_size", "write it into ds_config.json", unless=()),
     lacks("data_seed", "seed shuffles the data, too", unless=(42,)),
     to("system", "system"),
-    lacks(
-        """
-        streaming shuffle_buffer_size interleave_prob stopping_strategy
-        """,
-        "the data are read from the disk",
-        unless=(False,),
-    ),
+    to("streaming", "streaming", convert.set_flag, note="it needs max_steps"),
+    to("shuffle_buffer_size", "shuffle_buffer", convert.of_streaming),
+    lacks("interleave_prob stopping_strategy", "give each data set of `data` a weight", unless=()),
     lacks("cached_dataset cached_val_dataset", "tokens of ms-swift; name the text as data", unless=()),
     lacks("columns", "rename the columns in the file", unless=()),
     lacks(

@@ -68,11 +68,12 @@ ROWS = table(
     lacks(
         """
         dataset_split dataset_text_field max_train_samples max_eval_samples validation_split_percentage
-        chat_template_path streaming
+        chat_template_path
         """,
         "choose and rename rows and columns in the file",
         unless=(False,),
     ),
+    to("streaming", "streaming", convert.set_flag, note="it needs max_steps"),
     to("lora_modules_to_save", "lora.modules_to_save", convert.names),
     stops("use_dora use_rslora", "another adapter", unless=(False, None)),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -24,6 +25,23 @@ def parts_of(path: Path) -> list[Part]:
         return [Part(start=0, end=0, first=1, num_rows=0)]
     with path.open("rb") as file:
         return _of_lines(file, part_bytes(path.stat().st_size))
+
+
+def streamed_parts(path: Path, size_bytes: int) -> list[Part]:
+    """Returns parts of about `size_bytes` of a data file, of Parquet its row groups; the rows are not read.
+
+    Raises InvalidConfig if it is no data file, or a JSON list, whose items cannot be found without reading all of it.
+    """
+    require_file(path)
+    if path.suffix.lower() == ".parquet":
+        return [part for start, rows, size in _row_groups(path) for part in _slices(start, rows, size)]
+    if holds_list(path):
+        raise InvalidConfig(f"{path}: a JSON list cannot be streamed", hint="Write it as JSON lines or Parquet.")
+    size = path.stat().st_size
+    return [
+        Part(start=start, end=min(start + size_bytes, size), first=0, num_rows=1)
+        for start in range(0, size, size_bytes)
+    ]
 
 
 def part_bytes(total_bytes: int) -> int:
@@ -49,14 +67,32 @@ def row_parts(num_rows: int, total_bytes: int) -> list[Part]:
 
 
 def _of_parquet(path: Path) -> list[Part]:
+    groups = _row_groups(path)
+    return row_parts(sum(rows for _, rows, _ in groups), sum(size for _, _, size in groups))
+
+
+def _row_groups(path: Path) -> list[tuple[int, int, int]]:
+    """Returns the first row of each row group, its number of rows, and its bytes."""
     import pyarrow.parquet  # type: ignore[import-untyped]
 
     try:
         metadata = pyarrow.parquet.read_metadata(path)
     except pyarrow.ArrowException as error:
         raise InvalidConfig(f"{path}: cannot be read as Parquet: {error}") from None
-    groups = (metadata.row_group(group) for group in range(metadata.num_row_groups))
-    return row_parts(metadata.num_rows, sum(group.total_byte_size for group in groups))
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    starts = accumulate((group.num_rows for group in groups), initial=0)
+    return [(start, group.num_rows, group.total_byte_size) for start, group in zip(starts, groups, strict=False)]
+
+
+def _slices(start: int, rows: int, size_bytes: int) -> list[Part]:
+    """Returns a row group in equal parts of at most `_MOST_BYTES`: a part is read from the beginning of its group."""
+    step = -(-rows // max(1, -(-size_bytes // _MOST_BYTES))) or 1
+    return [
+        Part(
+            start=first, end=min(first + step, start + rows), first=first + 1, num_rows=min(step, start + rows - first)
+        )
+        for first in range(start, start + rows, step)
+    ]
 
 
 def _of_lines(file: BinaryIO, size: int) -> list[Part]:

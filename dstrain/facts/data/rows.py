@@ -38,13 +38,13 @@ class Part:
     """Consecutive rows of a data file, which are read without those before them."""
 
     start: int
-    """Its first byte; in Parquet its first row, from 0."""
+    """Its first byte, or one before its first line; in Parquet and Arrow its first row, from 0."""
     end: int
-    """The byte or row after its last one; of a JSON list unused."""
+    """The byte or row after its last one, or a byte of its last line; of a JSON list unused."""
     first: int
-    """Number of its first line or row, from 1."""
+    """Number of its first line or row, from 1; 0 if it is not known."""
     num_rows: int
-    """Its lines or rows, empty lines included; 0 of a JSON list, where they are not known."""
+    """Its lines or rows, empty lines included, perhaps only about; 0 of a JSON list."""
 
 
 def entries(path: Path, limit_bytes: int | None, part: Part | None = None) -> Iterator[Sample | InvalidConfig]:
@@ -121,20 +121,20 @@ def holds_list(path: Path) -> bool:
 
 
 def _lines(path: Path, limit_bytes: int | None, part: Part | None) -> Iterator[Sample | InvalidConfig]:
-    seen_bytes = 0
+    first, end = (1, limit_bytes) if part is None else (part.first, part.end)
     with path.open("rb") as file:
-        if part is not None:
-            file.seek(part.start)
-            limit_bytes = part.end - part.start
-        for number, line in enumerate(file, start=1 if part is None else part.first):
-            if limit_bytes is not None and seen_bytes >= limit_bytes:
+        if part is not None and part.start:
+            file.seek(part.start - 1)
+            file.readline()  # a part begins with the first line that begins in it
+        position = file.tell()
+        for number, line in enumerate(file, start=first):
+            if end is not None and position >= end:
                 return
-            seen_bytes += len(line)
-            if number == 1:
-                line = line.removeprefix(b"\xef\xbb\xbf")
-            if not line.strip(_SPACE):
-                continue
-            yield _line(f"{path}:{number}", line, path.parent)
+            where = f"{path}:{number}" if first else f"{path}: byte {position}"
+            text = line.removeprefix(b"\xef\xbb\xbf") if position == 0 else line
+            position += len(line)
+            if text.strip(_SPACE):
+                yield _line(where, text, path.parent)
 
 
 def _line(where: str, line: bytes, folder: Path) -> Sample | InvalidConfig:

@@ -15,14 +15,15 @@ EVAL_SPLITS = ("validation", "valid", "dev", "eval", "test")
 """Splits for evaluation, in order of preference."""
 
 
-def from_hub(source: DataSource, hub: Hub, *, training: bool) -> tuple[str, datasets.Dataset]:
+def from_hub(source: DataSource, hub: Hub, *, training: bool, streaming: bool = False) -> tuple[str, Any]:
     """Returns a split of a data set on a hub, with a name for messages: the named one, `train`, or one for evaluation.
 
-    Raises InvalidConfig for an unknown data set or split, EnvironmentProblem if the hub cannot be reached.
+    With `streaming` it is an IterableDataset, whose rows are read when they are asked for. Raises InvalidConfig for an
+    unknown data set or split, EnvironmentProblem if the hub cannot be reached.
     """
     data = source.path
     try:
-        splits = _from_modelscope(source) if hub is Hub.MODELSCOPE else _from_hugging_face(source)
+        splits = _from_modelscope(source, streaming) if hub is Hub.MODELSCOPE else _from_hugging_face(source, streaming)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise InvalidConfig(
             f'data is "{data}", which is neither a file nor a data set on the hub: {_first_line(error)}',
@@ -53,16 +54,20 @@ def _choose(data: str, names: list[str], *, training: bool) -> str:
     return split
 
 
-def _from_hugging_face(source: DataSource) -> Mapping[str, datasets.Dataset]:
+def _from_hugging_face(source: DataSource, streaming: bool) -> Mapping[str, Any]:
     """Returns the splits by name; only the named one, which may be a slice such as `train[:5%]`, if there is one."""
     subset = [source.subset] if source.subset is not None else []
+    options = {"streaming": True} if streaming else {}
     if source.split is None:
-        splits: Mapping[str, datasets.Dataset] = datasets.load_dataset(source.path, *subset)
+        splits: Mapping[str, Any] = datasets.load_dataset(source.path, *subset, **options)
         return splits
-    return {source.split: datasets.load_dataset(source.path, *subset, split=source.split)}
+    return {source.split: datasets.load_dataset(source.path, *subset, split=source.split, **options)}
 
 
-def _from_modelscope(source: DataSource) -> Mapping[str, datasets.Dataset]:
+def _from_modelscope(source: DataSource, streaming: bool) -> Mapping[str, Any]:
+    if streaming:
+        problem = f'the data set "{source.path}" cannot be streamed from ModelScope, which dstrain only downloads'
+        raise InvalidConfig(problem, hint="Download it, and name its files as data.")
     try:
         from modelscope.msdatasets import MsDataset  # type: ignore[import-not-found]
     except ImportError as error:

@@ -80,7 +80,7 @@ def row_of(input_ids: Any, labels: Any, lengths: Any) -> Row:
     return {"input_ids": input_ids, "labels": targets, "position_ids": positions}
 
 
-def packed(lengths: Any, capacity: int, *, seed: int) -> Packing:
+def packed(lengths: Any, capacity: int, *, seed: int | Sequence[int]) -> Packing:
     """Returns rows of at most `capacity` tokens of samples of these lengths, (samples,).
 
     Samples of equal length, the rows and the samples within a row are in random order, the same for the same seed.

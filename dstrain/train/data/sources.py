@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import Refuse, files_of, is_file_name, parsed, reading_of, samples
@@ -33,6 +34,8 @@ class Origin:
     """Returns its parts in order."""
     samples: Callable[[Refuse, Part | None], Iterator[Sample]]
     """Yields the rows of a part, or all rows, in order; errors of unreadable ones go to its first argument."""
+    path: Path | None = None
+    """The file; None on a hub."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,19 +142,20 @@ def _file_origin(path: Path) -> Origin:
         identity=f"{path.resolve()} {stamp.st_size} {stamp.st_mtime_ns}" if stamp else str(path.resolve()),
         parts=partial(parts_of, path),
         samples=partial(samples, path),
+        path=path,
     )
 
 
 def _hub_origin(source: DataSource, job: Job, *, training: bool) -> Origin:
     from dstrain.train.data.hub_datasets import from_hub
 
+    if job.streaming and training:
+        return streamed_origin(*from_hub(source, job.hub, training=True, streaming=True))
     name, dataset = from_hub(source, job.hub, training=training)
 
     def numbered(_: Refuse, part: Part | None) -> Iterator[Sample]:
         chosen = dataset if part is None else dataset.select(range(part.start, part.end))
-        for number, row in enumerate(chosen, start=1 if part is None else part.first):
-            values = {column: without_missing(value) for column, value in row.items()}
-            yield Sample(where=f"{name}: row {number}", row=values)
+        return _numbered(f"{name}: row", chosen, 1 if part is None else part.first)
 
     return Origin(
         name=name,
@@ -159,3 +163,21 @@ def _hub_origin(source: DataSource, job: Job, *, training: bool) -> Origin:
         parts=lambda: row_parts(len(dataset), dataset.data.nbytes),
         samples=numbered,
     )
+
+
+def streamed_origin(name: str, dataset: Any) -> Origin:
+    """Returns the rows of an IterableDataset, whose shards are its parts."""
+    shards = [Part(start=shard, end=shard + 1, first=1, num_rows=0) for shard in range(dataset.num_shards)]
+
+    def numbered(_: Refuse, part: Part | None) -> Iterator[Sample]:
+        if part is None:
+            return _numbered(f"{name}: row", dataset, 1)
+        return _numbered(f"{name}: shard {part.start}, row", dataset.shard(len(shards), part.start), part.first)
+
+    return Origin(name=name, identity=f"{name} {len(shards)}", parts=lambda: shards, samples=numbered)
+
+
+def _numbered(before: str, rows: Iterable[Mapping[str, Any]], first: int) -> Iterator[Sample]:
+    for number, row in enumerate(rows, start=first):
+        values = {column: without_missing(value) for column, value in row.items()}
+        yield Sample(where=f"{before} {number}", row=values)

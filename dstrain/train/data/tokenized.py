@@ -114,7 +114,7 @@ def tokenized(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form
     Raises InvalidConfig with file and line for an unusable row.
     """
     features = features_of(form.columns)
-    key = _fingerprint(rows, encoder, job, features)
+    key = fingerprint(rows, encoder, job, features)
     folder = cache_folder() / key
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -266,7 +266,7 @@ def counts_of(counts: Counts) -> dict[str, int]:
     return {field.name: getattr(counts, field.name) for field in fields(Counts)}
 
 
-def _fingerprint(rows: Rows, encoder: Encoder, job: Job, features: Iterable[str]) -> str:
+def fingerprint(rows: Rows, encoder: Encoder, job: Job, features: Iterable[str]) -> str:
     """Returns the key of the tokens in the cache: equal on all ranks, and different for any other input."""
     tokenizer, reading = encoder.tokenizer, rows.reading
     if tokenizer.is_fast:

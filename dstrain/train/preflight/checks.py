@@ -82,7 +82,7 @@ class Checks:
             self._gradients(trainer, batches, is_new=is_new)
             if is_new and template.has_choice(self._job):
                 self._template(trainer)
-            if is_new and isinstance(trainer.train_dataset, PackedRows):
+            if is_new and isinstance(trainer.first_rows, PackedRows):
                 self._packing(trainer)
             if trainer.eval_dataset is not None:
                 self.check(CheckName.EVALUATION, lambda: self._evaluation(trainer), cost_s=self._pass_s)
@@ -131,7 +131,7 @@ class Checks:
 
     def _labels(self, trainer: Trainer) -> Found:
         try:
-            shown = tuple(examples(trainer.train_dataset, self._tokenizer, _NUM_EXAMPLES))
+            shown = tuple(examples(trainer.first_rows, self._tokenizer, _NUM_EXAMPLES))
         except Exception as error:  # a tokenizer may be a program of the model's author, which need not decode
             return Found(passed=False, text=f"cannot be shown: {type(error).__name__}: {error}")
         text = "text between ⟦ and ⟧ has loss, in the first samples"
@@ -170,7 +170,7 @@ class Checks:
 
     def _packing(self, trainer: Trainer) -> None:
         """Notes whether a packed row has the loss of its samples. Raises InvalidConfig if it has not."""
-        data: Any = trainer.train_dataset
+        data = trainer.first_rows
         members = packed_loss.some_samples(data)
         if members is None:
             return

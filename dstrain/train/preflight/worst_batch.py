@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dstrain.choices import Optimizer
+from dstrain.train.data.stream import Stream
 from dstrain.train.loss import trial
 from dstrain.train.preflight import passes
 from dstrain.train.preflight.found import Figures, Found
@@ -41,13 +42,18 @@ def num_passes(trainer: Trainer) -> int:
     return min(2, trainer.args.gradient_accumulation_steps)
 
 
-def worst_rows(trainer: Trainer, batches: Any) -> list[int]:
-    """Returns the rows of the heaviest micro-batch; of a run that is shorter than an epoch, among those it draws."""
+def worst_rows(trainer: Trainer, batches: Any) -> list[Any]:
+    """Returns the rows of the heaviest micro-batch; of a run that is shorter than an epoch, among those it draws.
+
+    Those of a stream are as long as any, since its lengths are not known.
+    """
     data: Any = trainer.train_dataset
     size = trainer.args.per_device_train_batch_size
+    if isinstance(data, Stream):
+        return [data.longest()] * size
     steps = trainer.state.max_steps * trainer.args.gradient_accumulation_steps
     count = steps * size * trainer.num_shares
-    return heaviest(data, size, drawn(batches, count) if count < len(data) else None)
+    return [data[row] for row in heaviest(data, size, drawn(batches, count) if count < len(data) else None)]
 
 
 def run_worst_batch(trainer: Trainer, batches: Any, *, group: Any) -> tuple[list[Pass], Found]:
@@ -55,9 +61,7 @@ def run_worst_batch(trainer: Trainer, batches: Any, *, group: Any) -> tuple[list
 
     `group` is a gloo group of all ranks; None with one.
     """
-    engine, data = trainer.model_wrapped, trainer.train_dataset
-    assert data is not None
-    rows = [data[row] for row in worst_rows(trainer, batches)]
+    engine, rows = trainer.model_wrapped, worst_rows(trainer, batches)
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()

@@ -412,3 +412,26 @@ def test_compiling_is_taken_over(text: str, name: str, compiles: bool | None) ->
     assert "torch_compile_backend" not in notes(found, Fate.MISSING)
     missing = notes(imported(AXOLOTL + "torch_compile_backend: cudagraphs\n"), Fate.MISSING)
     assert "torch_compile_backend" in missing
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (f"{LLAMAFACTORY}streaming: true\nbuffer_size: 500\nmax_steps: 9\n", "a.yaml"),
+        (f"{SWIFT} --streaming true --shuffle_buffer_size 500 --max_steps 9", "run.sh"),
+        (f"{AXOLOTL}streaming: true\nstreaming_multipack_buffer_size: 500\nmax_steps: 9\n", "a.yaml"),
+    ],
+)
+def test_streaming_keeps_its_buffer(text: str, name: str) -> None:
+    found = imported(text, name)
+    assert (value(found, "streaming"), value(found, "shuffle_buffer"), value(found, "max_steps")) == (True, 500, 9)
+
+
+def test_a_buffer_without_streaming_is_not_written() -> None:
+    found = imported(f"{LLAMAFACTORY}streaming: false\nbuffer_size: 500\n")
+    assert value(found, "streaming") is None
+    assert value(found, "shuffle_buffer") is None
+
+
+def test_a_trainer_script_streams() -> None:
+    assert value(imported(f"{TRAINER} --streaming True --max_steps 9", "run.sh"), "streaming") is True

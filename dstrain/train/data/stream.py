@@ -1,0 +1,240 @@
+"""A stream of training rows without an end: read, tokenized and packed as training goes, from any place on."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets  # type: ignore[import-untyped]
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+
+from dstrain.choices import OnBadRow, OnLongSample
+from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.facts.data.turns import Conversation
+from dstrain.job import task_limits
+from dstrain.job.schema import Job
+from dstrain.train.data.packing import PackedRows, packed, row_of
+from dstrain.train.data.streamed_samples import EndlessRows, Reader, RowPlace, Text
+from dstrain.train.data.token_files import NUMBERS
+from dstrain.train.data.tokenize import Encoded, Encoder
+from dstrain.train.data.tokenized import counts_of
+
+STREAM = "dstrain_stream"
+"""Key of the place in a row and in a micro-batch; the Trainer removes it."""
+_BATCH_SAMPLES = 64
+"""Samples that are tokenized at a time."""
+_PACKED_ROWS = 64
+"""Rows that are packed at a time: the last one is not full, which is half a row of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a reader of a stream is."""
+
+    block: int = 0
+    """Number of its block."""
+    rows: tuple[RowPlace, ...]
+    """Where the block begins, in each of the data sets."""
+    begin: int = 0
+    """Sample of the block, in its random order, with which the window begins that is tokenized together."""
+    done: int = 0
+    """Rows of the window that were trained on."""
+    reached: int = -1
+    """The last part that was begun."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """What a row, or the rows of a micro-batch, add to what was read."""
+
+    reader: int
+    place: Place
+    """After the row."""
+    counts: Counter[str]
+    """`samples`, `tokens`, `learned`, `long`, `untaught`, `skipped` and the fields of `chat.Counts` → numbers."""
+    problems: tuple[str, ...] = ()
+    """Of skipped rows."""
+
+
+class Window:
+    """Samples that are tokenized together, and their counts."""
+
+    def __init__(self, job: Job, encoder: Encoder) -> None:
+        """Starts without samples."""
+        self._job = job
+        self._encoder = encoder
+        self.encoded: list[Encoded] = []
+        """Those that are trained on."""
+        self.counts: Counter[str] = Counter()
+        self.problems: list[str] = []
+
+    def refuse(self, error: InvalidConfig) -> None:
+        """Raises the error of an unusable row, or counts it."""
+        if self._job.on_bad_row is OnBadRow.STOP:
+            raise error
+        self.counts["skipped"] += 1
+        self.problems.append(str(error.problem))
+
+    def add(self, texts: Sequence[Text]) -> None:
+        """Tokenizes samples, and keeps those with something to learn; conversations and texts may be mixed."""
+        if any(isinstance(sample, Conversation) and sample.images for _, sample in texts):
+            task_limits.require_for_images(self._job)
+        place = {where: number for number, (where, _) in enumerate(texts)}
+        kinds = [[text for text in texts if isinstance(text[1], str) == is_text] for is_text in (False, True)]
+        encoded = [one for kind in kinds for one in self._encoder.encode(kind, self.refuse)]
+        for sample in sorted(encoded, key=lambda one: place[one.where]):
+            self.counts.update(counts_of(sample.counts))
+            self.counts["long"] += sample.num_cut > 0
+            drops = sample.num_cut > 0 and self._job.on_long_sample is OnLongSample.DROP
+            if not sample.teaches or drops:
+                self.counts["untaught"] += not sample.teaches
+                continue
+            self.encoded.append(sample)
+            self.counts["samples"] += 1
+            self.counts["tokens"] += len(sample.input_ids)
+            self.counts["learned"] += sample.num_learned
+
+    def rows(self, seed: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yields the samples, or with packing rows of them."""
+        if not self._job.packing:
+            for sample in self.encoded:
+                yield {"input_ids": sample.input_ids, "labels": sample.labels}
+        elif self.encoded:
+            lengths = np.array([len(sample.input_ids) for sample in self.encoded])
+            for members in packed(lengths, self._job.seq_len, seed=seed):
+                samples = [self.encoded[index] for index in members]
+                ids, labels = (
+                    np.concatenate([np.array(getattr(sample, name), np.int32) for sample in samples])
+                    for name in ("input_ids", "labels")
+                )
+                yield row_of(ids, labels, lengths[members])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """An error of a row, on its way to the process that trains: PyTorch would make a traceback of it."""
+
+    kind: Callable[..., DstrainError]
+    problem: str
+    hint: str | None
+
+
+class Stream(IterableDataset[Any]):
+    """The training rows of the readers of one rank; the Trainer says where each one begins."""
+
+    def __init__(self, data: Sequence[EndlessRows], encoder: Encoder, job: Job, first_rows: Any) -> None:
+        """`first_rows` are the first ones of the data, on which a model is tried."""
+        self.data = data
+        self._encoder = encoder
+        self._job = job
+        self.first_rows = first_rows
+        self.num_readers = 1
+        """Of all ranks."""
+        self.places: dict[int, Place] = {}
+        """Where each reader of this rank begins, in the order in which they make micro-batches."""
+
+    def start(self, reader: int, part: int = 0) -> Place:
+        """Returns where a reader begins with the parts from one on."""
+        first = part + (reader - part) % self.num_readers
+        return Place(rows=tuple(RowPlace(first) for _ in self.data))
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        if worker is not None:
+            os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the workers share the cores
+        reader, place = list(self.places.items())[worker.id if worker is not None else 0]
+        try:
+            yield from self._rows(reader, place)
+        except DstrainError as error:
+            yield Failure(kind=type(error), problem=error.problem, hint=error.hint)
+
+    def longest(self) -> dict[str, Any]:
+        """Returns a row that is as heavy as any: one sample of `seq_len` tokens, all of which count."""
+        row = self.first_rows[0]
+        tokens = np.resize(np.asarray(row["input_ids"], np.int32), self._job.seq_len)
+        return row_of(tokens, tokens, np.array([len(tokens)]))
+
+    def _rows(self, reader: int, place: Place) -> Iterator[dict[str, Any]]:
+        """Yields the rows after a place, each with the place after it."""
+        job, seed = self._job, self._job.seed
+        reading = Reader(
+            data=self.data, index=reader, count=self.num_readers, block_samples=job.shuffle_buffer, seed=seed
+        )
+        read = Window(job, self._encoder)  # counts unusable rows
+        for block in reading.blocks(place.block, place.rows, read.refuse):
+            counts, problems = _drained(read)
+            begin, done = (place.begin, place.done) if block.number == place.block else (0, 0)
+            if begin or done:  # counted by the rows before
+                counts, problems = Counter(), ()
+            while begin < len(block.texts):
+                window, end = self._window(block.texts, begin)
+                if not done:
+                    counts += window.counts
+                    problems += tuple(window.problems)
+                for number, row in enumerate(window.rows([seed, reader, block.number, begin]), start=1):
+                    if number > done:
+                        at = Place(
+                            block=block.number, rows=block.places, begin=begin, done=number, reached=block.reached
+                        )
+                        yield {**row, STREAM: Tick(reader=reader, place=at, counts=counts, problems=problems)}
+                        counts, problems = Counter(), ()
+                begin, done = end, 0
+
+    def _window(self, texts: Sequence[Text], begin: int) -> tuple[Window, int]:
+        """Returns the window from a sample on, and the sample after it."""
+        window, end = Window(self._job, self._encoder), begin
+        tokens = _PACKED_ROWS * self._job.seq_len if self._job.packing else 1
+        while end < len(texts) and window.counts["tokens"] < tokens:
+            window.add(texts[end : end + _BATCH_SAMPLES])
+            end += _BATCH_SAMPLES
+        return window, end
+
+
+def _drained(window: Window) -> tuple[Counter[str], tuple[str, ...]]:
+    """Returns the counts of unusable rows, which begin anew."""
+    counts, problems = window.counts, tuple(window.problems)
+    window.counts, window.problems = Counter(), []
+    return counts, problems
+
+
+class StreamCollator:
+    """Adds to a micro-batch of a stream the places after its rows."""
+
+    def __init__(self, collator: Callable[[Any], dict[str, Any]]) -> None:
+        """`collator` builds the tensors."""
+        self.collator = collator
+
+    def __call__(self, rows: Any) -> dict[str, Any]:
+        """Returns the micro-batch; rows that are not of a stream are collated as always."""
+        failure = next((row for row in rows if isinstance(row, Failure)), None)
+        if failure is not None:
+            return {STREAM: failure}
+        ticks = [row[STREAM] for row in rows if STREAM in row]
+        batch = self.collator([{key: row[key] for key in row if key != STREAM} for row in rows])
+        if ticks:
+            batch[STREAM] = Tick(
+                reader=ticks[-1].reader,
+                place=ticks[-1].place,
+                counts=sum((tick.counts for tick in ticks), Counter()),
+                problems=tuple(problem for tick in ticks for problem in tick.problems),
+            )
+        return batch
+
+
+def held_in_memory(encoded: Sequence[Encoded], job: Job) -> Any:
+    """Returns a few samples as data for the Trainer: a data set, or packed rows."""
+    columns: dict[str, Any] = {
+        "input_ids": [sample.input_ids for sample in encoded],
+        "labels": [sample.labels for sample in encoded],
+        "length": [len(sample.input_ids) for sample in encoded],
+    }
+    features = datasets.Features({"input_ids": NUMBERS, "labels": NUMBERS, "length": datasets.Value("int32")})
+    dataset = datasets.Dataset.from_dict(columns, features=features)
+    if not job.packing:
+        return dataset
+    rows = packed(np.array(columns["length"]), job.seq_len, seed=job.seed)
+    return PackedRows(samples=dataset.with_format("arrow"), rows=rows)

@@ -1,0 +1,144 @@
+"""Prepares a rank's data for streaming: the samples held out for evaluation, the first rows, and the stream."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
+
+from dstrain.errors import InvalidConfig
+from dstrain.facts.data.mixture import held_out_counts
+from dstrain.job.schema import Job
+from dstrain.train.data.prepare import PreparedData
+from dstrain.train.data.stream import Stream, Window, held_in_memory
+from dstrain.train.data.streamed_samples import EndlessRows, Text, endless_rows
+from dstrain.train.data.tokenize import Encoded, Encoder
+from dstrain.train.data.tokenized import fingerprint
+
+_FIRST_SAMPLES = 64
+"""Samples on which a model is tried before its first step."""
+_BATCH_SAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamedData:
+    """Training data that is tokenized as training goes."""
+
+    dataset: Stream
+    notes: tuple[str, ...]
+    """Lines for the log."""
+    digest: str
+    """Changes with the rows and their order."""
+    num_images: int = 0
+
+
+def streamed(job: Job, tokenizer: Any) -> tuple[StreamedData, PreparedData | None]:
+    """Returns the training data of a job as a stream, and with `val_split` the first samples for evaluation.
+
+    Reads these and a few more. Raises InvalidConfig with file and place for an unusable row among them.
+    """
+    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=job.loss_on, thinking=job.thinking)
+    data, held_out = endless_rows(job), None
+    digest = _digest(job, encoder, data)
+    if job.val_split is not None:
+        data, samples = _without_held_out(job, encoder, data)
+        held_out = _evaluation(job, samples, f"{digest}-eval")
+    first = list(islice(_usable(job, encoder, (text for rows in data for text in _in_order(rows))), _FIRST_SAMPLES))
+    if not first:
+        problem = f"no sample has a token of an answer among its first {job.seq_len:,}"
+        raise InvalidConfig(f"{data[0].sets[0].name}: {problem}", hint="Raise seq_len.")
+    stream = Stream(data, encoder, job, held_in_memory(first, job))
+    return StreamedData(dataset=stream, notes=(_note(job, data),), digest=digest), held_out
+
+
+def _note(job: Job, data: Sequence[EndlessRows]) -> str:
+    sets = ", ".join(one.name for one in data[0].sets)
+    number = sum(len(rows.chunks) for rows in data)
+    return f"{sets}: streamed in {number:,} parts; every reader shuffles {job.shuffle_buffer:,} samples at a time"
+
+
+def _digest(job: Job, encoder: Encoder, data: Sequence[EndlessRows]) -> str:
+    sets = [fingerprint(rows, encoder, job, ()) for rows in data[0].sets]
+    order = [job.seed, job.packing, job.shuffle_buffer, job.on_long_sample.value, job.val_split]
+    made_from = json.dumps([sets, order, [[rows.weight, len(rows.chunks)] for rows in data]])
+    return hashlib.sha256(made_from.encode()).hexdigest()[:16]
+
+
+def _in_order(rows: EndlessRows) -> Iterator[Text]:
+    """Yields all samples in the order of the files."""
+    for chunk in rows.chunks:
+        yield from rows.read(chunk, lambda error: None)  # the readers of the stream tell
+
+
+def _usable(job: Job, encoder: Encoder, texts: Iterator[Text]) -> Iterator[Encoded]:
+    """Yields the samples that are trained on."""
+    while batch := list(islice(texts, _BATCH_SAMPLES)):
+        window = Window(job, encoder)
+        window.add(batch)
+        yield from window.encoded
+
+
+def _without_held_out(
+    job: Job, encoder: Encoder, data: Sequence[EndlessRows]
+) -> tuple[list[EndlessRows], list[Encoded]]:
+    """Returns the data without the parts that hold the first `val_split` samples, and these samples.
+
+    Data sets have as many as their weights say, or as their bytes.
+    """
+    assert job.val_split is not None
+    counts = held_out_counts(_sizes(data), job.val_split)
+    samples: list[Encoded] = []
+    dropped = set()
+    for rows in data:
+        for index in sorted({chunk.rows for chunk in rows.chunks}):
+            own = [chunk for chunk in rows.chunks if chunk.rows == index]
+            parts = (replace(rows, chunks=(chunk,)) for chunk in own)
+            wanted = counts[index]
+            for chunk, part in zip(own, parts, strict=True):
+                if wanted <= 0:
+                    break
+                found = list(islice(_usable(job, encoder, _in_order(part)), wanted))
+                samples += found
+                wanted -= len(found)
+                dropped.add(chunk)
+            if wanted or len(dropped & set(own)) == len(own):
+                name = rows.sets[index].name
+                problem = f"val_split holds out {counts[index]:,} samples of {name}, which leaves none to train on"
+                raise InvalidConfig(problem, hint="Write a smaller number, or name other data as eval_data.")
+    left = [replace(rows, chunks=tuple(chunk for chunk in rows.chunks if chunk not in dropped)) for rows in data]
+    return left, samples
+
+
+def _sizes(data: Sequence[EndlessRows]) -> list[int]:
+    """Returns how large data sets are, in units of no meaning. Raises InvalidConfig for those of a hub."""
+    origins = [[origin.path for origin in rows.origins] for rows in data[0].sets]
+    if any(path is None for paths in origins for path in paths):
+        raise InvalidConfig(
+            "val_split holds out samples of files, not of a hub's stream", hint="Set eval_data instead."
+        )
+    if len(data) > 1:
+        total = sum(rows.weight for rows in data)
+        return [max(1, int(2**60 * rows.weight / total)) for rows in data]
+    return [2**20 * sum(path.stat().st_size for path in paths if path) for paths in origins]
+
+
+def _evaluation(job: Job, samples: Sequence[Encoded], digest: str) -> PreparedData:
+    lengths = [len(sample.input_ids) for sample in samples]
+    learned = sum(sample.num_learned for sample in samples)
+    note = f"val_split {job.val_split:g}: the first {len(samples):,} samples are held out for evaluation"
+    return PreparedData(
+        dataset=held_in_memory(samples, job),
+        num_samples=len(samples),
+        num_tokens=sum(lengths),
+        num_learned=learned,
+        num_truncated=sum(sample.num_cut > 0 for sample in samples),
+        num_dropped=0,
+        notes=(note,),
+        digest=digest,
+        num_images=0,
+        num_made=0,
+        folders=(),
+    )
