@@ -100,10 +100,13 @@ def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:
         reserved_bytes=max(reserved) if reserved and not (is_short or is_compiled or is_full) else None,
         outside_bytes=round(median(outside)) if outside and not is_shared else None,
     )
+    return ObservedRun(observed=observed, measurement=found, left_out=tuple(left_out), versions=_versions(facts))
+
+
+def _versions(facts: dict[str, Any]) -> str | None:
     recorded = facts.get("versions")
     releases = recorded if isinstance(recorded, dict) else {}
-    versions = ", ".join(f"{name} {releases[name]}" for name in VERSIONED if name in releases) or None
-    return ObservedRun(observed=observed, measurement=found, left_out=tuple(left_out), versions=versions)
+    return ", ".join(f"{name} {releases[name]}" for name in VERSIONED if name in releases) or None
 
 
 def _facts(run_dir: RunDir) -> dict[str, Any]:
