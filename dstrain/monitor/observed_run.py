@@ -76,8 +76,6 @@ def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:
     slowed = list(_slowed(run_dir, found))
     short = found.tokens_per_step / planned_tokens
     left_out = [f"its step time: {reason}" for reason in slowed]
-    if not slowed:
-        left_out.append(f"steps that warm up, from its step time: {found.warm_up_steps}")
     if is_short := short < FULL_ROWS:
         left_out.append(f"its step time and allocator: a step has {short:.0%} of the planned tokens, padding included")
     if is_compiled := configuration.kernels.torch_compile:
@@ -90,6 +88,8 @@ def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:
         left_out.append("its memory outside of PyTorch: the ranks differ by more than 10 %, as with other processes")
     reserved = [rank.reserved_bytes for rank in found.ranks if rank.reserved_bytes]
     is_timed = not (slowed or is_short or is_compiled) and found.tokens_per_s is not None
+    if is_timed:
+        left_out.insert(0, f"steps that warm up, from its step time: {found.warm_up_steps}")
     is_full = bool(found.alloc_retries)
     observed = Observed(
         name=name,

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import stat
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from dstrain.config.edits.lock import LOCK
+from dstrain.facts.model import aliases
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.paths import alone
 
@@ -401,14 +403,32 @@ def test_lengths_of_the_data_choose_packing_and_tell_the_time(
     (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text() * 30)
     done = dstrain("gen-config", "--json")
     assert re.search(r"packed: \d+\.\d samples in a row", done.stderr), done.stderr
-    document = json.loads(done.stdout)
-    run = document["run"]
+    run = json.loads(done.stdout)["run"]
     assert run["steps"] == pytest.approx(20 * run["rows_per_epoch"] / 8, abs=20)
     assert "packing: true" in (tmp_path / "job.yaml").read_text()
-    planned = document["chosen"]["speed"]["step_s"]
-    assert json.loads(dstrain("explain", "ds_config.json", "--json").stdout)["step_s"] == planned
     (tmp_path / "job.yaml").write_text(f"{(tmp_path / 'job.yaml').read_text()}max_steps: 7\n")
     assert json.loads(dstrain("gen-config", "--json").stdout)["run"]["steps"] == 7
+
+
+def test_what_packed_rows_hold_is_planned_by_every_verb(
+    dstrain: Type, tuned: tuple[str, ...], made_demo: Path, tmp_path: Path
+) -> None:
+    large = tmp_path / "large"
+    shutil.copytree(made_demo / "model", large)
+    entry = aliases.resolve("qwen3-8b")
+    assert entry is not None
+    (large / "config.json").write_text(json.dumps(dict(entry[1].config)))
+    done = dstrain(*tuned, "--model", str(large), "--packing", "--zero-stage", "2", "--json")
+    document = json.loads(done.stdout)
+    planned = document["plans"][document["chosen"]]["speed"]["step_s"]
+
+    def explained() -> float:
+        return float(json.loads(dstrain("explain", "ds_config.json", "--json").stdout)["step_s"])
+
+    assert explained() == pytest.approx(planned, rel=0.005)
+    lock = tmp_path / ".dstrain" / "lock.json"
+    lock.write_text(json.dumps({**json.loads(lock.read_text()), "contents": None}))
+    assert explained() > 1.05 * planned
 
 
 LISTED = """\

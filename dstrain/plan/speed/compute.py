@@ -149,7 +149,7 @@ def _attention_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
         return 2 * s.tokens * length * width / (s.peak_flops_per_s * rates.gemm_ratio)
     if s.is_masked:
         return _masked_seconds(width, rates, s)
-    narrow = work.windowed_share if work.window < length else 0.0
+    narrow = work.windowed_share if work.window <= length else 0.0
     seconds = _flash_seconds((1 - narrow) * width, length, length, rates, s)
     if not narrow:
         return seconds
