@@ -113,7 +113,7 @@ def said(of_ranks: Sequence[tuple[Counter[str], list[str]]], job: Job) -> list[s
     counts = sum((counts for counts, _ in of_ranks), Counter[str]())
     problems = [problem for _, problems in of_ranks for problem in problems][:_SHOWN_PROBLEMS]
     samples, tokens = counts["samples"], counts["tokens"]
-    parts = [f"{samples:,} samples, {tokens:,} tokens ({tokens / max(1, samples):.0f} on average)"]
+    parts = [f"read {samples:,} samples, {tokens:,} tokens ({tokens / max(1, samples):.0f} on average)"]
     parts.append(f"{counts['learned']:,} ({counts['learned'] / max(1, tokens):.1%}) with loss")
     if counts["long"]:
         done = "dropped (on_long_sample)" if job.on_long_sample is OnLongSample.DROP else "truncated"
