@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import compress
 
 from dstrain.choices import Attention
 from dstrain.plan.speed.efficiency import (
@@ -187,12 +188,13 @@ def _vision_seconds(work: Work, rates: Efficiency, s: Setting) -> tuple[float, f
     if not patches:
         return 0.0, 0.0
     rate = s.peak_flops_per_s * rates.gemm_ratio
-    seconds = {p: 2 * p.inputs * p.outputs * p.count * p.rows_per_token * patches / rate for p in work.vision_products}
+    products = work.vision_products
+    seconds = [2 * p.inputs * p.outputs * p.count * p.rows_per_token * patches / rate for p in products]
     attention = 2 * patches * s.batch.image_patches * work.vision_width / (s.peak_flops_per_s * rates.attention_ratio)
-    forward = sum(seconds.values()) + attention
-    trained = {product for product in seconds if s.model.is_full and product.trains}
-    if not any(product.rows_per_token == 1 for product in trained):
-        return forward, 2 * sum(seconds[product] for product in trained)
-    blocks = sum(seconds[product] for product in seconds if product.rows_per_token == 1) + attention
-    weights, through = sum(seconds[product] for product in trained), sum(seconds.values()) + 2.5 * attention
-    return forward, weights + through + (blocks if s.checkpointing.enabled else 0.0)
+    of_blocks = [product.rows_per_token == 1 for product in products]
+    trains = [s.model.is_full and product.trains for product in products]
+    forward, weights = sum(seconds) + attention, sum(compress(seconds, trains))
+    if not any(compress(of_blocks, trains)):
+        return forward, 2 * weights
+    again = sum(compress(seconds, of_blocks)) + attention if s.checkpointing.enabled else 0.0
+    return forward, weights + sum(seconds) + 2.5 * attention + again
