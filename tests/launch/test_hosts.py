@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -176,7 +177,8 @@ def test_a_killed_run_leaves_no_rank_on_any_host(light_job: Job) -> None:
     words = light_job.call("status", "output")
     assert words.code == 1
     assert "gone: `dstrain run` was killed" in words.said
-    assert "node1: the connection to dstrain run has ended; ended ranks 1" in words.said
+    ending = "ended ranks 1|no rank was running"  # the rank may have missed the other one before
+    assert re.search(f"node1: the connection to dstrain run has ended; ({ending})", words.said), words.said
 
 
 def test_ctrl_c_twice_ends_everything_at_once(light_job: Job) -> None:
