@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import fields, replace
 
+from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model.model_facts import ModelFacts
@@ -12,16 +14,18 @@ from dstrain.facts.workload import measured_workload
 from dstrain.monitor.windows import Line, number
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.speed.step_time import delayed, speed
+from dstrain.records import from_data
 
 _NAMES = tuple(field.name for field in fields(RowContents))
 
 
 def trained_contents(windows: Sequence[Line]) -> RowContents | None:
-    """Returns what rows held, the mean over the tokens of all windows; None if a window does not say it.
+    """Returns what rows held, the mean over the tokens of all windows; None if a window does not say it, or nonsense.
 
     >>> one = {"tokens": 300, "sample_tokens": 10.0, "attended_tokens": 20.0, "target_share": 0.5}
     >>> trained_contents([one, {**one, "tokens": 100, "attended_tokens": 40.0}])
     RowContents(sample_tokens=10.0, attended_tokens=25.0, target_share=0.5)
+    >>> trained_contents([{**one, "attended_tokens": 0.0}])
     """
     rows = [[number(window.get(name)) for name in ("tokens", *_NAMES)] for window in windows]
     known = [[value for value in row if value is not None] for row in rows]
@@ -29,7 +33,9 @@ def trained_contents(windows: Sequence[Line]) -> RowContents | None:
     if not total or any(len(row) != len(_NAMES) + 1 for row in known):
         return None
     means = (sum(row[0] * row[index] for row in known) / total for index in range(1, len(_NAMES) + 1))
-    return RowContents(**dict(zip(_NAMES, means, strict=True)))
+    with suppress(DstrainError):
+        return from_data(RowContents, dict(zip(_NAMES, means, strict=True)), locate=str)
+    return None
 
 
 def as_trained(

@@ -427,8 +427,12 @@ def test_what_packed_rows_hold_is_planned_by_every_verb(
 
     assert explained() == pytest.approx(planned, rel=0.005)
     lock = tmp_path / ".dstrain" / "lock.json"
-    lock.write_text(json.dumps({**json.loads(lock.read_text()), "contents": None}))
+    locked = json.loads(lock.read_text())
+    lock.write_text(json.dumps({**locked, "contents": None}))
     assert explained() > 1.05 * planned
+    lock.write_text(json.dumps({**locked, "contents": {**locked["contents"], "attended_tokens": 0}}))
+    refused = dstrain("explain", "ds_config.json")
+    assert (refused.returncode, "/contents/attended_tokens" in refused.stderr) == (3, True), refused.stderr
 
 
 LISTED = """\

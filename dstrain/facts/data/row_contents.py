@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from dstrain.records import type_config
 
@@ -13,9 +16,9 @@ class RowContents:
 
     __pydantic_config__ = type_config
 
-    sample_tokens: float
+    sample_tokens: Annotated[float, Ge(1)]
     """Mean tokens of a sample."""
-    attended_tokens: float
+    attended_tokens: Annotated[float, Ge(1)]
     """Mean tokens of the sample that a token is in: squared lengths over lengths. Attention costs as much as that."""
-    target_share: float
+    target_share: Annotated[float, Ge(0), Le(1)]
     """Share of tokens with a label, 0…1."""

@@ -56,7 +56,7 @@ class Setting:
     @property
     def loss_tokens(self) -> float:
         """Tokens of which the loss computes logits: the fused one leaves out those without a label."""
-        return self.tokens * (self.target_share if self.kernels.loss is LossKernel.FUSED else 1.0)
+        return max(1.0, self.tokens * self.target_share) if self.kernels.loss is LossKernel.FUSED else self.tokens
 
     @property
     def is_masked(self) -> bool:
@@ -78,7 +78,7 @@ Source: Transformers 5.23 integrations/moe.py: _grouped_mm_fallback."""
 
 def setting(configuration: Configuration, peak_flops_per_s: float, gpu: Gpu, contents: RowContents | None) -> Setting:
     """Returns what the computation of a micro-batch on a GPU depends on."""
-    code, batch = configuration.code, configuration.batch
+    code = configuration.code
     if configuration.kernels.attn is Attention.FLASH_ATTENTION_3 and gpu.compute_capability == (9, 0):
         code = replace(code, attention_speed=code.attention_speed * FLASH_ATTENTION_3_SPEED)
     if not gpu.has_grouped_products and code.expert_loop is None:
@@ -91,7 +91,7 @@ def setting(configuration: Configuration, peak_flops_per_s: float, gpu: Gpu, con
         apart=apart,
         target_share=1.0 if contents is None else contents.target_share,
         model=configuration.model,
-        batch=batch,
+        batch=configuration.batch,
         kernels=configuration.kernels,
         checkpointing=configuration.checkpointing,
         parallel=configuration.parallel,

@@ -338,6 +338,7 @@ def test_packed_rows_attend_to_samples_and_make_logits_of_labels_alone() -> None
     assert saved == pytest.approx((1 - SHORT.target_share) * head, rel=0.05)
     rows = RowContents(sample_tokens=4096.0, attended_tokens=4096.0, target_share=1.0)
     assert _filled(PACKED, rows).step_s == whole.step_s
+    assert _filled(PACKED, replace(SHORT, target_share=0.0)).step_s < short.step_s  # nothing to learn in this window
     plain = changed(PACKED, packing=False, loss=LossKernel.CHUNKED)
     assert _filled(plain, SHORT).step_s == _filled(plain, None).step_s
 
