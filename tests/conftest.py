@@ -22,6 +22,7 @@ from benchmarks.published.answers import Answer, answer
 from benchmarks.published.figures import read_csv
 from benchmarks.published.rows import read
 from dstrain.garbage import collect_seldom
+from dstrain.launch.nodes.shared_memory import remove_buffers
 from tests.draws import Draw
 from tests.nvml import machine, nvml_library
 from tests.train.engine import Engine
@@ -29,7 +30,6 @@ from tests.train.engine import Engine
 __all__ = ["machine", "nvml_library"]
 
 GOLDEN = Path(__file__).parent / "golden"
-SHARED_MEMORY = Path("/dev/shm")
 MARKS = {
     "cluster": (
         *("tests/launch/test_hosts.py", "tests/launch/run/test_start.py", "tests/launch/filesync/test_sync.py"),
@@ -187,36 +187,10 @@ def pytest_collection_finish() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    session.config.stash[BUFFERS] = buffers()
-
-
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Removes what DeepSpeed's CPU collectives left behind: 66 MiB of RAM for each rank of every launch.
-
-    A run that launches nothing leaves it alone: it may be that of another run, whose ranks are about to map it."""
-    if hasattr(session.config, "workerinput") or session.config.option.collectonly:
-        return  # the run that started this worker does it, when no worker trains any more
-    items = getattr(session, "items", ())  # none in a run that has workers
-    if items and not any(item.get_closest_marker(mark) for item in items for mark in ("engine", "cluster", "commands")):
-        return
-    before = session.config.stash[BUFFERS]
-    left = {buffer for buffer in buffers() if buffer not in before}
-    for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
-        with contextlib.suppress(OSError):
-            text = maps.read_text(errors="replace")
-            left = {buffer for buffer in left if str(buffer) not in text}
-    for buffer in left:
-        buffer.unlink(missing_ok=True)
-
-
-def buffers() -> set[Path]:
-    """Returns the shared memory of DeepSpeed's CPU collectives."""
-    return set(SHARED_MEMORY.glob("deepspeed_allreduce_buffer_*"))
-
-
-BUFFERS = pytest.StashKey[set[Path]]()
-"""Buffers that were there before this run."""
+    """Removes what DeepSpeed's CPU collectives left behind: 66 MiB of RAM for each rank of every launch."""
+    if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
+        remove_buffers()
 
 
 def case_of(item: pytest.Item) -> str:

@@ -15,9 +15,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
+from dstrain.launch.nodes.shared_memory import remove_buffers
 from tests.train.launching import free_port
 
 PR_SET_PDEATHSIG = 1
@@ -84,8 +84,7 @@ def main() -> None:
             children.append(child)
         print(json.dumps(children), file=answers)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        for buffer in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
-            buffer.unlink(missing_ok=True)  # 66 MiB of RAM for each rank, which DeepSpeed leaves
+        remove_buffers(port)
         print(json.dumps(codes), file=answers)
 
 

@@ -17,7 +17,7 @@ from dstrain.launch.failure.logs import Output, Piece
 from dstrain.launch.nodes.log_mirror import Mirror
 from dstrain.launch.nodes.process_tree import ProcessTree, RankWatch
 from dstrain.launch.nodes.protocol import Alive, Begin, Died, Ended, Event, Orphaned, Wrote
-from dstrain.launch.nodes.shared_memory import remove_buffers
+from dstrain.launch.nodes.shared_memory import claim_buffers, remove_buffers
 from dstrain.launch.timeouts import Timeouts
 from dstrain.paths import prefer_own_programs
 from dstrain.rundir import RunDir
@@ -41,7 +41,7 @@ class NodeRunner:
         self._run_dir.logs.mkdir(parents=True, exist_ok=True)
         self._output = Output(self._run_dir.logs, self._log, ranks, lambda host: self._node_log(host, stamp))
         self._mirror = Mirror(self._run_dir, begin.mark, has_first=0 in ranks) if begin.mirror else None
-        remove_buffers(begin.master_port)
+        claim_buffers(begin.master_port)
         self._launcher = self._start() if begin.command is not None else None
         self._family = ProcessTree(begin.mark, self._launcher.pid if self._launcher else -1)
         self._watch = RankWatch(self._family, begin.num_ranks)
