@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 from dstrain.garbage import OBJECTS_BETWEEN_COLLECTIONS, collect_seldom, without_garbage_collection
 
@@ -24,3 +26,14 @@ def test_collections_become_rare() -> None:
         assert gc.get_threshold()[0] == OBJECTS_BETWEEN_COLLECTIONS
     finally:
         gc.set_threshold(*before)
+
+
+def test_nothing_is_collected_at_the_exit() -> None:
+    program = "\n".join((
+        "import gc, atexit",
+        "from dstrain.garbage import collect_seldom",
+        "atexit.register(lambda: print(gc.get_freeze_count() > 1000))",
+        "collect_seldom()",
+    ))  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("True\n")

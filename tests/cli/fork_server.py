@@ -6,22 +6,29 @@ child's process id, and its exit code, negative for a signal.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import pkgutil
-import runpy
 import sys
+import tempfile
+from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
+from pathlib import Path
 
 import dstrain.cli
-from dstrain.cli.options.question import plan_inputs
-from dstrain.cli.plan import command
-from dstrain.plan.search.decide import survey
+from dstrain.cli.main import cli
+from tests.forked import run_and_exit
 
 USUAL = ("--gpus", "16", "--model", "qwen3-32b")
-ASKED = (USUAL, (*USUAL, "--seq-len", "2048"), ("--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b"))
-"""What most tests ask; the planner remembers what it has worked out."""
+EIGHT = ("--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b")
+ASKED = (
+    *(("plan", words) for words in (USUAL, (*USUAL, "--seq-len", "2048"), EIGHT)),
+    ("gen-config", EIGHT),
+    *((verb, ()) for verb in ("lint", "explain", "diff")),
+)
+"""What most tests ask; dstrain remembers what it has worked out, and imports what a command needs."""
 
 
 def become(words: list[str], cwd: str, environment: dict[str, str], stdout: str, stderr: str) -> None:
@@ -57,15 +64,20 @@ def main() -> None:
     for module in pkgutil.iter_modules(dstrain.cli.__path__):
         if module.name != "__main__":
             import_module(f"dstrain.cli.{module.name}")
-    for words in ASKED:
-        options = command.make_context("plan", list(words)).params
-        inputs = plan_inputs({name: options[name] for name in options.keys() - {"top", "verbose", "as_json"}})
-        survey(inputs.workload, inputs.request)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.chdir(folder),
+        Path(os.devnull).open("w") as nowhere,
+        redirect_stdout(nowhere),
+        redirect_stderr(nowhere),
+    ):
+        for verb, words in ASKED:
+            cli.main([verb, *words], prog_name="dstrain", standalone_mode=False)
     gc.disable()  # commands are short
     request = serve()
     if request is not None:
         become(**request)  # type: ignore[arg-type]  # as tests/cli/conftest.py writes it
-        runpy.run_module("dstrain.cli", run_name="__main__", alter_sys=True)
+        run_and_exit("dstrain.cli")
 
 
 if __name__ == "__main__":

@@ -10,14 +10,13 @@ import ctypes
 import gc
 import json
 import os
-import runpy
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
 from dstrain.launch.nodes.shared_memory import remove_buffers
+from tests.forked import run_and_exit
 from tests.train.launching import free_port
 
 PR_SET_PDEATHSIG = 1
@@ -55,17 +54,7 @@ def become(rank: int, program: Sequence[str], *, ranks: int, port: int, log: str
     os.dup2(out, 1)
     os.dup2(out, 2)
     sys.argv[1:] = program[1:]
-    code = 0
-    try:
-        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        code = int(end.code or 0)
-    except BaseException:
-        traceback.print_exc()
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    run_and_exit(program[0])
 
 
 def main() -> None:
