@@ -9,10 +9,11 @@ import socket
 from dataclasses import dataclass, field, replace
 
 from dstrain.facts.cluster import calibration, measured_links
-from dstrain.facts.cluster.calibration import Calibration, Measured
+from dstrain.facts.cluster.calibration import LINK_RATES, Calibration, Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin, link_assumed_between_nodes
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.links import link
+from dstrain.facts.cluster.measured_links import nominal_name
 from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model.model_facts import ModelFacts
 
@@ -30,8 +31,13 @@ class Workload:
 
     @property
     def measured(self) -> Measured:
-        """The measurements of the cluster's GPU."""
-        return self.calibration.of(self.cluster.gpu.name)
+        """The measurements of the cluster's GPU and links."""
+        return self.calibration.of(self.cluster.gpu.name).on(**self.links)
+
+    @property
+    def links(self) -> dict[str, str]:
+        """The names of the cluster's links: fields of `Measured` that name one → names in the table of links."""
+        return {name: nominal_name(getattr(self.cluster, name)) for name in LINK_RATES}
 
 
 def measured_workload(model: ModelFacts, cluster: Cluster, contents: RowContents | None = None) -> Workload:

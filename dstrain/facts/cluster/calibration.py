@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from types import MappingProxyType
+from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
 
@@ -30,6 +31,10 @@ Share = Annotated[float, Gt(0), Le(1)]
 Rate = Annotated[float, Gt(0)]
 Factor = Annotated[float, Ge(1)]
 Size = Annotated[int, Ge(0)]
+
+
+LINK_RATES = MappingProxyType({"intra_link": "intra_bus_bytes_per_s", "inter_link": "inter_bus_bytes_per_s"})
+"""Fields of `Measured` that name a link → the rate that belongs to it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,10 @@ class Measured:
     """Bus bandwidth of a large all-gather inside one node, as nccl-tests counts it."""
     inter_bus_bytes_per_s: Rate | None = None
     """Bus bandwidth of a large all-gather over several nodes with all their GPUs."""
+    intra_link: str | None = None
+    """Name of the link inside a node of which `intra_bus_bytes_per_s` is; None: of any."""
+    inter_link: str | None = None
+    """Name of the link between nodes of which `inter_bus_bytes_per_s` is; None: of any."""
     overlap_slowdown_ratio: Share | None = None
     """Slowdown of a computation by an overlapping collective, as a share of the collective's time."""
 
@@ -75,6 +84,17 @@ class Measured:
 
     uncertain: tuple[str, ...] = ()
     """Fields that a calibration knows little better than the prior: ranges of times do not narrow by them."""
+
+    def of_others(self, *, intra_link: str, inter_link: str) -> tuple[str, ...]:
+        """Returns the fields that name a link other than those of a cluster."""
+        links = {"intra_link": intra_link, "inter_link": inter_link}
+        return tuple(link for link, name in links.items() if getattr(self, link) not in (None, name))
+
+    def on(self, *, intra_link: str, inter_link: str) -> Measured:
+        """Returns the measurements without the rates of other links than those of a cluster."""
+        others = self.of_others(intra_link=intra_link, inter_link=inter_link)
+        dropped: dict[str, Any] = {field: None for link in others for field in (link, LINK_RATES[link])}
+        return replace(self, **dropped) if dropped else self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,9 +190,9 @@ def with_rates(calibration: Calibration, cluster: Cluster) -> Calibration:
     """
     rates: dict[str, Any] = {}
     if cluster.intra_link_origin is Origin.MEASURED:
-        rates["intra_bus_bytes_per_s"] = cluster.intra_link.bytes_per_s
+        rates |= {"intra_bus_bytes_per_s": cluster.intra_link.bytes_per_s, "intra_link": None}
     if cluster.inter_link_origin is Origin.MEASURED:
-        rates["inter_bus_bytes_per_s"] = cluster.inter_link.bytes_per_s * cluster.gpus_per_node
+        rates |= {"inter_bus_bytes_per_s": cluster.inter_link.bytes_per_s * cluster.gpus_per_node, "inter_link": None}
     if not rates:
         return calibration
     measured = replace(calibration.of(cluster.gpu.name), **rates)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dstrain.facts.cluster.calibration import Measured
+from dstrain.facts.cluster.calibration import LINK_RATES, Measured
 from dstrain.facts.workload import Workload
 from dstrain.plan.calibration.observed import Constant, Observed
 from dstrain.plan.calibration.sizes import fit_sizes
@@ -36,6 +36,8 @@ class Fit:
     """Those that a run depends on; the others are not mentioned."""
     source: str | None
     """Where they are from, in words."""
+    links: Mapping[str, str]
+    """The links of the runs: fields of `Measured` → names."""
 
     def compared(self, run: Observed) -> Compared:
         """Returns what plans say about a run, now and next."""
@@ -54,6 +56,7 @@ class Fit:
         told = {item.name for item in self.changed}
         uncertain = {item.name for item in self.changed if item.is_uncertain} | ({*present.uncertain} - told)
         values: dict[str, Any] = {item.name: _typed(item) for item in self.changed}
+        values |= {link: name for link, name in self.links.items() if LINK_RATES[link] in told}
         return replace(present, **values, source=self.source, uncertain=tuple(sorted(uncertain)))
 
     def applied_to(self, workload: Workload) -> Workload:
@@ -65,7 +68,8 @@ class Fit:
 def fit(runs: Sequence[Observed], *, source: str | None = None) -> Fit:
     """Returns what the runs say; at least one, all with the same GPU. `source` describes them in the file."""
     constants = (*fit_sizes(runs), *fit_times(runs))
-    return Fit(gpu=runs[0].workload.cluster.gpu.name, constants=constants, source=source)
+    largest = max((run.workload for run in runs), key=lambda workload: workload.cluster.num_gpus)
+    return Fit(gpu=largest.cluster.gpu.name, constants=constants, source=source, links=largest.links)
 
 
 def _typed(constant: Constant) -> float | int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from dstrain.facts.cluster.calibration import Calibration, Measured
+from dstrain.facts.cluster.calibration import LINK_RATES, Calibration, Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.plan.calibration.least_squares import Solution, solve
 from dstrain.plan.calibration.observed import TEN_PERCENT_TAILS, Constant, Observed
@@ -35,9 +35,6 @@ UNSEEN = 1e-3
 
 KINKED = "launch_s"
 """The constant that shows only from where the GPU waits for the CPU: the fit starts on both sides of that."""
-
-_LINKS = {"intra_bus_bytes_per_s": "intra_link", "inter_bus_bytes_per_s": "inter_link"}
-"""Constants that belong to a link, and its field in `Cluster`."""
 
 
 def rates_in_use(cluster: Cluster, measured: Measured) -> dict[str, float]:
@@ -101,7 +98,7 @@ def _of_no_use(runs: Sequence[Observed], old: Mapping[str, float]) -> dict[str, 
     """Returns the constants that cannot be fitted to these runs, and why."""
     kept: dict[str, str] = {}
     clusters = [run.workload.cluster for run in runs if run.workload.cluster.num_gpus > 1]
-    for name, link in _LINKS.items():
+    for link, name in LINK_RATES.items():
         if any(getattr(cluster, f"{link}_origin") is Origin.MEASURED for cluster in clusters):
             kept[name] = "measured by dstrain doctor --network"
         elif len({_link_key(cluster, link) for cluster in clusters}) > 1:

@@ -127,7 +127,20 @@ def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list
         notes.append(f"assumed: {samples} samples a step; change it with --global-batch")
     if model.moe is not None and configuration.model.is_full:
         notes += _experts_notes(model.moe, global_batch(cluster, configuration), configuration)
+    notes += _calibration_notes(workload, chosen)
     return notes + learning_rate.notes(request, global_batch(cluster, configuration))
+
+
+def _calibration_notes(workload: Workload, chosen: Estimate) -> list[str]:
+    """Returns what the user's calibration was made from, and the links of which it has no rate."""
+    cluster = workload.cluster
+    entry = workload.calibration.of(cluster.gpu.name)
+    if entry.source is None or chosen.speed is None:
+        return []
+    has_used = {"intra_link": cluster.num_gpus > 1, "inter_link": cluster.num_nodes > 1}
+    unknown = [link for link in entry.of_others(**workload.links) if has_used[link]]
+    others = [f"; its rate of {getattr(entry, link)} does not count for {workload.links[link]}" for link in unknown]
+    return [f"calibrated: {entry.source}{''.join(others)}"]
 
 
 def _experts_notes(moe: Moe, samples: int, configuration: Configuration) -> list[str]:

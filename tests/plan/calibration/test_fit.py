@@ -17,7 +17,7 @@ from dstrain.facts.cluster.calibration import Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.plan.calibration.fit import fit
 from dstrain.plan.calibration.least_squares import solve
-from dstrain.plan.calibration.observed import Observed
+from dstrain.plan.calibration.observed import Constant, Observed
 from dstrain.plan.calibration.times import WIDTHS
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.memory import memory
@@ -96,6 +96,13 @@ def test_links_that_doctor_measured_stay() -> None:
     ]
     kept = {item.name: item.kept for item in fit(measured).constants}
     assert kept["intra_bus_bytes_per_s"] == "measured by dstrain doctor --network"
+
+
+def test_the_file_names_the_link_whose_rate_the_runs_tell() -> None:
+    found = fit(runs())
+    told = Constant(name="intra_bus_bytes_per_s", old=3.5e11, new=3e11)
+    entry = replace(found, constants=(told,)).applied(Measured())
+    assert (entry.intra_link, entry.inter_link) == ("nvlink4", None)
 
 
 def test_a_ratio_replaces_the_replay_only_if_it_is_closer() -> None:

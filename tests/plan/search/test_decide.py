@@ -11,6 +11,7 @@ from cases import ask, plan
 
 from dstrain.choices import Attention, Method, Offload, Optimizer, Precision, Task
 from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.calibration import Calibration, Measured
 from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
 from dstrain.plan.estimate import assess
 from dstrain.plan.search.decide import Survey, survey
@@ -216,3 +217,18 @@ def test_the_gain_is_that_of_the_plan_with_ligers_kernels() -> None:
     assert plain.first.speed is not None and liger.first.speed is not None
     gain = plain.first.speed.step_s / liger.first.speed.step_s - 1
     assert any(note.startswith(f"--liger would be {100 * gain:.0f} % faster") for note in plain.notes)
+
+
+def test_a_rate_between_nodes_counts_for_the_link_it_was_measured_on_and_the_plan_says_so() -> None:
+    question = ask(model="qwen3-8b", gpus=16, gpu="h100-sxm", interconnect="eth25", zero_stage=3)
+    slow = survey(question.workload, question.request)
+    entry = Measured(source="5 runs", inter_bus_bytes_per_s=3.2e11, inter_link="ib400")
+
+    def calibrated(entry: Measured) -> Survey:
+        workload = replace(question.workload, calibration=Calibration(gpus={"h100-sxm": entry}))
+        return survey(workload, question.request)
+
+    assert calibrated(entry).first == slow.first
+    assert "calibrated: 5 runs; its rate of ib400 does not count for eth25" in calibrated(entry).notes
+    assert calibrated(replace(entry, inter_link="eth25")).first != slow.first
+    assert "calibrated: 5 runs" in calibrated(replace(entry, inter_link=None)).notes
