@@ -23,14 +23,14 @@ from dstrain.config.edits.regenerate import Standing, replaced
 from dstrain.config.imports import job_text
 from dstrain.config.imports.read import TOOLS, import_file
 from dstrain.config.imports.walk import Imported
-from dstrain.config.lint.finding import Finding
+from dstrain.config.lint.rules.releases import past_faults
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import Conflict, InvalidConfig
 from dstrain.job.file import JobFile, job_of
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.launch.prepare import job_checks
 from dstrain.launch.prepare.job_context import request_of
-from dstrain.launch.prepare.lint_job import lint_text
+from dstrain.launch.prepare.lint_job import LintResult, lint_text
 from dstrain.paths import alone
 from dstrain.plan.estimate import estimate
 from dstrain.plan.estimate_records import Estimate, Plan
@@ -118,12 +118,14 @@ def _made(inputs: ImportInputs, out: Path) -> _Made:
         files["ds_config.json"] = inputs.config
     locate = job_text.locator(inputs.imported, out / "job.yaml")
     job = job_of(parse_yaml(files["job.yaml"], "job.yaml")[0], locate, out.resolve())
+    linted = _linted(inputs, job, files["ds_config.json"])
     report = ImportReport(
         imported=inputs.imported,
         workload=workload,
         theirs=_estimate(inputs, job, files["ds_config.json"]),
         ours=survey(workload, replace(request, **_FREE), top=1),
-        findings=_findings(inputs, job, files["ds_config.json"]),
+        findings=[*linted.findings, *job_checks.findings(job, _context(inputs, job))],
+        past_faults=past_faults(linted.subject) if linted.subject is not None else [],
     )
     return _Made(lock=lock, files=files, plan=plan, report=report)
 
@@ -144,12 +146,14 @@ def _estimate(inputs: ImportInputs, job: JobFile, config: str) -> Estimate | Non
         return None  # lint says why
 
 
-def _findings(inputs: ImportInputs, job: JobFile, config: str) -> list[Finding]:
-    """Returns what lint says of the configuration, the job and its data."""
+def _linted(inputs: ImportInputs, job: JobFile, config: str) -> LintResult:
+    """Returns what lint says of the configuration and the job."""
+    return lint_text(_context(inputs, job), config, inputs.config_name, is_trainers=True)
+
+
+def _context(inputs: ImportInputs, job: JobFile) -> JobContext:
     facts = inputs.facts
-    context = JobContext(job=job, hosts=facts.hosts, model=facts.workload.model, cluster=facts.workload.cluster)
-    result = lint_text(context, config, inputs.config_name, is_trainers=True)
-    return [*result.findings, *job_checks.findings(job, context)]
+    return JobContext(job=job, hosts=facts.hosts, model=facts.workload.model, cluster=facts.workload.cluster)
 
 
 def _write(out: Path, made: _Made, *, force: bool) -> None:

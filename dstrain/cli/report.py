@@ -34,7 +34,7 @@ def command(run_dirs: tuple[Path, ...], html: Path | None, share: Path | None, a
     """Say how a run ended, how far it was from its plan, and what happened on the way; several runs side by side.
 
     RUN is a run directory, by default `output`. Reads files only, so that it works while a run trains, after it failed,
-    and on a copy. Speeds are medians over the logged windows without the first one, bytes are the largest of all ranks.
+    and on a copy. Speeds are medians over the logged windows after warm-up, bytes are the largest of all ranks.
 
     \b
     Example:

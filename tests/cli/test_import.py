@@ -83,6 +83,19 @@ def test_lints_findings_have_their_place_in_the_file(dstrain: Type, tmp_path: Pa
     assert document["imported"]["zero_stage"] == 3
 
 
+def test_what_earlier_releases_of_deepspeed_trained_with_the_file_is_said(
+    dstrain: Type, tmp_path: Path, train: Path
+) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "zero.json").write_text(json.dumps({**dict.fromkeys(AUTO, "auto"), "zero_optimization": zero}))
+    train.write_text(f"{TRAIN}deepspeed: zero.json\n")
+    said = " ".join(dstrain("import", train.name, *MACHINE, "-n").stdout.split())
+    assert "under DeepSpeed 0.15.2 to before 0.19.0 it trained something else: of each step only the first" in said
+    assert "(DeepSpeed#7967, DS951)" in said
+    document = json.loads(dstrain("import", train.name, *MACHINE, "--json", "-n").stdout)
+    assert "DS951" in {fault["rule"] for fault in document["past_faults"]}
+
+
 def test_a_strategy_that_a_file_names_stays(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "sft.sh").write_text(
         "NPROC_PER_NODE=4 swift sft --model Qwen/Qwen3-8B --use_hf true --max_length 2048 --deepspeed zero3_offload\n"

@@ -10,6 +10,7 @@ from dstrain.cli.console import COLUMNS, wrapped
 from dstrain.cli.output.plan import subject_lines, table_lines, table_row
 from dstrain.config.imports.rows import Fate
 from dstrain.config.imports.walk import Imported, Note
+from dstrain.config.lint.advisory import Advisory
 from dstrain.config.lint.finding import Finding, count_text, lines, printable
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import flat
@@ -40,13 +41,17 @@ class ImportReport:
     """The plan for the same model, data and batch without the file's choices."""
     findings: Sequence[Finding]
     """What lint says, with places in the file."""
+    past_faults: Sequence[Advisory]
+    """What other releases of DeepSpeed did wrong with the file's settings."""
 
 
 def report_lines(report: ImportReport) -> list[str]:
     """Returns the page: cost, faults, and keys without counterpart."""
     source = report.imported.source
     head = [f"{source.path}: {source.tool.title}", *subject_lines(report.workload), ""]
-    return [*head, *_cost_lines(report), "", *_finding_lines(report.findings), *note_lines(report.imported.notes)]
+    past = [line for fault in report.past_faults for line in _past_lines(fault)]
+    faults = [*_finding_lines(report.findings), *([*past, ""] if past else [])]
+    return [*head, *_cost_lines(report), "", *faults, *note_lines(report.imported.notes)]
 
 
 def _cost_lines(report: ImportReport) -> list[str]:
@@ -83,6 +88,13 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
     if not findings:
         return ["lint: no problems", ""]
     return [f"lint: {count_text(findings)}", *(line for finding in findings for line in lines(finding)), ""]
+
+
+def _past_lines(fault: Advisory) -> list[str]:
+    """Returns what a file has trained if it ran under a release with a fault."""
+    releases = f"{fault.since} to before {fault.fixed}" if fault.since else f"before {fault.fixed}"
+    text = f"under DeepSpeed {releases} it trained something else: {fault.effect} (DeepSpeed#{fault.pull}, {fault.id})"
+    return wrapped(text).splitlines()
 
 
 def note_lines(notes: Iterable[Note]) -> list[str]:
@@ -122,6 +134,10 @@ def report_document(report: ImportReport, files: dict[str, str]) -> dict[str, An
         "imported": None if theirs is None else _figures(theirs),
         "planned": _figures(ours),
         "findings": [finding.document() for finding in report.findings],
+        "past_faults": [
+            {"rule": fault.id, **{name: getattr(fault, name) for name in ("since", "fixed", "effect", "source")}}
+            for fault in report.past_faults
+        ],
         "notes": [note.document() for note in report.imported.notes],
         "files": files,
     }

@@ -33,6 +33,17 @@ def _find(advisory: Advisory) -> Find:
     return find
 
 
+def past_faults(subject: Subject) -> list[Advisory]:
+    """Returns the faults by which other releases than the installed one train something wrong with these settings."""
+    return [
+        advisory
+        for advisory in ADVISORIES
+        if advisory.kind is Effect.WRONG
+        and advisory.affects(subject.versions) is False
+        and advisory.has_settings(subject)
+    ]
+
+
 RULES = tuple(
     Rule(
         id=advisory.id,
