@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dstrain.choices import DataFormat, DpoLoss, Interval, LossKernel, LossOn, Method, Task
@@ -107,13 +108,13 @@ WITH_IMAGES = (
 _UNKNOWN_POSITIONS = TaskLimit(
     key="packing", values=(False,), why="in packed rows, positions of images are not known of this model's family"
 )
+PARTS: Mapping[str, bool] = MappingProxyType(
+    {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
+)
+"""Keys of a job that freeze parts of a vision-language model → their defaults."""
 WITH_ADAPTERS = tuple(
     TaskLimit(key=key, values=(value,), why="adapters are those of the language model, and all else is frozen")
-    for key, value in (
-        ("freeze_vision_tower", True),
-        ("freeze_multi_modal_projector", True),
-        ("freeze_language_model", False),
-    )
+    for key, value in PARTS.items()
 )
 """What adapters do not support yet."""
 BY_NAME = tuple(

@@ -20,8 +20,9 @@ from dstrain.job.file import JobFile
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_checks import check_combinations, check_data, check_gpu
-from dstrain.launch.prepare.job_context import model_of, request_of, unplanned_parts, workload_of
+from dstrain.launch.prepare.job_context import model_of, request_of, workload_of
 from dstrain.plan.estimate import estimate
+from dstrain.plan.freezing import unplanned_parts
 
 HEAD = Lora(targets=("lm_head", "q_proj"))
 
