@@ -14,6 +14,7 @@ from dstrain.config.edits.lock import Lock, installed
 from dstrain.config.templates.files import generated
 from dstrain.config.templates.templates import template_hash
 from dstrain.config.templates.values import template_of
+from dstrain.job.task_limits import PARTS
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.request import Request
 
@@ -28,6 +29,7 @@ def lock_of(asked: ResolvedOptions, facts: PlanInputs, plan: Plan, out: Path, be
         "eval_data": remembered.relative(options["eval_data"], out),
         "hub": options["hub"],
         "output_dir": options["output_dir"],
+        **{name: options[name] for name in PARTS},
         "attn": _attention(facts.request, plan, before),
     }
     files = generated(plan, facts.workload, facts.hosts, template_dir=template_dir, job=job)

@@ -40,12 +40,13 @@ from dstrain.facts.this_machine import busy_share
 from dstrain.facts.workload import Workload
 from dstrain.job.file import read_job
 from dstrain.launch.nodes.launchers import LAUNCHERS
-from dstrain.launch.prepare.job_context import hosts_of, open_request, unplanned_parts
+from dstrain.launch.prepare.job_context import hosts_of, open_request
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run import state
 from dstrain.launch.run import trial as trials
 from dstrain.paths import shown
 from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.freezing import unplanned_parts
 from dstrain.plan.search.contenders import contenders
 
 BUSY = 0.1

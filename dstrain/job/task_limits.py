@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dstrain.choices import DataFormat, DpoLoss, Interval, LossKernel, LossOn, Method, Task
@@ -99,19 +100,21 @@ LIMITS = (
 
 WITH_IMAGES = (
     TaskLimit(key="streaming", values=(False,), why="the tokens of images were not tried in a stream"),
-    TaskLimit(key="packing", values=(False,), why="positions of images are counted from the beginning of a row"),
     TaskLimit(key="sp", values=(1,), why="images are not shared by ranks"),
     TaskLimit(key="tp", values=(1,), why="it was not tried with images"),
     TaskLimit(key="ep", values=(1,), why="it was not tried with images"),
 )
 """What data with images do not support yet."""
+_UNKNOWN_POSITIONS = TaskLimit(
+    key="packing", values=(False,), why="in packed rows, positions of images are not known of this model's family"
+)
+PARTS: Mapping[str, bool] = MappingProxyType(
+    {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
+)
+"""Keys of a job that freeze parts of a vision-language model → their defaults."""
 WITH_ADAPTERS = tuple(
     TaskLimit(key=key, values=(value,), why="adapters are those of the language model, and all else is frozen")
-    for key, value in (
-        ("freeze_vision_tower", True),
-        ("freeze_multi_modal_projector", True),
-        ("freeze_language_model", False),
-    )
+    for key, value in PARTS.items()
 )
 """What adapters do not support yet."""
 BY_NAME = tuple(
@@ -165,9 +168,13 @@ def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
         yield from _exceeded(job, WITH_NEW_TOKENS, "new_tokens do")
 
 
-def broken_by_images(job: Job) -> Iterator[tuple[TaskLimit, str]]:
-    """Yields the limits of data with images that a job exceeds, and the problem in words."""
-    yield from _exceeded(job, WITH_IMAGES, "data with images do")
+def broken_by_images(job: Job, *, packs_images: bool) -> Iterator[tuple[TaskLimit, str]]:
+    """Yields the limits of data with images that a job exceeds, and the problem in words.
+
+    `packs_images`: whether positions of images in packed rows are known of the model's family.
+    """
+    limits = WITH_IMAGES if packs_images else (*WITH_IMAGES, _UNKNOWN_POSITIONS)
+    yield from _exceeded(job, limits, "data with images do")
 
 
 def _exceeded(job: Job, limits: Iterable[TaskLimit], subject: str) -> Iterator[tuple[TaskLimit, str]]:
@@ -177,9 +184,9 @@ def _exceeded(job: Job, limits: Iterable[TaskLimit], subject: str) -> Iterator[t
             yield limit, limit.problem(subject, value)
 
 
-def require_for_images(job: Job) -> None:
-    """Raises InvalidConfig for a job that exceeds a limit of data with images."""
-    for limit, problem in broken_by_images(job):
+def require_for_images(job: Job, *, packs_images: bool) -> None:
+    """Raises InvalidConfig for a job that exceeds a limit of data with images, as `broken_by_images` finds it."""
+    for limit, problem in broken_by_images(job, packs_images=packs_images):
         raise InvalidConfig(problem, hint=limit.instead)
 
 

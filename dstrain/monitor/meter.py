@@ -249,7 +249,7 @@ def _counts(batch: dict[str, Any]) -> Counts:
     """Returns the counts of a micro-batch.
 
     `input_ids`, `labels`, `position_ids` and `attention_mask`: (batch, seq). In packed rows a sample begins at
-    position 0, and a last sample without labels is padding.
+    position 0, and a last sample without labels is padding. Positions with images are (4, batch, seq), text first.
     """
     inputs = batch["input_ids"]
     has_label = batch["labels"] != -100 if "labels" in batch else torch.zeros(0, dtype=torch.bool)
@@ -257,7 +257,7 @@ def _counts(batch: dict[str, Any]) -> Counts:
     if "attention_mask" in batch:
         lengths = batch["attention_mask"].sum(dim=1)
     elif "position_ids" in batch:
-        sample = (batch["position_ids"].reshape(-1) == 0).cumsum(0) - 1
+        sample = (batch["position_ids"].reshape(-1, inputs.numel())[0] == 0).cumsum(0) - 1
         teaches = torch.bincount(sample, weights=has_label.reshape(-1).double()) > 0
         is_padding = torch.zeros_like(teaches)
         is_padding[sample.reshape(inputs.shape)[:, -1]] = True

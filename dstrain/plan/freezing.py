@@ -6,9 +6,12 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from dstrain.choices import Method
 from dstrain.facts.model.model_facts import ModelFacts, TensorGroup
 from dstrain.facts.model.parts import FROZEN, Part, part_of
 from dstrain.job.schema import Job
+from dstrain.job.task_limits import PARTS
+from dstrain.plan.memory.layers.activations import has_tower_code
 from dstrain.plan.memory.params import is_inside, layers_of
 
 
@@ -50,6 +53,26 @@ def with_frozen(model: ModelFacts, job: Job) -> ModelFacts:
         return replace(group, frozen=tuple(index for index, name in enumerate(names) if is_marked(name)))
 
     return replace(model, tensors=tuple(map(marked, model.tensors)))
+
+
+def unplanned_parts(job: Job, model: ModelFacts) -> str | None:
+    """Returns why a job has no estimate, or None.
+
+    The planner counts trained towers and aligners of Qwen3-VL, and with an adapter whole copies of embedding and head
+    alone. A frozen language model trains nothing unless a sample has an image.
+    """
+    others = [name for name in job.lora.modules_to_save if name.split(".")[-1] not in ("embed_tokens", "lm_head")]
+    if others and job.method is not Method.FULL:
+        return f"no estimate of memory: modules_to_save has {', '.join(others)}"
+    changed = [name for name, default in PARTS.items() if getattr(job, name) is not default]
+    if not changed or model.vision is None:
+        return None
+    if not has_tower_code(model):
+        are = "is" if len(changed) == 1 else "are"
+        return f"no estimate of memory: {', '.join(changed)} {are} not the default, which is known of Qwen3-VL alone"
+    if job.freeze_language_model and not job.image_patches:
+        return "no estimate of memory: with freeze_language_model it needs image_patches, the patches of a sample"
+    return None
 
 
 def _names(group: TensorGroup, num_layers: int) -> list[str]:

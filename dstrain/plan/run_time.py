@@ -12,6 +12,7 @@ from dstrain.choices import Interval
 from dstrain.facts.data.best_fit import best_fit
 from dstrain.facts.data.lengths import Lengths
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.vision_towers import PACKS_IMAGES
 from dstrain.facts.workload import Workload
 from dstrain.job.schema import Job
 from dstrain.plan.configuration import Configuration
@@ -87,7 +88,7 @@ def with_lengths(
     as long as the longest sample, up to the default.
     """
     limit = row_tokens(request, model)
-    if request.packing is None and not request.task.has_own_loss and has_layer_code(model):
+    if request.packing is None and not request.task.has_own_loss and _keeps_apart(model, lengths):
         items, scale = _rows(lengths, limit, is_packed=True), lengths.num_samples / len(lengths.tokens)
         steps = max_steps or len(items) * scale * epochs / (request.global_batch or DEFAULT_GLOBAL_BATCH)
         fill = sum(min(length, limit) for length in lengths.tokens) / len(lengths.tokens) / limit
@@ -97,6 +98,11 @@ def with_lengths(
         longest = 1 << (lengths.tokens[-1] - 1).bit_length()
         request = replace(request, seq_len=min(limit, max(LEAST_SEQ_LEN, longest)))
     return replace(request, packing=bool(request.packing))
+
+
+def _keeps_apart(model: ModelFacts, lengths: Lengths) -> bool:
+    """Returns whether a family is known to keep the samples of a row apart, and their images if they have any."""
+    return has_layer_code(model) and (not lengths.has_images or model.model_type in PACKS_IMAGES)
 
 
 def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job, *, eval_samples: int = 0) -> RunTime:

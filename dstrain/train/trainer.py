@@ -162,7 +162,7 @@ class Trainer(StreamingTrainer):
                 model=self.model,
                 engine=self.model_wrapped,
                 inputs_of=lambda row: self._prepare_inputs(self.data_collator([row] * size)),
-                tokens=rows[0]["input_ids"],
+                tokens=self._learned_tokens(),
                 whole=self._whole_rows,
                 group=self._group,
             )
@@ -193,14 +193,15 @@ class Trainer(StreamingTrainer):
             self._rank.say("attention over packed rows gets a mask in this model, which is slower")
 
     def _tried_inputs(self, num_tokens: int, size: int) -> dict[str, Any]:
-        """Returns a micro-batch of so many tokens: the first ones with loss, again and again if there are fewer.
-
-        So none of them belongs to an image.
-        """
-        labels = np.asarray(self.first_rows[0]["labels"])
-        tokens = np.resize(labels[labels != IGNORED], num_tokens)
+        """Returns a micro-batch of so many tokens: the first ones with loss, again and again if there are fewer."""
+        tokens = np.resize(self._learned_tokens(), num_tokens)
         row = row_of(tokens, tokens, np.array([len(tokens)]))
         return self._prepare_inputs(self.data_collator([row] * size))
+
+    def _learned_tokens(self) -> Any:
+        """Returns the tokens with loss of the first row, (tokens,), none of which belongs to an image."""
+        labels = np.asarray(self.first_rows[0]["labels"])
+        return labels[labels != IGNORED]
 
     def _try_loss(self, size: int) -> None:
         """Raises InvalidConfig for a loss that ranks of a group cannot share, or whose head does not make logits."""

@@ -86,6 +86,35 @@ def test_ligers_kernels_are_planned_and_written(dstrain: Type) -> None:
     assert "\nliger: true  #" in found["files"]["job.yaml"]
 
 
+SEEING = ("gen-config", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-vl-8b", "--image-patches", "1024")
+
+
+def test_parts_that_train_are_planned_written_and_repeated(dstrain: Type, tmp_path: Path) -> None:
+    frozen = dstrain(*SEEING, "--zero-stage", "3", "--json")
+    trained = dstrain(*SEEING, "--zero-stage", "3", "--json", "--no-freeze-vision-tower", "--force")
+    params = [json.loads(done.stdout)["model"]["num_trainable_params"] for done in (frozen, trained)]
+    assert params[1] - params[0] > 400e6
+    again = dstrain("gen-config", "--seq-len", "2048")
+    assert "--no-freeze-vision-tower" in again.stderr
+    job, _ = parse_yaml((tmp_path / "job.yaml").read_text(), "job.yaml")
+    assert job["freeze_vision_tower"] is False
+    assert "freeze_language_model" not in job
+
+
+@pytest.mark.parametrize(
+    ("asked", "problem"),
+    [
+        ((*PLAN, "--no-freeze-vision-tower"), "--no-freeze-vision-tower: qwen3-32b has no vision tower"),
+        ((*SEEING, "--freeze-language-model"), "--freeze-language-model: nothing is left to train"),
+        ((*SEEING, "--method", "lora", "--no-freeze-vision-tower"), "which method lora does not support"),
+    ],
+)
+def test_parts_that_cannot_train_are_refused(dstrain: Type, asked: tuple[str, ...], problem: str) -> None:
+    done = dstrain(*asked)
+    assert done.returncode == 3
+    assert problem in done.stderr
+
+
 @pytest.mark.parametrize(
     ("option", "key", "sent_as"),
     [("qwz", "zero_quantized_weights", None), ("qgz", "zero_quantized_gradients", "fp16")],

@@ -10,6 +10,7 @@ import pytest
 from cases import ask
 
 from dstrain.choices import Interval, Method, Task
+from dstrain.facts import probe
 from dstrain.facts.data.lengths import Lengths
 from dstrain.job.schema import Job
 from dstrain.plan.request import Request
@@ -54,6 +55,16 @@ def test_what_is_asked_for_stays() -> None:
 def test_a_family_that_nobody_has_checked_shares_no_rows() -> None:
     other = replace(MODEL.model, model_type="other")
     assert with_lengths(Request(), other, lengths(SHORT), epochs=3).packing is False
+
+
+def test_rows_with_images_are_shared_where_the_family_has_their_positions() -> None:
+    data = replace(lengths(SHORT), has_images=True)
+    kept = {
+        name: with_lengths(Request(), probe.read_model(name), data, epochs=3).packing
+        for name in ("qwen3-vl-8b", "gemma-3-4b")
+    }
+    assert kept == {"qwen3-vl-8b": True, "gemma-3-4b": False}
+    assert with_lengths(Request(), probe.read_model("gemma-3-4b"), lengths(SHORT), epochs=3).packing
 
 
 def trained(data: Lengths, **wishes: Any) -> RunTime:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from tests.train.vision import make_images, make_model, row, rows, write
 
 STEPS, RATE = 4, 1e-3
 ALL = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
-TRAINED = {"zero2": {Part.LANGUAGE_MODEL}, "zero3": set(Part), "aligner": {Part.ALIGNER}}
+TRAINED = {"zero2": {Part.LANGUAGE_MODEL}, "packed": set(Part), "aligner": {Part.ALIGNER}}
 """Run → the parts that train."""
 
 
@@ -46,9 +47,10 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
     }
     engine.train(make_run(folder / "zero2", demo, preflight=True, **job))
     single = {"micro_batch": 1, "grad_accum": 4}
-    engine.train(make_run(folder / "zero3", demo, zero={"stage": 3}, **job | single | ALL))
+    four_rows = {"micro_batch": 1, "packing": True, "seq_len": 96, "preflight": True}  # one of them without images
+    engine.train(make_run(folder / "packed", demo, zero={"stage": 3}, **job | four_rows | ALL))
     aligner = {"freeze_multi_modal_projector": False, "freeze_language_model": True}
-    engine.train(make_run(folder / "aligner", demo, zero={"stage": 3}, **job | aligner))
+    engine.train(make_run(folder / "aligner", demo, zero={"stage": 3}, **job | single | aligner))
     lora = {"method": "lora", "lora": {"rank": 4}}
     engine.train(make_run(folder / "lora", demo, zero={"stage": 3}, **job | single | lora))
     return folder
@@ -121,11 +123,19 @@ def test_every_loss_is_that_of_transformers_on_the_whole_batch(runs: Path, proce
 
 
 def test_an_evaluation_sees_each_image_once(runs: Path, processor: Any) -> None:
-    for name in ("zero2", "zero3"):
+    for name in ("zero2", "packed"):
         (line,) = (line for line in read_jsonl(runs / name / "metrics.jsonl") if "eval_loss" in line)
         with torch.no_grad():
             expected = mean_loss(loaded(runs / name / "final").eval(), processor, runs, EVALUATED)
         assert line["eval_loss"] == pytest.approx(float(expected), rel=1e-4)
+
+
+def test_a_packed_row_of_images_is_compared_with_its_samples_before_the_first_step(runs: Path) -> None:
+    text = said(runs / "packed")
+    assert "packed into 4 rows of 96 tokens" in text
+    checks = {check["name"]: check for check in json.loads((runs / "packed" / "preflight.json").read_text())["checks"]}
+    assert checks["packing"]["passed"], checks["packing"]
+    assert checks["packing"]["figures"]["packed"] == pytest.approx(checks["packing"]["figures"]["alone"], rel=1e-5)
 
 
 def test_adapters_train_on_images_without_touching_the_tower(runs: Path, processor: Any) -> None:

@@ -112,10 +112,15 @@ def _asked(options: Mapping[str, Any], path: Path | None, *, keeps_list: bool) -
     """Returns the job whose data are read. Raises InvalidConfig if a job file is invalid."""
     data = options["data"]
     if data is not None and is_job_file(data):
-        return replace(read_job(Path(data)).job, task=options["task"])
+        job = read_job(Path(data)).job
+        return replace(job, task=options["task"], image_patches=options["image_patches"] or job.image_patches)
     is_read = path is not None and path.is_file() and (data is not None or keeps_list)
     job = replace(read_job(path).job if is_read and path else Job(model="", output_dir=""), task=options["task"])
-    job = replace(job, eval_data=options.get("eval_data") or job.eval_data)
+    job = replace(
+        job,
+        eval_data=options.get("eval_data") or job.eval_data,
+        image_patches=options["image_patches"] or job.image_patches,
+    )
     return job if keeps_list and job.data is not None else replace(job, data=data)
 
 
@@ -140,9 +145,14 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
     if tokenizer is None:
         return TrainingData(unknown=f"the tokenizer of {model.source} is not here: hf download {model.source}")
     rows = max(_FEWEST_ROWS, SAMPLED_ROWS // len(sources))
+    image_tokens = None
+    if job.image_patches and model.vision is not None:
+        image_tokens = job.image_patches // model.vision.spatial_merge_size**2
     for source in sources:
         reading = reading_for(source, job)
-        lengths = read_lengths(source.path, reading, tokenizer, sampled_rows=rows, loss_on=job.loss_on)
+        lengths = read_lengths(
+            source.path, reading, tokenizer, sampled_rows=rows, loss_on=job.loss_on, image_tokens=image_tokens
+        )
         most = lengths.num_samples if source.max_samples is None else min(source.max_samples, lengths.num_samples)
         found.append(replace(lengths, num_samples=most))
     counts = [lengths.num_samples for lengths in found]

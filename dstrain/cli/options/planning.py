@@ -24,6 +24,7 @@ from dstrain.cli.types import SIZE, Choice, Named
 from dstrain.facts.cluster import gpus, links
 from dstrain.facts.model import aliases
 from dstrain.job.model_changes import Lora
+from dstrain.job.task_limits import PARTS
 from dstrain.plan.request import LrScaling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -124,6 +125,24 @@ _CHOICES = (
     ),
     click.option(
         "--image-patches", type=int, default=0, show_default=True, help="Vision patches of all images of a sample."
+    ),
+    click.option(
+        "--freeze-vision-tower/--no-freeze-vision-tower",
+        default=PARTS["freeze_vision_tower"],
+        show_default=True,
+        help="Leave the tower of a vision-language model as it is.",
+    ),
+    click.option(
+        "--freeze-multi-modal-projector/--no-freeze-multi-modal-projector",
+        default=PARTS["freeze_multi_modal_projector"],
+        show_default=True,
+        help="Leave the aligner between tower and language model as it is.",
+    ),
+    click.option(
+        "--freeze-language-model/--no-freeze-language-model",
+        default=PARTS["freeze_language_model"],
+        show_default=True,
+        help="Leave the language model as it is, while another part trains.",
     ),
     click.option(
         "--liger/--no-liger",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dstrain.choices import Attention, LossKernel, Precision
 from dstrain.cli.console import say_lines
+from dstrain.cli.options.typed import spelled
 from dstrain.errors import InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
@@ -15,9 +16,13 @@ from dstrain.facts.cluster import gpus, hostfile, links, machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model import trace_records
-from dstrain.facts.model.model_facts import with_head_of
+from dstrain.facts.model.model_facts import ModelFacts, with_head_of
+from dstrain.facts.model.parts import Part
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
+from dstrain.job.task_limits import PARTS, broken
+from dstrain.plan.freezing import frozen_parts, unplanned_parts, with_frozen
 from dstrain.plan.request import Request
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 from dstrain.units import MIB, format_bytes
@@ -42,7 +47,7 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> Plan
     hosts = _named_hosts(options)
     request = _request(options)
     found = probe.read_model(options["model"], hub=options["hub"], way=_trace_question(request))
-    model = with_head_of(found, request.task)
+    model = _with_parts(with_head_of(found, request.task), options, request)
     cluster, problem = measured_cluster(_cluster(options, hosts, last), hosts)
     if problem is not None:
         say_lines([f"note: {problem}"])
@@ -54,6 +59,22 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> Plan
             else hostfile.placeholders(cluster.num_nodes, cluster.gpus_per_node)
         )
     return PlanInputs(workload=measured_workload(model, cluster), hosts=hosts, request=request)
+
+
+def _with_parts(model: ModelFacts, options: Mapping[str, Any], request: Request) -> ModelFacts:
+    """Returns the model with the parts marked that train. Raises InvalidConfig if they cannot train or be planned."""
+    changed = {name: options[name] for name, default in PARTS.items() if options.get(name, default) is not default}
+    if not changed:
+        return model
+    job = Job(model="", output_dir="", method=request.method, image_patches=request.image_patches, **changed)
+    problem = next((problem for _, problem in broken(job)), unplanned_parts(job, model))
+    if model.vision is None:
+        problem = f"{model.name} has no vision tower"
+    elif len(frozen_parts(job)) == len(Part):
+        problem = "nothing is left to train"
+    if problem is not None:
+        raise InvalidConfig(f"{spelled(changed)}: {problem}", hint="Leave it out, or see docs/data.md, Images.")
+    return with_frozen(model, job)
 
 
 def _trace_question(request: Request) -> trace_records.Question:

@@ -7,6 +7,7 @@ from typing import Any
 from dstrain.choices import Offload
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.workload import Workload
+from dstrain.job.task_limits import PARTS
 from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.estimate_records import Plan
 
@@ -73,5 +74,6 @@ def job_values(plan: Plan, cluster: Cluster, **given: Any) -> dict[str, Any]:
         "learning_rate": plan.learning_rate,
         "global_batch": plan.global_batch,
         "env": {"DS_ACCELERATOR": "cpu"} if cluster.gpu.is_cpu else {},
+        **PARTS,
         **given,
     }

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data import images
 from dstrain.facts.data.datafile import files_of, num_rows, parsed, reading_of
 from dstrain.facts.data.preferences import Pair
 from dstrain.facts.data.row_contents import RowContents
@@ -35,6 +36,8 @@ class Lengths:
     """Samples of the whole data set; counted, or in a JSON list and in lines with gaps about as many."""
     target_share: float = 1.0
     """Share of the tokens with a label, 0…1."""
+    has_images: bool = False
+    """Whether a sampled row has images."""
 
     def share_longer(self, seq_len: int) -> float:
         """Returns the share of samples that are longer, 0…1.
@@ -80,7 +83,12 @@ def mixed(parts: Sequence[Lengths], counts: Sequence[int]) -> Lengths:
         tokens += [part.tokens[(2 * number + 1) * len(part.tokens) // (2 * drawn)] for number in range(drawn)]
     sizes = [count * sum(part.tokens) / len(part.tokens) for part, count in zip(parts, counts, strict=True)]
     targets = sum(size * part.target_share for size, part in zip(sizes, parts, strict=True))
-    return Lengths(tokens=tuple(sorted(tokens)), num_samples=sum(counts), target_share=targets / max(1, sum(sizes)))
+    return Lengths(
+        tokens=tuple(sorted(tokens)),
+        num_samples=sum(counts),
+        target_share=targets / max(1, sum(sizes)),
+        has_images=any(part.has_images for part in parts),
+    )
 
 
 @lru_cache(maxsize=1)
@@ -100,12 +108,14 @@ def read_lengths(
     *,
     sampled_rows: int = SAMPLED_ROWS,
     loss_on: LossOn = LossOn.ANSWER,
+    image_tokens: int | None = None,
 ) -> Lengths:
     """Returns the lengths of the samples of a data file or a glob; `tokenizer` is the model's tokenizer.json.
 
     Chat templates are not rendered: their share is the role's name and `MARKS` for each message. A pair of answers
-    counts as the longer of its two samples. Unusable rows are left out, which `dstrain run` names. Raises InvalidConfig
-    if no row is usable, one has images, or the tokenizer cannot be read.
+    counts as the longer of its two samples. All images of a sample count `image_tokens`, if it has any. Unusable rows
+    are left out, which `dstrain run` names. Raises InvalidConfig if no row is usable, one has images of which
+    `image_tokens` is not known, or the tokenizer cannot be read.
     """
     encoder = _encoder(tokenizer)
     files = files_of(data)
@@ -114,7 +124,8 @@ def read_lengths(
         sampled = list(spread(file, -(-sampled_rows // len(files))))
         counted += num_rows(file) or len(sampled)
         rows += len(sampled)
-        texts += [[_texts(side, loss_on) for side in sides] for sides in _usable(file, sampled, reading)]
+        usable = _usable(file, sampled, reading, has_image_tokens=image_tokens is not None)
+        texts += [[_texts(side, loss_on, image_tokens or 0) for side in sides] for sides in usable]
     if not texts:
         raise InvalidConfig(f"{data}: none of {rows:,} sampled rows is usable", hint="dstrain run names the problems.")
     every = [text for sides in texts for side in sides for text in side]
@@ -123,7 +134,12 @@ def read_lengths(
     targets = sum(size for size, text in zip(sizes, every, strict=True) if text.is_learned)
     left = iter(sizes)
     lengths = [max(sum(next(left) for _ in side) for side in sides) for sides in texts]
-    return Lengths(tokens=tuple(sorted(lengths)), num_samples=counted, target_share=targets / max(1, sum(sizes)))
+    return Lengths(
+        tokens=tuple(sorted(lengths)),
+        num_samples=counted,
+        target_share=targets / max(1, sum(sizes)),
+        has_images=any(text.is_image for text in every),
+    )
 
 
 class Text(NamedTuple):
@@ -134,10 +150,12 @@ class Text(NamedTuple):
     """Special tokens around it."""
     is_learned: bool = True
     """Whether its tokens have labels."""
+    is_image: bool = False
+    """Whether it stands for images."""
 
 
 def _usable(
-    file: Path, sampled: Sequence[Sample | InvalidConfig], reading: Reading
+    file: Path, sampled: Sequence[Sample | InvalidConfig], reading: Reading, *, has_image_tokens: bool
 ) -> list[Sequence[Conversation | str]]:
     """Returns what each usable row holds; of a pair two conversations."""
     found: list[Sequence[Conversation | str]] = []
@@ -150,15 +168,16 @@ def _usable(
             sample = parsed(row, reading)
         except InvalidConfig:
             continue
-        if isinstance(sample, Conversation) and sample.images:
-            raise InvalidConfig(f"{row.where}: has images, whose tokens the model's processor counts")
+        if isinstance(sample, Conversation) and sample.images and not has_image_tokens:
+            problem = "has images, whose tokens the model's processor counts; --image-patches N counts them, too"
+            raise InvalidConfig(f"{row.where}: {problem}")
         found.append(sample.sides if isinstance(sample, Pair) else (sample,))
     return found
 
 
-def _texts(sample: Conversation | str, loss_on: LossOn) -> list[Text]:
+def _texts(sample: Conversation | str, loss_on: LossOn, image_tokens: int) -> list[Text]:
     """Returns the texts of a sample: of each message its role and what it says, which answers are learned with the mark
-    that ends them."""
+    that ends them; and one for all of its images, with two special tokens around each."""
     if isinstance(sample, str):
         return [Text(sample, around=1)]  # the end of the document
     texts, last = [], len(sample.messages) - 1
@@ -167,7 +186,11 @@ def _texts(sample: Conversation | str, loss_on: LossOn) -> list[Text]:
         is_learned = loss_on is LossOn.ALL or (is_answer and (loss_on is LossOn.ANSWER or index == last))
         role = f"{message['role']}\n" if index == 0 else f"\n{message['role']}\n"
         texts.append(Text(role, MARKS - 1, is_learned=loss_on is LossOn.ALL))
-        texts.append(Text(_said(message), 1, is_learned=is_learned))
+        said = _said(message)
+        text = "".join(images.split(said)) if sample.images else said
+        texts.append(Text(text, 1, is_learned=is_learned))
+    if sample.images:
+        texts.append(Text("", image_tokens + MARKS * len(sample.images), is_learned=False, is_image=True))
     if sample.tools:
         tools = json.dumps(list(sample.tools), ensure_ascii=False)
         texts.append(Text(tools, is_learned=loss_on is LossOn.ALL))

@@ -69,7 +69,7 @@ class Question:
     has_score: bool = False
     """Whether the head gives each sequence a number, whose sum is the loss."""
     image_patches: int = 0
-    """Patches of the single image of each sample."""
+    """Patches of the single image of each sample; packed rows are full of them."""
     frozen_parts: tuple[Part, ...] = tuple(sorted(FROZEN))
     """The parts of a vision-language model that do not train."""
     holds_outputs: bool = False

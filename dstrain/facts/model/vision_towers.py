@@ -13,6 +13,12 @@ from dstrain.facts.model.model_facts import Kind, TensorGroup, Vision
 
 Groups = list[TensorGroup]
 
+PACKS_IMAGES = frozenset(["glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"])
+"""Families that take positions of images for each sample of a packed row, beside those that keep samples apart.
+
+Source: transformers 5.23 models/*/modeling_*.py: get_rope_index, and forward of the text model, which takes four rows
+of positions."""
+
 
 def qwen3_vl_vision(config: Fields) -> Vision:
     """Returns the facts of Qwen 3 VL's tower."""

@@ -9,7 +9,6 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Method
 from dstrain.config.edits.lock import planned_contents
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
@@ -27,10 +26,8 @@ from dstrain.facts.this_machine import trains_on_cpu
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
-from dstrain.job.task_limits import WITH_ADAPTERS
 from dstrain.plan.configuration import Configuration, flat
-from dstrain.plan.freezing import with_frozen
-from dstrain.plan.memory.layers.activations import has_tower_code
+from dstrain.plan.freezing import unplanned_parts, with_frozen
 from dstrain.plan.request import Request
 
 
@@ -128,26 +125,6 @@ def contents_of(file: JobFile | None) -> RowContents | None:
     """Returns what rows of a job's data held when its configuration was generated; None if unknown."""
     with suppress(DstrainError):  # a damaged lock is reported where it is needed
         return planned_contents(Path(file.job.ds_config).parent) if file is not None else None
-    return None
-
-
-def unplanned_parts(job: Job, model: ModelFacts) -> str | None:
-    """Returns why a job has no estimate, or None.
-
-    The planner counts trained towers and aligners of Qwen3-VL, and with an adapter whole copies of embedding and head
-    alone. A frozen language model trains nothing unless a sample has an image.
-    """
-    others = [name for name in job.lora.modules_to_save if name.split(".")[-1] not in ("embed_tokens", "lm_head")]
-    if others and job.method is not Method.FULL:
-        return f"no estimate of memory: modules_to_save has {', '.join(others)}"
-    changed = [limit.key for limit in WITH_ADAPTERS if getattr(job, limit.key) not in limit.values]
-    if not changed or model.vision is None:
-        return None
-    if not has_tower_code(model):
-        are = "is" if len(changed) == 1 else "are"
-        return f"no estimate of memory: {', '.join(changed)} {are} not the default, which is known of Qwen3-VL alone"
-    if job.freeze_language_model and not job.image_patches:
-        return "no estimate of memory: with freeze_language_model it needs image_patches, the patches of a sample"
     return None
 
 

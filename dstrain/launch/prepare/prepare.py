@@ -29,7 +29,7 @@ from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import attention, job_checks, packages, resize_checkpoint, resume
 from dstrain.launch.prepare.attention import Choice
-from dstrain.launch.prepare.job_context import contents_of, describe, given_link, hosts_of, model_of, unplanned_parts
+from dstrain.launch.prepare.job_context import contents_of, describe, given_link, hosts_of, model_of
 from dstrain.launch.prepare.lint_job import lint_text, read_text, refused
 from dstrain.launch.prepare.resize_checkpoint import Resize
 from dstrain.launch.prepare.resume import Resuming
@@ -37,6 +37,7 @@ from dstrain.paths import shown
 from dstrain.plan.configuration import changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.freezing import unplanned_parts
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
 

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from dstrain.choices import Method, Optimizer, Precision
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.cluster.cpu import limits_of
+from dstrain.facts.data.row_contents import seen_samples
 from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
-from dstrain.facts.model.model_facts import Kind, Moe
+from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
 from dstrain.plan.configuration import Configuration, flat
@@ -65,6 +66,8 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
         )
         is_frozen = "" if trains else " is frozen"
         found.append(f"no images are counted (--image-patches); the vision tower ({tower} parameters){is_frozen}")
+    if (packed_images := _packed_images(model, chosen.configuration)) is not None:
+        found.append(packed_images)
     if (compiling := compile_rules.note(workload, chosen.configuration)) is not None:
         found.append(compiling)
     if chosen.configuration.parallel.ep > 1:
@@ -74,6 +77,19 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
     if model.moe is not None and request.method is not Method.FULL:
         found.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
     return tuple(found)
+
+
+def _packed_images(model: ModelFacts, c: Configuration) -> str | None:
+    """Returns how many images a packed row is planned with; None of other rows."""
+    if model.vision is None or not c.batch.packing or not c.batch.image_patches:
+        return None
+    per_token, side = model.vision.spatial_merge_size**2, model.vision.patch_size
+    samples = seen_samples(c.batch.seq_len, c.batch.image_patches, per_token, is_packed=True)
+    patches = samples * c.batch.image_patches
+    return (
+        f"a packed row has room for the images of {samples:,} samples ({patches:,} patches, "
+        f"{format_count(patches * side**2)} pixels): memory counts all of them, time too unless the data are known"
+    )
 
 
 def _optimizer_notes(workload: Workload, request: Request, chosen: Estimate) -> Iterator[str]:

@@ -7,6 +7,7 @@ from functools import lru_cache
 from itertools import compress
 
 from dstrain.choices import Attention
+from dstrain.facts.data.row_contents import seen_samples
 from dstrain.plan.speed.efficiency import (
     CALL_KERNELS,
     GROUPED_RATIO,
@@ -182,13 +183,16 @@ def _vision_seconds(work: Work, rates: Efficiency, s: Setting) -> tuple[float, f
     """Returns the seconds of the vision tower's forward and backward pass.
 
     Frozen blocks have no backward pass. Trained ones have two products for each of the forward pass, and 2.5 times its
-    attention; with checkpointing they run forward again.
+    attention; with checkpointing they run forward again. Packed rows hold the images of their samples; if the number of
+    these is not known, of as many as fit.
     """
-    patches = s.batch.rows * s.batch.image_patches
-    if not patches:
-        return 0.0, 0.0
-    rate = s.peak_flops_per_s * rates.gemm_ratio
     products = work.vision_products
+    if not s.batch.image_patches or not products:
+        return 0.0, 0.0
+    per_token = round(1 / min(product.rows_per_token for product in products))
+    most = seen_samples(s.batch.seq_len, s.batch.image_patches, per_token, is_packed=s.batch.packing)
+    patches = s.batch.rows * s.batch.image_patches * (most if s.row_samples is None else min(most, s.row_samples))
+    rate = s.peak_flops_per_s * rates.gemm_ratio
     seconds = [2 * p.inputs * p.outputs * p.count * p.rows_per_token * patches / rate for p in products]
     attention = 2 * patches * s.batch.image_patches * work.vision_width / (s.peak_flops_per_s * rates.attention_ratio)
     of_blocks = [product.rows_per_token == 1 for product in products]

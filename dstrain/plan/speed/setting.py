@@ -41,6 +41,8 @@ class Setting:
     """Samples of a micro-batch for which attention is called one by one; 0 if one call attends all of them."""
     target_share: float
     """Share of the tokens with a label, 0…1."""
+    row_samples: float | None
+    """Mean samples of a row; None of packed rows of which it is not known."""
 
     @property
     def tokens(self) -> int:
@@ -90,6 +92,7 @@ def setting(configuration: Configuration, peak_flops_per_s: float, gpu: Gpu, con
         attended_tokens=attended_tokens,
         apart=apart,
         target_share=1.0 if contents is None else contents.target_share,
+        row_samples=_row_samples(configuration, contents),
         model=configuration.model,
         batch=configuration.batch,
         kernels=configuration.kernels,
@@ -98,6 +101,13 @@ def setting(configuration: Configuration, peak_flops_per_s: float, gpu: Gpu, con
         code=code,
         zero_stage=configuration.zero.stage,
     )
+
+
+def _row_samples(c: Configuration, contents: RowContents | None) -> float | None:
+    """Returns the mean samples of a row; None of packed rows of which it is not known."""
+    if not c.batch.packing:
+        return 1.0
+    return None if contents is None else max(1.0, c.batch.seq_len / contents.sample_tokens)
 
 
 def _attended(c: Configuration, gpu: Gpu, contents: RowContents | None) -> tuple[float, float]:

@@ -50,8 +50,8 @@ class Collator:
             "labels": np.full((len(rows), width), IGNORED),
         }
         if self.packing:
-            lengths = np.array([[len(row["input_ids"])] for row in rows])
-            columns["position_ids"] = np.arange(width) - lengths  # the padding counts as one more sample
+            lengths = np.array([[len(row["position_ids"])] for row in rows])
+            columns["position_ids"] = np.arange(width) - lengths  # what follows the samples counts as one more
         for name, column in columns.items():
             for index, row in enumerate(rows):
                 column[index, : len(row[name])] = row[name]
@@ -75,6 +75,11 @@ def taken_by(model: Any) -> frozenset[str] | None:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)
+
+
+def text_positions(position_ids: torch.Tensor) -> torch.Tensor:
+    """Returns the positions that keep samples apart, (batch, seq), also of those with images: (4, batch, seq)."""
+    return position_ids[0] if position_ids.dim() == 3 else position_ids
 
 
 def joins_rows(model: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoProcessor, ProcessorMixin
+from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from transformers.models.auto import video_processing_auto
 from transformers.utils.hub import PushToHubMixin, cached_file
 
@@ -21,6 +21,7 @@ from dstrain.facts.model.model_files import PROCESSOR_FILES
 from dstrain.job.schema import Job
 from dstrain.train.data.chat import Span
 from dstrain.train.data.collate import Collator
+from dstrain.train.data.image_positions import ImagePositions, positions_of
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.tokenizer import cannot_load
 
@@ -86,6 +87,8 @@ class Images:
     """A processor of Transformers."""
     max_pixels: int | None
     """Larger images are made smaller, to this many pixels; None: as the processor has it."""
+    positions: ImagePositions | None = None
+    """Positions of images in packed rows; None: the family has none that are known."""
     files: tuple[Path, ...] = ()
     """The processor's files, which go with the trained model."""
 
@@ -201,7 +204,8 @@ def load_images(job: Job, source: str, tokenizer: Any) -> Images | None:
         return None
     processor.tokenizer = tokenizer  # with the job's chat template
     found = tuple(Path(file) for file in files if file is not None)
-    return Images(processor=processor, max_pixels=job.max_pixels, files=found)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
+    return Images(processor=processor, max_pixels=job.max_pixels, positions=positions_of(config), files=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +214,8 @@ class ImageCollator:
 
     Each rank runs the vision tower in every micro-batch, as ZeRO-3 needs it, which gathers each weight on all ranks at
     once. The tokens of the blank image are padding: no token of a sample sees them, and none of them has a label, so
-    that the gradient of the tower is exactly that of the images of other ranks.
+    that the gradient of the tower is exactly that of the images of other ranks. Packed rows get positions for each
+    sample, as the model would count those of a whole row from its beginning.
     """
 
     collator: Collator
@@ -224,19 +229,26 @@ class ImageCollator:
         """Returns the tensors of `Collator`, of the images, and what of the tokens is an image, if the model asks."""
         paths = [path for row in rows for path in row.get("images", ())]
         batch = self.collator(rows) if paths else self._with_blank(rows)
+        batch |= self.images.pixels(paths) if paths else self.images.blank_pixels()
         types = next((name for name in _TYPES if name in self.parameters), None)
         if types is not None:
             batch[types] = self.images.types_of(batch["input_ids"])
-        return {**batch, **(self.images.pixels(paths) if paths else self.images.blank_pixels())}
+        if self.collator.packing:
+            assert self.images.positions is not None
+            batch["position_ids"] = self.images.positions.of(batch)
+        return batch
 
     def _with_blank(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns a micro-batch with a blank image behind its shortest sample, hidden by the attention mask."""
+        """Returns a micro-batch with a blank image behind its shortest row, which the attention mask hides, or with
+        packing its positions: it is a sample with the padding."""
         lengths = [len(row["input_ids"]) for row in rows]
         index = int(np.argmin(lengths))
         longer = {
+            **rows[index],
             "input_ids": [*rows[index]["input_ids"], *self.blank],
             "labels": [*rows[index]["labels"], *[IGNORED] * len(self.blank)],
         }
         batch = self.collator([longer if i == index else row for i, row in enumerate(rows)])
-        batch["attention_mask"][index, lengths[index] :] = 0
+        if not self.collator.packing:
+            batch["attention_mask"][index, lengths[index] :] = 0
         return batch

@@ -14,7 +14,7 @@ from transformers.masking_utils import create_masks_for_generate
 
 from dstrain.errors import InvalidConfig
 from dstrain.train.data.by_sample import attend_by_sample
-from dstrain.train.data.collate import without_adapter
+from dstrain.train.data.collate import text_positions, without_adapter
 from dstrain.train.data.packing import Row, row_of
 from dstrain.train.loss import trial
 
@@ -26,8 +26,10 @@ _SEEN_PADDING = 0.05
 def packed_masks(model: Any, position_ids: torch.Tensor) -> Any:
     """Returns masks that separate the samples of packed rows, for models that do not derive them from positions.
 
-    `position_ids`: (batch, seq). A family with several kinds of attention gets a dict with one mask per kind.
+    `position_ids`: (batch, seq), or (4, batch, seq) with images. A family with several kinds of attention gets a dict
+    with one mask per kind.
     """
+    position_ids = text_positions(position_ids)
     shape_and_dtype = torch.empty((*position_ids.shape, 0), dtype=model.dtype, device=position_ids.device)
     return create_masks_for_generate(
         config=model.config,

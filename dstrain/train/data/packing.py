@@ -13,10 +13,11 @@ import numpy as np
 
 from dstrain.facts.data.best_fit import best_fit
 from dstrain.train.data.shared_work import locked
+from dstrain.train.data.token_files import PATHS
 from dstrain.train.data.tokenize import IGNORED
 
-Row = dict[str, np.ndarray[Any, Any]]
-"""`input_ids`, `labels` and `position_ids` of a packed row, each (tokens,)."""
+Row = dict[str, Any]
+"""`input_ids`, `labels` and `position_ids` of a packed row, each (tokens,), and perhaps the paths of its images."""
 _FILES = ("members.npy", "starts.npy")
 
 
@@ -57,18 +58,21 @@ class PackedRows:
     """Rows of whole samples, concatenated on access; a sequence like a data set."""
 
     samples: Any
-    """A data set with `input_ids` and `labels` in Arrow's format, for NumPy arrays without copies."""
+    """A data set with `input_ids`, `labels` and perhaps `images` in Arrow's format, for NumPy arrays without copies."""
     rows: Packing
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        """Returns the tokens of a row."""
+        """Returns the tokens of a row, and the paths of its images in the order of their tokens."""
         members = self.samples[self.rows[index].tolist()]
         input_ids, labels = (members.column(name).combine_chunks() for name in ("input_ids", "labels"))
         lengths = input_ids.value_lengths().to_numpy(zero_copy_only=False)
-        return row_of(input_ids.flatten().to_numpy(), labels.flatten().to_numpy(), lengths)
+        row = row_of(input_ids.flatten().to_numpy(), labels.flatten().to_numpy(), lengths)
+        if PATHS in members.column_names:
+            row[PATHS] = members.column(PATHS).combine_chunks().flatten().to_pylist()
+        return row
 
 
 def row_of(input_ids: Any, labels: Any, lengths: Any) -> Row:

@@ -103,7 +103,7 @@ def prepare(
     if job.packing:
         name = "evaluation" if not training else tokens[0].name if len(tokens) == 1 else "data"
         dataset, note = _packed(dataset, lengths, job, name, digest)
-        notes.append(note)
+        notes += [note, *_image_notes(name, job, form)]
     return PreparedData(
         dataset=dataset,
         num_samples=len(lengths),
@@ -124,7 +124,8 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     rows = rows_of(source, job, training=training)
     dataset, said = tokenized(rows, encoder, job, report, form)
     if _figure(dataset, "num_images").any():
-        task_limits.require_for_images(job)
+        packs_images = form.images is not None and form.images.positions is not None
+        task_limits.require_for_images(job, packs_images=packs_images)
     lengths, is_long = _figure(dataset, "length"), _figure(dataset, "num_cut") > 0
     drops_long = job.on_long_sample is OnLongSample.DROP
     kept = ((lengths > 0) & ~is_long if drops_long else lengths > 0).nonzero()[0]
@@ -198,6 +199,14 @@ def _packed(dataset: Any, lengths: Any, job: Job, name: str, digest: str) -> tup
     filled = int(lengths.sum(dtype=np.int64)) / (len(rows) * job.seq_len)
     note = f"{name}: packed into {units.counted(len(rows), 'row')} of {job.seq_len:,} tokens, {filled:.1%} filled"
     return PackedRows(samples=dataset.with_format("arrow"), rows=rows), note
+
+
+def _image_notes(name: str, job: Job, form: Form) -> list[str]:
+    """Returns a line for the log about the images that a packed row may hold."""
+    if form.images is None or form.images.positions is None:
+        return []
+    side = form.images.positions.token_side
+    return [f"{name}: a row has at most {job.seq_len:,} tokens of images, each of {side} × {side} pixels"]
 
 
 def _digest(crcs: Any, job: Job) -> str:

@@ -10,6 +10,7 @@ from transformers import vision_utils
 
 from dstrain.choices import Attention
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.row_contents import seen_samples
 from dstrain.facts.model.trace_records import Question
 
 
@@ -38,8 +39,14 @@ def num_image_tokens(question: Question, config: Any) -> int:
     """Returns the tokens that all images of a micro-batch take up in the language model."""
     if not question.image_patches:
         return 0
-    merge = _tower_config(config).spatial_merge_size
-    return question.micro_batch * question.image_patches // merge**2  # type: ignore[no-any-return]
+    per_token = int(_tower_config(config).spatial_merge_size ** 2)
+    return _num_images(question, per_token) * question.image_patches // per_token
+
+
+def _num_images(question: Question, patches_per_token: int) -> int:
+    """Returns the images of a micro-batch: one for each sample, and packed rows full of them."""
+    seq_len, patches = question.seq_len, question.image_patches
+    return question.micro_batch * seen_samples(seq_len, patches, patches_per_token, is_packed=question.is_packed)
 
 
 def _borders(question: Question) -> dict[str, Any]:
@@ -57,16 +64,16 @@ def _images(question: Question, config: Any) -> dict[str, Any]:
     """Returns one image a sample, as Qwen's processors give them: rows of pixels, and the grid each was cut into.
 
     The grid stays on the CPU, because code looks into it. Positions of text and images are made inside the model on
-    real data; they are three numbers a token.
+    real data; they are three numbers a token. Those of packed rows come with the data, and are four.
     """
     tower = _tower_config(config)
     height, width = grid(question.image_patches, tower.spatial_merge_size)
     pixels = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
-    samples = question.micro_batch
+    images = _num_images(question, tower.spatial_merge_size**2)
     return {
-        "pixel_values": torch.empty((samples * question.image_patches, pixels), dtype=torch.float32, device="meta"),
-        "image_grid_thw": torch.tensor([[1, height, width]] * samples),
-        "position_ids": _whole_numbers((3, samples, question.seq_len)),
+        "pixel_values": torch.empty((images * question.image_patches, pixels), dtype=torch.float32, device="meta"),
+        "image_grid_thw": torch.tensor([[1, height, width]] * images),
+        "position_ids": _whole_numbers((3 + question.is_packed, question.micro_batch, question.seq_len)),
     }
 
 

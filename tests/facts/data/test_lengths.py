@@ -97,9 +97,16 @@ def test_small_files_are_spread_over(tmp_path: Path) -> None:
     assert rows == [str(number) for number in range(0, 100, 10)]
 
 
-def test_data_with_images_have_no_lengths_without_a_processor(tmp_path: Path, tokenizer: Path) -> None:
+def test_data_with_images_have_lengths_once_their_tokens_are_given(tmp_path: Path, tokenizer: Path) -> None:
     (tmp_path / "a.png").write_bytes(b"")
-    data = tmp_path / "train.jsonl"
-    data.write_text(json.dumps({"instruction": "<image>", "output": "b", "images": ["a.png"]}))
-    with pytest.raises(InvalidConfig, match="has images, whose tokens the model's processor counts"):
+    data, plain = tmp_path / "train.jsonl", tmp_path / "plain.jsonl"
+    row = {"instruction": "<image><image>What?", "output": "b"}
+    data.write_text(f"{json.dumps(row | {'images': ['a.png'] * 2})}\n{json.dumps(row | {'instruction': 'What?'})}\n")
+    plain.write_text(json.dumps(row | {"instruction": "What?"}))
+    with pytest.raises(InvalidConfig, match="has images, whose tokens the model's processor counts; --image-patches N"):
         read_lengths(str(data), PLAIN, tokenizer)
+    found, text = (read_lengths(str(file), PLAIN, tokenizer, image_tokens=256) for file in (data, plain))
+    assert found.tokens == (*text.tokens, text.tokens[0] + 256 + 2 * 2)
+    assert found.has_images
+    assert not text.has_images
+    assert found.target_share < text.target_share

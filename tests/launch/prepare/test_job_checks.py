@@ -20,8 +20,9 @@ from dstrain.job.file import JobFile
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_checks import check_combinations, check_data, check_gpu
-from dstrain.launch.prepare.job_context import model_of, request_of, unplanned_parts, workload_of
+from dstrain.launch.prepare.job_context import model_of, request_of, workload_of
 from dstrain.plan.estimate import estimate
+from dstrain.plan.freezing import unplanned_parts
 
 HEAD = Lora(targets=("lm_head", "q_proj"))
 
@@ -90,19 +91,21 @@ def images_of(folder: Path, **job: Any) -> list[str]:
     (folder / "train.jsonl").write_text(json.dumps(row))
     if job.pop("has_processor", True):
         (folder / "model" / "preprocessor_config.json").write_text("{}")
+    (folder / "model" / "config.json").write_text(json.dumps({"model_type": job.pop("family", "qwen3_vl")}))
     made = Job(model=str(folder / "model"), output_dir="o", data=str(folder / "train.jsonl"), **job)
     return check_data(JobFile(job=made, locate=lambda keys: Place(file="job.yaml")))
 
 
-def test_an_estimate_without_images_says_so(tmp_path: Path) -> None:
-    (note,) = images_of(tmp_path)
+@pytest.mark.parametrize("packing", [False, True])
+def test_an_estimate_without_images_says_so(tmp_path: Path, packing: bool) -> None:
+    (note,) = images_of(tmp_path, packing=packing)
     assert note.endswith("train.jsonl: the estimate counts no images: set image_patches to the patches of a sample")
 
 
 @pytest.mark.parametrize(
     ("job", "said"),
     [
-        ({"packing": True}, "data: packing is true, which data with images do not support"),
+        ({"packing": True, "family": "gemma3"}, "data: packing is true, which data with images do not support"),
         ({"tp": 2}, "data: tp is 2, which data with images do not support"),
         ({"has_processor": False}, "has no processor for them"),
     ],

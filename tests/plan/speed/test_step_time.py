@@ -386,6 +386,23 @@ def test_images_cost_their_patches(name: str) -> None:
     assert tower < merged < 1.3 * tower
 
 
+def test_packed_rows_cost_the_images_of_their_samples_or_of_as_many_as_fit() -> None:
+    model, way = probe.read_model("qwen3-vl-8b"), changed(BASE, seq_len=4096, image_patches=1024)
+    contents = RowContents(sample_tokens=512, attended_tokens=512, target_share=1.0)
+
+    def tower(c: Configuration, held: RowContents | None) -> float:
+        seeing, blind = (
+            _filled(each, held, model=model).parts_s[PRODUCTS] for each in (c, changed(c, image_patches=0))
+        )
+        return seeing - blind
+
+    one = tower(way, None)
+    packed = changed(way, packing=True)
+    assert tower(packed, contents) == pytest.approx(8 * one, rel=0.01)
+    assert tower(packed, None) == pytest.approx(16 * one, rel=0.01)
+    assert tower(packed, replace(contents, sample_tokens=100)) == pytest.approx(16 * one, rel=0.01)
+
+
 def test_a_trained_tower_has_two_products_more_for_each_of_its_own_and_a_frozen_language_model_one_less() -> None:
     frozen = probe.read_model("qwen3-vl-8b")
     way = changed(BASE, image_patches=8192, grad_ckpt=False)

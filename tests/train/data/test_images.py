@@ -1,5 +1,6 @@
 """Images in tokens: labels, the cut by seq_len, the micro-batch, and what `dstrain data show` shows."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 
 from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.images import opened
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
+from dstrain.monitor.meter import COUNTS, CountingCollator
 from dstrain.train.data.collate import Collator
 from dstrain.train.data.images import ImageCollator, Images, load_images
 from dstrain.train.data.prepare import PreparedData, prepare
@@ -111,22 +114,68 @@ def prepared(job: Job, folder: Path, tokenizer: Any) -> PreparedData:
     return prepare(job, tokenizer, training=True, form=sequences_with_images(images))
 
 
-def test_packing_is_refused_where_data_have_images(job: Job, folder: Path, tokenizer: Any) -> None:
-    packed = Job(model=job.model, output_dir="o", data=job.data, seq_len=256, packing=True)
-    with pytest.raises(InvalidConfig, match="packing is true, which data with images do not support"):
-        prepared(packed, folder, tokenizer)
+def collator_of(folder: Path, tokenizer: Any, *, packing: bool) -> ImageCollator:
+    images = images_of(folder, tokenizer)
+    return ImageCollator(
+        collator=Collator(pad_token_id=tokenizer.pad_token_id, packing=packing),
+        images=images,
+        blank=images.blank_tokens(tokenizer),
+        parameters=frozenset({"mm_token_type_ids"}),
+    )
+
+
+def test_packing_is_refused_where_the_positions_of_images_are_not_known(job: Job, folder: Path, tokenizer: Any) -> None:
+    images = replace(images_of(folder, tokenizer), positions=None)
+    form = sequences_with_images(images)
+    with pytest.raises(InvalidConfig, match="packing is true, which data with images do not support: in packed rows"):
+        prepare(replace(job, packing=True), tokenizer, training=True, form=form)
+
+
+def test_a_packed_row_has_the_images_of_its_samples_in_order_and_positions_of_each(
+    job: Job, folder: Path, tokenizer: Any
+) -> None:
+    data = prepared(replace(job, packing=True), folder, tokenizer)
+    assert data.notes[-2].endswith("packed into 2 rows of 256 tokens, 59.4% filled")
+    assert data.notes[-1].endswith("a row has at most 256 tokens of images, each of 8 × 8 pixels")
+    packed = [data.dataset[index] for index in range(2)]
+    assert sum(len(row["images"]) for row in packed) == data.num_images == 6
+    collator = collator_of(folder, tokenizer, packing=True)
+    batch = collator(packed)
+    text, *rotated = batch["position_ids"]
+    sizes = [opened(path).size for row in packed for path in row["images"]]
+    assert batch["image_grid_thw"].tolist() == [[1, height // 4, width // 4] for width, height in sizes]
+    starts = text == 0
+    assert sum(int(starts[index, : len(row["input_ids"])].sum()) for index, row in enumerate(packed)) == 8
+    assert all(int(axis[starts].abs().sum()) == 0 for axis in rotated)
+    is_image = batch["mm_token_type_ids"] == 1
+    for has_image, is_start, axis in zip(is_image, starts, rotated[0], strict=True):
+        assert (axis[1:] == axis[:-1])[has_image[1:] & has_image[:-1]].all()  # one instant for an image
+        assert (axis[1:] > axis[:-1])[~has_image[1:] & ~is_start[1:]].all()
+    assert "attention_mask" not in batch
+
+
+def test_a_packed_row_without_images_has_a_blank_one_as_a_sample_that_counts_as_padding(
+    job: Job, folder: Path, tokenizer: Any
+) -> None:
+    write(folder / "texts.jsonl", [*rows()[:1], *rows()[5:]])
+    data = prepared(replace(job, data=str(folder / "texts.jsonl"), packing=True, seq_len=90), folder, tokenizer)
+    row = next(row for row in data.dataset if not row["images"])
+    batch = collator_of(folder, tokenizer, packing=True)([row])
+    length = len(row["input_ids"])
+    tokens, text, labels = batch["input_ids"][0], batch["position_ids"][0, 0], batch["labels"][0]
+    assert text[length:].equal(torch.arange(len(text) - length))
+    assert batch["image_grid_thw"].tolist() == [[1, 8, 8]]
+    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    assert int((tokens[length:] == image_id).sum()) == int((tokens == image_id).sum()) == 8 * 8 // 4
+    assert (labels[length:] == IGNORED).all()
+    counts = CountingCollator(lambda rows: batch)([])[COUNTS]
+    assert (counts.tokens, counts.padding, counts.samples) == (60, len(text) - 60, (30, 30))
 
 
 def test_a_batch_without_images_has_a_hidden_blank_one(job: Job, folder: Path, tokenizer: Any) -> None:
     data = prepared(job, folder, tokenizer)
     assert data.num_images == 6
-    images = images_of(folder, tokenizer)
-    collator = ImageCollator(
-        collator=Collator(pad_token_id=tokenizer.pad_token_id, packing=False),
-        images=images,
-        blank=images.blank_tokens(tokenizer),
-        parameters=frozenset({"mm_token_type_ids"}),
-    )
+    collator = collator_of(folder, tokenizer, packing=False)
     texts = [data.dataset[index] for index in (5, 6)]
     batch, image_id = collator(texts), tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert batch["image_grid_thw"].tolist() == [[1, 8, 8]]

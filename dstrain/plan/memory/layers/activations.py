@@ -243,8 +243,9 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tenso
         layer = _layer(run, code, kind)
         hidden = tape.checkpoint(layer, hidden) if variant.checkpointing.recomputes(index) else layer(hidden)
         hidden = output = marked(run, hidden, f"layer backward {index}")
-        if seen and index < len(seen.levels) and (index == 0 or seen.levels[index].node is not None):
-            # frozen ones that follow the first leave as much behind as layers without
+        is_at_end = index in (0, model.num_hidden_layers - 1)
+        if seen and index < len(seen.levels) and (is_at_end or seen.levels[index].node is not None):
+            # frozen ones between the first and the last layer leave as much behind as layers without
             hidden = features.deepened(run, hidden, seen.levels[index], seen.mask)
     hidden = code.norm(run, hidden, model.hidden_size)
     del embeddings, seen, output, idle

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dstrain.choices import Attention
+from dstrain.facts.data.row_contents import seen_samples
 from dstrain.facts.model.model_facts import ModelFacts, Vision
 from dstrain.plan.memory.layers import attention, blocks, features, ops, products
 from dstrain.plan.memory.layers.context import Context, Variant
@@ -58,12 +59,19 @@ def qwen3_vl(run: Context, hidden: Tensor, images: Tensor) -> Seen:
 
 def _joined(run: Context, x: Tensor) -> Tensor:
     """The features of each image, and then those of all of them."""
-    count = run.variant.batch.rows
+    count = _num_samples(run)
     return ops.cat(run.tape, ops.split(run.tape, x, (x.numel // count,) * count))
 
 
 def _num_patches(run: Context) -> int:
-    return run.variant.batch.rows * run.variant.batch.image_patches
+    return _num_samples(run) * run.variant.batch.image_patches
+
+
+def _num_samples(run: Context) -> int:
+    """Samples with images, each of which counts as one image: in packed rows as many as they hold at most."""
+    batch = run.variant.batch
+    per_token = _facts(run).spatial_merge_size ** 2
+    return batch.rows * seen_samples(batch.seq_len, batch.image_patches, per_token, is_packed=batch.packing)
 
 
 def _patch_numel(run: Context) -> int:
@@ -86,7 +94,8 @@ def _tower(run: Context, narrow: Tensor) -> tuple[Tensor, list[Tensor]]:
     tape, vision = run.tape, _facts(run)
     indices, weights, positions = _places(run)
     hidden = _linear(run, narrow, f"{ROOT}.patch_embed.proj")
-    hidden = ops.add(tape, hidden, ops.cast(tape, _embedded_places(run, indices, weights), hidden.item))
+    embedded = _embedded_places(run, indices, weights)
+    hidden = ops.add(tape, hidden, ops.cast(tape, embedded, hidden.item))
     tables = tuple(tape.new(hidden.numel // vision.num_heads, ops.FP32) for _ in range(2))
     levels: list[Tensor] = []
     num_levels = _num_levels(run)
@@ -101,7 +110,7 @@ def _tower(run: Context, narrow: Tensor) -> tuple[Tensor, list[Tensor]]:
         hidden = _marked(run, hidden, index)
         if index < num_levels:
             levels.append(_merged(run, hidden, f"{ROOT}.deepstack_merger_list.*"))
-    del positions
+    del positions, embedded
     return hidden, levels
 
 
@@ -210,7 +219,7 @@ def _rotated(run: Context, q: Tensor, k: Tensor, tables: tuple[Tensor, ...]) -> 
 
 def _by_image(run: Context, q: Tensor, k: Tensor, v: Tensor, queries: int) -> Tensor:
     """One image after the other, and their results side by side."""
-    tape, count, heads = run.tape, run.variant.batch.rows, _facts(run).num_heads
+    tape, count, heads = run.tape, _num_samples(run), _facts(run).num_heads
     outputs = []
     pieces = [ops.split(tape, x, (x.numel // count,) * count) for x in (q, k, v)]
     for parts in zip(*pieces, strict=True):

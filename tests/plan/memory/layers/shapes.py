@@ -246,8 +246,7 @@ def _case(family: str, way: Way, draw: random.Random) -> Case:
     seq_len = 8 * draw.randint(16, 256)
     if way.attn is Attention.EAGER:
         seq_len = 8 * draw.randint(16, 96)
-    has_images = model.vision is not None and rows is not Rows.PACKED  # positions of images are no positions in a row
-    image_patches = 4 * draw.randint(4, seq_len // 16) if has_images else 0
+    image_patches = 4 * draw.randint(4, seq_len // 16) if model.vision is not None else 0
     losses = (LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED)[: 2 if family == "granite" else 3]
     configuration = changed(
         DEFAULTS,

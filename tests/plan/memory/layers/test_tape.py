@@ -208,6 +208,16 @@ def test_a_frozen_tower_leaves_nothing_but_features() -> None:
     assert instant(vision_language_model(), seeing, "vision forward").total > pixels + 256 * 30 * 256
 
 
+def test_a_packed_row_is_planned_with_as_many_images_as_fill_it() -> None:
+    """A row of T tokens has room for 4 T patches; pixels of all of them, and features in the place of all tokens."""
+    packed = changed(WAY, image_patches=256, packing=True)
+    alone, full = (
+        instant(vision_language_model(), way, "loss backward") for way in (changed(packed, image_patches=0), packed)
+    )
+    pixels, positions = 4 * (4 * T) * 3 * 2 * 16 * 16, 3 * 8 * T
+    assert full.total - alone.total == pytest.approx(pixels + positions, abs=8 * T)
+
+
 def test_a_block_of_a_trained_tower_keeps_what_the_closed_form_says() -> None:
     """Norms and their statistics, keys, queries and values, queries and keys rotated, output, MLP, two sums."""
     job = Job(model="", output_dir="", freeze_vision_tower=False, freeze_multi_modal_projector=False)

@@ -1,0 +1,166 @@
+"""Tiny random models of the families that pack images: a packed row has the loss and the gradients of its samples."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from transformers import AutoModelForImageTextToText  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+
+from dstrain.facts.model.vision_towers import PACKS_IMAGES  # noqa: E402
+from dstrain.train.data.by_sample import attend_by_sample  # noqa: E402
+from dstrain.train.data.collate import Collator, joins_rows, taken_by  # noqa: E402
+from dstrain.train.data.image_positions import positions_of  # noqa: E402
+from dstrain.train.data.packing import row_of  # noqa: E402
+from dstrain.train.data.tokenize import IGNORED  # noqa: E402
+from tests.train.data.test_packing_families import of_each_sample, of_one_row  # noqa: E402
+
+IMAGE, WIDTH = 5, 3 * 2 * 4 * 4
+"""Token of an image, and numbers of a patch: channels, frames, height and width."""
+TEXT = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "head_dim": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "pad_token_id": 0,
+    "max_position_embeddings": 256,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "decoder_sparse_step": 1,
+    "shared_expert_intermediate_size": 16,
+}
+LINEAR = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 1,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 64,
+    "image_size": 32,
+    "window_size": 16,
+    "fullatt_block_indexes": [0],
+}
+TOKENS: dict[str, Any] = {
+    "image_token_id": IMAGE,
+    "video_token_id": 6,
+    "vision_start_token_id": 7,
+    "vision_end_token_id": 8,
+    "image_start_token_id": 7,
+    "image_end_token_id": 8,
+    "video_start_token_id": 9,
+    "video_end_token_id": 10,
+}
+Grid = tuple[int, int, int]
+ROWS: tuple[tuple[tuple[Grid, ...], ...], ...] = ((((1, 4, 6),), (), ((1, 4, 4), (1, 8, 4))), (((1, 6, 4),),), ((), ()))
+"""Row → sample → image → its frames, and rows and columns of patches."""
+
+
+def make(family: str) -> Any:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    text: dict[str, Any] = {**TEXT, "rope_parameters": rope, **(EXPERTS if "moe" in family else {})}
+    tower: dict[str, Any] = {**TOWER, **({"deepstack_visual_indexes": [0]} if "vl" in family else {})}
+    if family.startswith("qwen3_5"):
+        text |= LINEAR | {"rope_parameters": rope | {"partial_rotary_factor": 1.0}}
+    kind: Any = CONFIG_MAPPING[family]
+    config = kind(text_config=text, vision_config=tower, **TOKENS)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.3)  # so that positions matter
+    return model
+
+
+def tokens_of(grids: Sequence[Grid], random: np.random.Generator) -> list[int]:
+    ids: list[int] = random.integers(11, 64, 5).tolist()
+    for _, height, width in grids:
+        ids += [7, *[IMAGE] * (height * width // 4), 8, *random.integers(11, 64, 4).tolist()]
+    return ids
+
+
+def inputs_of(ids: Any, pixels: Sequence[Any], grids: Sequence[Grid]) -> dict[str, Any]:
+    images = {"pixel_values": torch.cat(list(pixels)), "image_grid_thw": torch.tensor(grids)} if grids else {}
+    return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).long(), **images}
+
+
+def backward(model: Any, inputs: dict[str, Any], labels: Any, count: int) -> float:
+    """Returns the loss over `count` targets, and adds its gradients."""
+    logits = model(**inputs).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(
+        logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    (loss / count).backward()
+    return float(loss.detach()) / count
+
+
+def taken_gradients(model: Any) -> dict[str, Any]:
+    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("family", sorted(PACKS_IMAGES))
+def test_packed_rows_with_images_have_the_loss_and_the_gradients_of_their_samples(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, random = make(family), np.random.default_rng(0)
+    samples = [[(tokens_of(grids, random), grids) for grids in row] for row in ROWS]
+    pixels = {grid: torch.randn(grid[1] * grid[2], WIDTH) for row in ROWS for grids in row for grid in grids}
+    count = sum(len(ids) - 1 for row in samples for ids, _ in row)
+    alone = 0.0
+    for ids, grids in (sample for row in samples for sample in row):
+        tensor = torch.tensor([ids])
+        alone += backward(model, inputs_of(tensor, [pixels[grid] for grid in grids], grids), tensor, count)
+    expected = taken_gradients(model)
+    if family.startswith("qwen3_5"):
+        code = sys.modules[type(model).__module__]
+        for function, stand_in in (("torch_chunk_gated_delta_rule", of_one_row), ("causal_conv1d_fn", of_each_sample)):
+            monkeypatch.setattr(code, function, stand_in(getattr(code, function)))
+    collate = Collator(pad_token_id=0, packing=True, takes=taken_by(model), joins_rows=joins_rows(model))
+    batch = collate(
+        [row_of(np.concatenate(all_ids), np.concatenate(all_ids), np.array([len(ids) for ids in all_ids]))
+         for all_ids in ([ids for ids, _ in row] for row in samples)]
+    )  # fmt: skip
+    labels = batch.pop("labels")
+    every = [grid for row in ROWS for grids in row for grid in grids]
+    batch |= inputs_of(batch["input_ids"], [pixels[grid] for grid in every], every)
+    assert attend_by_sample(model)
+    of_text = {**batch, "position_ids": batch["position_ids"].expand(4, -1, -1)}
+    assert backward(model, of_text, labels, count) != pytest.approx(alone, rel=1e-3)
+    model.zero_grad()
+    positions = positions_of(model.config)
+    assert positions is not None
+    batch["position_ids"] = positions.of(batch)
+    assert backward(model, batch, labels, count) == pytest.approx(alone, rel=1e-5)
+    gradients = taken_gradients(model)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        scale = float(expected[name].abs().max())
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-5, atol=1e-5 * scale, msg=name)
+
+
+def test_a_family_that_looks_ahead_in_images_has_no_positions_for_packed_rows() -> None:
+    assert positions_of(CONFIG_MAPPING["gemma3"]()) is None
