@@ -51,7 +51,9 @@ ALL_PARTS = {
 @click.option("--offload", type=click.Choice(["none", "optimizer", "params"]), help="What leaves GPU memory.")
 @click.option("--hostfile", type=click.Path(path_type=Path, exists=True), help="Train over these hosts.")
 @click.option("--steps", type=click.IntRange(2), default=150, show_default=True, help="Optimizer steps.")
-@click.option("--task", type=click.Choice(["sft", *BARS]), default="sft", show_default=True, help="What is trained.")
+@click.option(
+    "--task", type=click.Choice(["sft", "pretrain", *BARS]), default="sft", show_default=True, help="What is trained."
+)
 @click.option("--moe", is_flag=True, help=f"Train a mixture of {EXPERTS} experts, with the loss that balances them.")
 @click.option("--images", is_flag=True, help="Train a vision-language model to say what is in pictures.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON to stdout.")
@@ -90,9 +92,10 @@ def command(
     data = ["--data", "train.jsonl", "--eval-data", "eval.jsonl", "--output-dir", output]
     sizes = ["--global-batch", str(8 * (gpus or RANKS)), *_sizes(task, images=images)]
     _type(["gen-config", "--model", "./model", *where, *choice, *sizes, *data], folder)
-    settings = _settings(steps, images=images, balances=moe and task == "sft")
+    settings = _settings(steps, images=images, balances=moe and task not in BARS)
     _type(["run", *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))], folder)
-    name = "loss of a model without pictures" if images else "unigram entropy of its answers"
+    name = f"unigram entropy of its {'texts' if task == 'pretrain' else 'answers'}"
+    name = "loss of a model without pictures" if images else name
     bar = BARS.get(task, (name, made["loss_to_beat"]))
     _tell(bar, RunDir(folder / output), folder, as_json=as_json)
 
@@ -101,7 +104,7 @@ def _sizes(task: str, *, images: bool) -> list[str]:
     """Returns the options of gen-config for the samples of a task."""
     if images:
         return ["--seq-len", "64", "--image-patches", str(PATCHES)]
-    return ["--seq-len", "256", *(["--packing"] if task == "sft" else ["--task", task])]
+    return ["--seq-len", "256", "--task", task, *([] if task in BARS else ["--packing"])]
 
 
 def _settings(steps: int, *, images: bool, balances: bool) -> dict[str, object]:

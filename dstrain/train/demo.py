@@ -34,9 +34,7 @@ from dstrain.choices import Task
 from dstrain.errors import EnvironmentProblem
 from dstrain.paths import write_atomic
 from dstrain.train.data.tokenize import IGNORED
-
-QUESTION = "Write the docstring of this Python function."
-"""The request of every sample, before the signature."""
+from dstrain.train.demo_rows import ROWS, conversation, texts
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -82,7 +80,7 @@ class Demo:
 def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
     """Writes `model`, `train.jsonl` and `eval.jsonl` to the folder; the same bytes every time on the same Python.
 
-    The data are those of a task: conversations, pairs of answers, or answers with a label.
+    The data are those of a task: conversations, texts, pairs of answers, or answers with a label.
     """
     pairs = pairs_of_standard_library()
     if len(pairs) < _FEWEST_PAIRS:
@@ -90,15 +88,18 @@ def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
             f"{sysconfig.get_path('stdlib')}: only {len(pairs)} documented functions in the sources of this Python",
             hint="Use a Python whose standard library is installed as .py files.",
         )
-    samples = [_sample(question, answer) for question, answer in pairs]
+    samples = [conversation(question, answer) for question, answer in pairs]
     train, evaluation = samples[EVAL_SAMPLES:], samples[:EVAL_SAMPLES]
     for name, part in (("train.jsonl", train), ("eval.jsonl", evaluation)):
-        rows = _pairs(part) if task.rows == 2 else _labeled(part) if task is Task.KTO else part
-        write_rows(folder / name, rows)
+        write_rows(folder / name, ROWS[task](part))
     tokenizer = make_tokenizer(message["content"] for sample in train for message in sample["messages"])
     model = make_model(tokenizer, num_experts=num_experts)
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
+    if task is Task.PRETRAIN:
+        learned = [row["text"] for row in texts(evaluation)]
+    else:
+        learned = [sample["messages"][-1]["content"] for sample in evaluation]
     return Demo(
         model=str(folder / "model"),
         train=str(folder / "train.jsonl"),
@@ -107,7 +108,7 @@ def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
         vocab_size=len(tokenizer),
         train_samples=len(train),
         eval_samples=len(evaluation),
-        loss_to_beat=unigram_entropy(labels_of_answers(evaluation, tokenizer)),
+        loss_to_beat=unigram_entropy(labels_of(learned, tokenizer)),
     )
 
 
@@ -166,34 +167,6 @@ def _signature(function: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     word = "async def" if isinstance(function, ast.AsyncFunctionDef) else "def"
     returns = f" -> {ast.unparse(function.returns)}" if function.returns else ""
     return f"{word} {function.name}({ast.unparse(function.args)}){returns}:"
-
-
-def _sample(question: str, answer: str) -> dict[str, Any]:
-    return {
-        "messages": [
-            {"role": "user", "content": f"{QUESTION}\n{question}"},
-            {"role": "assistant", "content": answer},
-        ]
-    }
-
-
-def _pairs(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields pairs: the docstring of each function, and as the rejected answer its words from last to first."""
-    for sample in samples:
-        question, answer = sample["messages"]
-        backwards = " ".join(answer["content"].split()[::-1])
-        yield {"prompt": [question], "chosen": [answer], "rejected": [{**answer, "content": backwards}]}
-
-
-def _labeled(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields answers with a label: docstrings, and of every other function its docstring from last word to first."""
-    for number, pair in enumerate(_pairs(samples)):
-        is_desirable = number % 2 == 0
-        yield {
-            "prompt": pair["prompt"],
-            "completion": pair["chosen" if is_desirable else "rejected"],
-            "label": is_desirable,
-        }
 
 
 def make_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
@@ -265,10 +238,10 @@ def unigram_entropy(samples: Iterable[Mapping[str, Sequence[int]]]) -> float:
     return -sum(count / total * math.log(count / total) for count in counts.values())
 
 
-def labels_of_answers(samples: Iterable[dict[str, Any]], tokenizer: Any) -> Iterator[dict[str, list[int]]]:
-    """Yields the tokens of each answer with its end-of-turn token, as labels."""
-    for sample in samples:
-        ids = tokenizer(sample["messages"][-1]["content"], add_special_tokens=False)["input_ids"]
+def labels_of(texts: Iterable[str], tokenizer: Any) -> Iterator[dict[str, list[int]]]:
+    """Yields the tokens of each text with the token that ends it, as labels."""
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         yield {"labels": [*ids, tokenizer.eos_token_id]}
 
 

@@ -20,7 +20,7 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-from dstrain.train.demo import EVAL_SAMPLES, SEED, Demo, labels_of_answers, make_tokenizer, write_rows
+from dstrain.train.demo import EVAL_SAMPLES, SEED, Demo, labels_of, make_tokenizer, write_rows
 
 CHAT_TEMPLATE = """\
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
@@ -129,7 +129,9 @@ def loss_without_pictures(samples: Iterable[dict[str, Any]], tokenizer: Any) -> 
         question, answer = (turn["content"] for turn in row["messages"])
         answers[question][answer] += 1
     nats = -sum(n * math.log(n / given.total()) for given in answers.values() for n in given.values())
-    return nats / sum(len(sample["labels"]) for sample in labels_of_answers(rows, tokenizer))
+    return nats / sum(
+        len(sample["labels"]) for sample in labels_of((row["messages"][-1]["content"] for row in rows), tokenizer)
+    )
 
 
 def make_vision_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

@@ -16,6 +16,7 @@ from dstrain.choices import DataFormat, Task  # noqa: E402
 from dstrain.facts.data.datafile import check, samples  # noqa: E402
 from dstrain.facts.data.sample_formats import PLAIN  # noqa: E402
 from dstrain.train import demo  # noqa: E402
+from dstrain.train.demo_rows import ROWS, conversation  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +33,14 @@ def test_says_what_it_made_in_one_line(built: dict[str, Any]) -> None:
     assert built["eval_samples"] == demo.EVAL_SAMPLES
     assert 0.5e6 < built["params"] < 4e6
     assert 5 < built["loss_to_beat"] < math.log(built["vocab_size"])
+
+
+@pytest.mark.parametrize(("task", "form"), [(Task.SFT, DataFormat.MESSAGES), (Task.PRETRAIN, DataFormat.TEXT)])
+def test_rows_have_the_form_of_their_task(task: Task, form: DataFormat, tmp_path: Path) -> None:
+    assert set(ROWS) == set(Task)
+    rows = list(ROWS[task]([conversation("def f():", "What it does.")]))
+    assert check(demo.write_rows(tmp_path / "rows.jsonl", rows), PLAIN).format == form
+    assert task is not Task.PRETRAIN or rows == [{"text": 'def f():\n    """What it does."""'}]
 
 
 def test_data_pass_the_check(built: dict[str, Any]) -> None:
