@@ -47,5 +47,5 @@ def best_model(summary: Mapping[str, Any]) -> BestModel | None:
     """Returns the best model that a summary records; None if it records none that can be read."""
     try:
         return from_data(BestModel, summary["best"], locate=lambda _: "summary.json")
-    except (KeyError, DstrainError):
+    except (KeyError, TypeError, DstrainError):
         return None

@@ -8,11 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dstrain.facts.cluster.cluster import Cluster
+from dstrain.monitor.best_model import BestModel, best_model
 from dstrain.monitor.comparison import comparisons, step_parts
 from dstrain.monitor.comparison_text import COLUMNS, rows_of, split_text
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
-from dstrain.monitor.sinks.sink import REPORT, Table, markdown
+from dstrain.monitor.sinks.sink import REPORT, End, Table, markdown
 from dstrain.monitor.windows import Line, counted, series, states_by_rank
 from dstrain.plan.estimate_records import Estimate
 from dstrain.rundir import RunDir
@@ -36,6 +37,8 @@ class Ended:
     """Metrics of each evaluation."""
     findings: Sequence[Line] = ()
     """Warnings of the health rules."""
+    best: BestModel | None = None
+    """The best model, and whether the run stopped early; None if the job does not keep it, or the run failed."""
 
 
 def read_end(run_dir: RunDir, *, estimate: Estimate | None, cluster: Cluster | None) -> Ended:
@@ -44,6 +47,9 @@ def read_end(run_dir: RunDir, *, estimate: Estimate | None, cluster: Cluster | N
     windows = [line for line in logged if "loss" in line]
     began = next((line["time_s"] for line in windows if "time_s" in line), 0.0)
     states: tuple[Mapping[str, int], ...] = ()
+    best: BestModel | None = None
+    with suppress(OSError, ValueError):
+        best = best_model(json.loads(run_dir.summary.read_text(encoding="utf-8")))
     with suppress(OSError, ValueError):
         states = states_by_rank(json.loads(run_dir.states.read_text(encoding="utf-8")))
     return Ended(
@@ -52,6 +58,7 @@ def read_end(run_dir: RunDir, *, estimate: Estimate | None, cluster: Cluster | N
         windows=windows,
         states=states,
         evaluations=[line for line in logged if "eval_loss" in line],
+        best=best,
         findings=[line for line in read_jsonl(run_dir.health) if line.get("time_s", began) >= began],
     )
 
@@ -67,6 +74,7 @@ def end_report(run: Ended, *, how: str) -> Table | None:
         note = counted(run.windows).note
         lines += [f"**a step**: {split}{f' ({note})' if note else ''}", ""]
     lines += [f"**loss**: {_losses(run)}", ""]
+    lines += [f"**best model**: {run.best.text}", ""] if run.best is not None and how == End.SUCCESS else []
     last = {line["rule"]: line for line in run.findings if line.get("rule")}
     lines += [f"- **{rule}** {line.get('message', '')}" for rule, line in list(last.items())[:_MOST_RULES]]
     lines += ["", "`dstrain report` on the run directory has the rest."] if last else ["No health rule was broken."]
