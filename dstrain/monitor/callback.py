@@ -134,10 +134,12 @@ class MetricsCallback(TrainerCallback):
 
     def show(self, file: JsonlFile, texts: Sequence[GeneratedText]) -> None:
         """Writes generated texts to a file, and shows them in the sinks; on rank 0."""
+        began = time.monotonic()
         for text in texts:
             self._write(file, asdict(text))
         for sink in self._sinks:
             sink.show(table(texts))
+        self.meter.pause(time.monotonic() - began)
 
     def drain(self) -> dict[str, Any]:
         """Returns the metrics of the window that is being logged, and clears them."""

@@ -93,7 +93,13 @@ class SamplesCallback(TrainerCallback):
         engine_of: Callable[[], Any],
         heartbeat: Sender,
     ) -> None:
-        """`engine_of` returns DeepSpeed's engine, once there is one; `metrics` writes the texts, on rank 0."""
+        """`engine_of` returns DeepSpeed's engine, once there is one; `metrics` writes the texts, on rank 0.
+
+        Raises InvalidConfig for a model that cannot generate.
+        """
+        base = without_adapter(setup.model)
+        if not base.can_generate():
+            raise InvalidConfig(f"samples: {type(base).__name__} cannot generate texts", hint="Remove samples.")
         self._samples = samples
         self._metrics = metrics
         self._engine_of = engine_of
