@@ -13,7 +13,7 @@ from typing import Any, overload
 from dstrain.paths import flush, write_atomic
 
 _SENT = re.compile(
-    r"(metrics|health)\.jsonl|(states|summary|oom|preflight)\.json|logs/[^/\0]+\.log|checkpoint-\d+/part\.json"
+    r"(metrics|health|samples)\.jsonl|(states|summary|oom|preflight)\.json|logs/[^/\0]+\.log|checkpoint-\d+/part\.json"
 )
 """Names of the files that nodes with a file system of their own send."""
 
@@ -63,6 +63,8 @@ class RunDir:
     """One JSON object per logged step."""
     health = _Entry("health.jsonl")
     """One JSON object per warning about a step."""
+    samples = _Entry("samples.jsonl")
+    """One JSON object per generated text (`monitor.generated`)."""
     states = _Entry("states.json")
     """Measured bytes of model states, of every rank."""
     preflight = _Entry("preflight.json")
@@ -123,6 +125,13 @@ class RunDir:
     def whole_checkpoints(self) -> list[tuple[int, Path]]:
         """Returns the complete checkpoints by step, oldest first."""
         return [(step, folder) for step, folder in self.checkpoints() if is_whole(folder)]
+
+    def best_checkpoint(self) -> Path | None:
+        """Returns the complete checkpoint of the lowest evaluation loss, by the newest one; None if no loss decides."""
+        newest = self.newest_checkpoint().folder
+        step = None if newest is None else best_step(newest)
+        best = self.path / f"checkpoint-{step}"
+        return best if step is not None and is_whole(best) else None
 
     def newest_checkpoint(self, *, for_resume: bool = False) -> Newest:
         """Returns the newest complete checkpoint, and why newer ones are skipped; for a resume, one with all states."""
@@ -213,17 +222,29 @@ def lacks_states(checkpoint: Path) -> str | None:
     return "holds the weights alone (save_only_model)" if read_record(checkpoint).get("only_model") else None
 
 
+def best_step(checkpoint: Path) -> int | None:
+    """Returns the step of the lowest evaluation loss until a checkpoint; None if the job does not keep the best one.
+
+    Source: transformers 5.23 trainer_callback.py: TrainerState.best_global_step.
+    """
+    try:
+        step = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8")).get("best_global_step")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
 def is_whole(checkpoint: Path) -> bool:
     """Returns whether a checkpoint is complete."""
     return damage(checkpoint) is None
 
 
 def rotate(run_dir: RunDir, limit: int | None) -> list[Path]:
-    """Deletes all but the newest `limit` complete checkpoints (at least 1) and older incomplete ones; returns them."""
+    """Deletes older checkpoints than the newest `limit` complete ones (at least 1), except the best; returns them."""
     whole = [folder for _, folder in run_dir.whole_checkpoints()]
     if limit is None or not whole:
         return []
-    kept = set(whole[-max(limit, 1) :])
+    kept = {*whole[-max(limit, 1) :], run_dir.path / f"checkpoint-{best_step(whole[-1])}"}
     newest = int(whole[-1].name.removeprefix("checkpoint-"))
     deleted = [folder for step, folder in run_dir.checkpoints() if folder not in kept and step < newest]
     for folder in deleted:

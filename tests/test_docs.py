@@ -86,6 +86,7 @@ def job_reference() -> str:
         "DataSource": "data[].",
         "Lora": "lora.",
         "RopeScaling": "rope_scaling.",
+        "Samples": "samples.",
         "Monitor": "monitor.",
         "HealthLimits": "health.RULE.",
     }

@@ -14,9 +14,8 @@ from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules import no_effect
 from dstrain.config.lint.subject import Subject
 from dstrain.facts.cluster import gpus, links
-from dstrain.monitor.end_report import EndReport
 from dstrain.monitor.sinks.registry import Guarded
-from dstrain.monitor.sinks.sink import End
+from dstrain.monitor.sinks.sink import End, Table
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "extending"
@@ -64,7 +63,7 @@ def test_the_sink_of_the_page_draws_points(capsys: pytest.CaptureFixture[str]) -
     messages: list[str] = []
     sink = Guarded("print", names["open_sink"](None, messages.append), messages.append)
     sink.log({"loss": 1.0}, 3)
-    sink.report(EndReport(step=3, text="good", columns=(), rows=()))
+    sink.show(Table(name="report", step=3, text="good", columns=(), rows=()))
     sink.finish(End.SUCCESS)
     assert capsys.readouterr().out == "3 {'loss': 1.0}\ngood\n"
     assert messages == []

@@ -94,10 +94,15 @@ def command(
     _type(["gen-config", "--model", "./model", *where, *choice, *sizes, *data], folder)
     settings = _settings(steps, images=images, balances=moe and task not in BARS)
     _type(["run", *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))], folder)
-    name = f"unigram entropy of its {'texts' if task == 'pretrain' else 'answers'}"
-    name = "loss of a model without pictures" if images else name
-    bar = BARS.get(task, (name, made["loss_to_beat"]))
+    bar = BARS.get(task, (_bar_name(task, images=images), made["loss_to_beat"]))
     _tell(bar, RunDir(folder / output), folder, as_json=as_json)
+
+
+def _bar_name(task: str, *, images: bool) -> str:
+    """Returns the name of the loss to beat."""
+    if images:
+        return "loss of a model without pictures"
+    return f"unigram entropy of its {'texts' if task == 'pretrain' else 'answers'}"
 
 
 def _sizes(task: str, *, images: bool) -> list[str]:

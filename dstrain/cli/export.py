@@ -23,8 +23,8 @@ from dstrain.paths import python
 def command(source: Path, out: Path, precision: Precision | None, dry_run: bool) -> None:
     """Merge an adapter into its base, or gather a ZeRO checkpoint, into a folder that from_pretrained loads.
 
-    SOURCE is a run directory (its newest complete checkpoint, or its final model), a checkpoint, or an adapter. OUT is
-    a new folder. Runs in one process on the CPU; the weights must fit into RAM.
+    SOURCE is a run directory (its best checkpoint if the job keeps one, its newest complete one, or its final model), a
+    checkpoint, or an adapter. OUT is a new folder. Runs in one process on the CPU; the weights must fit into RAM.
 
     \b
     Example:

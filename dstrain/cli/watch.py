@@ -14,6 +14,7 @@ from dstrain.cli.console import answer, width
 from dstrain.cli.output.report import verdict
 from dstrain.cli.output.watch import findings, frame, news
 from dstrain.launch.run import state
+from dstrain.monitor.best_model import best_model
 from dstrain.paths import shown
 from dstrain.report.progress import is_over
 from dstrain.report.recorded import read
@@ -79,6 +80,8 @@ def _print(place: RunDir, every: float) -> Report:
             since = at
         sys.stdout.flush()
         if is_over(one, now=time.time()):
+            if (best := best_model(one.recorded.summary)) is not None:
+                answer(best.text)
             answer(f"{shown(str(place.path))}: {verdict(one)}")
             return one
         time.sleep(pause_s)

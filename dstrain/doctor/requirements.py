@@ -197,7 +197,7 @@ def _num_checkpoints(job: Job) -> int | None:
     run = 1 if job.save_steps < 1 else job.max_steps
     ever = math.ceil(run / job.save_steps) if run and is_by_steps else None
     there = len(RunDir(Path(job.output_dir)).checkpoints())
-    kept = None if job.save_total_limit is None else max(1, job.save_total_limit + 1 - there)
+    kept = None if job.save_total_limit is None else max(1, job.save_total_limit + 1 + job.keeps_best - there)
     counts = [count for count in (ever, kept) if count is not None]
     return min(counts) if counts else None
 

@@ -1,9 +1,12 @@
-"""The sections of a job file about watching a run: where metrics go, and limits of health rules."""
+"""The sections of a job file about watching a run: where metrics go, generated texts, and limits of health rules."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated
+
+from annotated_types import Ge, Gt
 
 from dstrain.choices import SinkName, SwanLabMode
 from dstrain.records import type_config
@@ -38,6 +41,22 @@ class Monitor:
     """Whether each rank measures its collectives; `false` leaves PyTorch's functions as they are."""
     notify: tuple[NotifyService, ...] = ()
     """Who hears of start, trouble, failure and end: `feishu`, `dingtalk`, `wecom`, `slack`, `webhook`, `mail`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Texts that the model generates as training goes, greedily."""
+
+    __pydantic_config__ = type_config
+
+    prompts: tuple[str, ...] = ()
+    """Questions, which get the chat template; with `task: pretrain`, or without a template, beginnings of texts."""
+    eval_prompts: Annotated[int, Ge(0)] = 0
+    """Number of evaluation samples, from the first one, of which the part before the first answer is a prompt, too."""
+    generate_every: Annotated[int, Gt(0)] | None = None
+    """Optimizer steps between generations; default: at each evaluation."""
+    max_new_tokens: Annotated[int, Gt(0)] = 128
+    """Tokens of a generated text, at most."""
 
 
 class HealthRule(StrEnum):

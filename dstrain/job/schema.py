@@ -33,7 +33,7 @@ from dstrain.choices import (
 )
 from dstrain.job.data_source import DataSource, Positive, PositiveFloat, Sources, listed
 from dstrain.job.model_changes import Lora, Ratio, RopeScaling
-from dstrain.job.monitor import HealthLimits, HealthRule, Monitor
+from dstrain.job.monitor import HealthLimits, HealthRule, Monitor, Samples
 from dstrain.job.task_losses import Dpo, Kto, Reward
 from dstrain.records import type_config
 
@@ -218,12 +218,20 @@ class Job:
     save_only_model: bool = False
     """Whether checkpoints hold the weights alone, a fraction of the size, from which no run can resume."""
     save_total_limit: Positive | None = 2
-    """Number of checkpoints to keep."""
+    """Number of checkpoints to keep, besides the best one with `load_best`."""
+    load_best: bool = False
+    """Whether the final model is that of the lowest evaluation loss; needs a checkpoint of each evaluation."""
+    early_stopping: Positive | None = None
+    """Evaluations in a row without a lower loss that end the run; has the effect of `load_best`, too."""
+    early_stopping_threshold: NonNegative = 0.0
+    """With `early_stopping`, how much lower than the best an evaluation loss has to be."""
     resume: str = "never"
     """`never`, `auto` (from the newest complete checkpoint in `output_dir`), or a checkpoint folder."""
     dataloader_num_workers: Annotated[int, Ge(0)] = 0
     """Worker processes of each rank's data loader."""
 
+    samples: Samples | None = None
+    """Texts that the model generates as training goes; default: none."""
     monitor: Monitor = field(default_factory=Monitor)
     """Where metrics go."""
     health: Mapping[HealthRule, HealthLimits] = field(default_factory=dict)
@@ -263,6 +271,11 @@ class Job:
     def has_eval(self) -> bool:
         """Whether the model is evaluated."""
         return self.eval_data is not None or self.val_split is not None
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the checkpoint of the lowest evaluation loss stays, and becomes the final model."""
+        return self.load_best or self.early_stopping is not None
 
     def _with_defaults(self, source: DataSource) -> DataSource:
         return replace(

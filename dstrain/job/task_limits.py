@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -22,6 +22,8 @@ def shown(value: Any) -> str:
         return "null"
     if isinstance(value, tuple):
         return f"[{', '.join(map(str, value))}]"
+    if is_dataclass(value):
+        return "set"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -100,6 +102,7 @@ LIMITS = (
 
 WITH_IMAGES = (
     TaskLimit(key="streaming", values=(False,), why="the tokens of images were not tried in a stream"),
+    TaskLimit(key="samples", values=(None,), why="generation was not tried with images"),
     TaskLimit(key="sp", values=(1,), why="images are not shared by ranks"),
     TaskLimit(key="tp", values=(1,), why="it was not tried with images"),
     TaskLimit(key="ep", values=(1,), why="it was not tried with images"),
@@ -140,6 +143,14 @@ WITH_STREAMING = (
     TaskLimit(key="save_strategy", values=(Interval.STEPS,), why="a stream has no epochs"),
 )
 """What streaming does not support."""
+WITH_SAMPLES = (
+    TaskLimit(key="task", values=(Task.SFT, Task.PRETRAIN), why="generation was not tried with its loss"),
+    TaskLimit(key="sp", values=(1,), why="their prompts are not shared by ranks"),
+    TaskLimit(key="tp", values=(1,), why="generation was not tried with shared weights"),
+    TaskLimit(key="ep", values=(1,), why="generation was not tried with shared experts"),
+    TaskLimit(key="torch_compile", values=(False,), why="each length of a text would compile the layers again"),
+)
+"""What `samples` do not support."""
 _STEPS = TaskLimit(key="max_steps", values=(1000,), why="the number of rows is not known, so epochs do not end a run")
 _HELD_OUT = TaskLimit(key="val_split", values=(1000,), why="the number of rows is not known; give a number of samples")
 _FIRST = TaskLimit(key="max_samples", values=(None,), why="max_steps ends the run")
@@ -164,6 +175,8 @@ def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
         yield from _exceeded(job, (*WITH_ADAPTERS, *BY_NAME, *embedding), f"method {job.method} does")
     if job.streaming:
         yield from _broken_by_streaming(job)
+    if job.samples is not None:
+        yield from _exceeded(job, WITH_SAMPLES, "samples do")
     if job.new_tokens:
         yield from _exceeded(job, WITH_NEW_TOKENS, "new_tokens do")
 

@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from dstrain.errors import RunFailed
 from dstrain.job.monitor import HealthAction
 from dstrain.monitor.expert_loads import ExpertLoads
+from dstrain.monitor.generated import GeneratedText, table
 from dstrain.monitor.health.nonfinite import Finding, check
 from dstrain.monitor.health.watch import Watch
 from dstrain.monitor.meter import Meter
@@ -130,6 +131,15 @@ class MetricsCallback(TrainerCallback):
             if self._health is not None:
                 self._write(self._health, {**asdict(finding), "time_s": round(time.time(), 3)})
                 self._say(f"WARNING: {finding.message}")
+
+    def show(self, file: JsonlFile, texts: Sequence[GeneratedText]) -> None:
+        """Writes generated texts to a file, and shows them in the sinks; on rank 0."""
+        began = time.monotonic()
+        for text in texts:
+            self._write(file, asdict(text))
+        for sink in self._sinks:
+            sink.show(table(texts))
+        self.meter.pause(time.monotonic() - began)
 
     def drain(self) -> dict[str, Any]:
         """Returns the metrics of the window that is being logged, and clears them."""

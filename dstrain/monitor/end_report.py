@@ -8,10 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from dstrain.facts.cluster.cluster import Cluster
+from dstrain.monitor.best_model import BestModel, best_model
 from dstrain.monitor.comparison import comparisons, step_parts
 from dstrain.monitor.comparison_text import COLUMNS, rows_of, split_text
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
+from dstrain.monitor.sinks.sink import REPORT, End, Table, markdown
 from dstrain.monitor.windows import Line, counted, series, states_by_rank
 from dstrain.plan.estimate_records import Estimate
 from dstrain.rundir import RunDir
@@ -35,19 +37,8 @@ class Ended:
     """Metrics of each evaluation."""
     findings: Sequence[Line] = ()
     """Warnings of the health rules."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndReport:
-    """What a tracker gets."""
-
-    step: int
-    """The last logged step."""
-    text: str
-    """Markdown."""
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    """Figures: name, planned, measured, and how far off."""
+    best: BestModel | None = None
+    """The best model, and whether the run stopped early; None if the job does not keep it, or the run failed."""
 
 
 def read_end(run_dir: RunDir, *, estimate: Estimate | None, cluster: Cluster | None) -> Ended:
@@ -56,6 +47,9 @@ def read_end(run_dir: RunDir, *, estimate: Estimate | None, cluster: Cluster | N
     windows = [line for line in logged if "loss" in line]
     began = next((line["time_s"] for line in windows if "time_s" in line), 0.0)
     states: tuple[Mapping[str, int], ...] = ()
+    best: BestModel | None = None
+    with suppress(OSError, ValueError):
+        best = best_model(json.loads(run_dir.summary.read_text(encoding="utf-8")))
     with suppress(OSError, ValueError):
         states = states_by_rank(json.loads(run_dir.states.read_text(encoding="utf-8")))
     return Ended(
@@ -64,25 +58,27 @@ def read_end(run_dir: RunDir, *, estimate: Estimate | None, cluster: Cluster | N
         windows=windows,
         states=states,
         evaluations=[line for line in logged if "eval_loss" in line],
+        best=best,
         findings=[line for line in read_jsonl(run_dir.health) if line.get("time_s", began) >= began],
     )
 
 
-def end_report(run: Ended, *, how: str) -> EndReport | None:
+def end_report(run: Ended, *, how: str) -> Table | None:
     """Returns the report of a run; None before its first logged step. `how` is how it ended, in a word."""
     if not run.windows:
         return None
     rows, step = tuple(rows_of(comparisons(run), run.cluster)), int(run.windows[-1]["step"])
     title = f"{how} after {step:,} steps"
-    lines = [f"# {title}", "", _table(rows), ""] if rows else [f"# {title}", ""]
+    lines = [f"# {title}", "", markdown(COLUMNS, rows), ""] if rows else [f"# {title}", ""]
     if split := split_text(step_parts(run)):
         note = counted(run.windows).note
         lines += [f"**a step**: {split}{f' ({note})' if note else ''}", ""]
     lines += [f"**loss**: {_losses(run)}", ""]
+    lines += [f"**best model**: {run.best.text}", ""] if run.best is not None and how == End.SUCCESS else []
     last = {line["rule"]: line for line in run.findings if line.get("rule")}
     lines += [f"- **{rule}** {line.get('message', '')}" for rule, line in list(last.items())[:_MOST_RULES]]
     lines += ["", "`dstrain report` on the run directory has the rest."] if last else ["No health rule was broken."]
-    return EndReport(step=step, text="\n".join(lines) + "\n", columns=COLUMNS, rows=rows)
+    return Table(name=REPORT, step=step, text="\n".join(lines) + "\n", columns=COLUMNS, rows=rows)
 
 
 def report_to(
@@ -94,12 +90,7 @@ def report_to(
         report = end_report(read_end(run_dir, estimate=estimate, cluster=cluster), how=how) if sinks else None
     if report is not None:
         for sink in sinks:
-            sink.report(report)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    lines = [COLUMNS, ("---",) * len(COLUMNS), *rows]
-    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+            sink.show(report)
 
 
 def _losses(run: Ended) -> str:

@@ -14,6 +14,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
 from dstrain.launch.run import state
 from dstrain.launch.run.state import State
+from dstrain.monitor.generated import GeneratedText, newest
 from dstrain.monitor.row_contents import as_trained, trained_contents
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.monitor.windows import VERDICT, Line, number, peaks_by_rank, states_by_rank
@@ -56,6 +57,8 @@ class Recorded:
     """The checks before the first step of the last start."""
     verdict: Line | None
     """What the first steps of the last start said about the plan (`monitor.verdict.Verdict.to_data`)."""
+    samples: tuple[GeneratedText, ...]
+    """The texts that the model generated last, if the job asks for some."""
     summary: Line
     """Rank 0's summary; empty if training has not ended well."""
     resumes: tuple[int, ...]
@@ -82,7 +85,7 @@ def read(run_dir: RunDir) -> Recorded:
     lines = [line for line in reader.lines(run_dir.metrics) if _has_place(line)]
     logged = _last_words(current_steps(lines))
     facts = reader.mapping(run_dir.facts)
-    run = reader.record(State, run_dir.state)
+    run, job = reader.record(State, run_dir.state), reader.record(Job, run_dir.request)
     restarts = _of_this_run(list(filter(_is_restart, reader.lines(run_dir.restarts))), logged, run)
     windows = tuple(line for line in logged if "loss" in line)
     model, cluster = (reader.part(kind, facts.get(name), f"{run_dir.facts.name}: {name}") for name, kind in _FACTS)
@@ -90,7 +93,7 @@ def read(run_dir: RunDir) -> Recorded:
         run_dir=run_dir,
         state=run,
         is_alive=run is not None and state.is_alive(run, run_dir),
-        job=reader.record(Job, run_dir.request),
+        job=job,
         estimate=as_trained(reader.record(Estimate, run_dir.plan), model, cluster, trained_contents(windows)),
         model=model,
         cluster=cluster,
@@ -103,14 +106,11 @@ def read(run_dir: RunDir) -> Recorded:
         states=states_by_rank(reader.mapping(run_dir.states)),
         preflight=reader.record(Preflight, run_dir.preflight),
         verdict=next((line for line in lines[::-1] if line.get("event") == VERDICT), None),
+        samples=newest(reader.lines(run_dir.samples)) if job is not None and job.samples is not None else (),
         summary=reader.mapping(run_dir.summary),
         resumes=tuple(line["from_step"] for line in lines if line.get("event") == "resume"),
         restarts=tuple(restarts),
-        adaptations=tuple(
-            line
-            for line in filter(_is_adaptation, reader.lines(run_dir.adaptations))
-            if line["change"] in {restart["change"] for restart in restarts}
-        ),
+        adaptations=_adaptations(reader.lines(run_dir.adaptations), restarts),
         edits=reader.edits(run_dir.edits),
         failure=reader.text(run_dir.failure),
         unread=tuple(reader.problems),
@@ -222,6 +222,12 @@ def _is_restart(line: Line) -> bool:
     numbers = (number(line.get(key)) for key in ("time_s", "from_step"))
     texts = all(isinstance(line.get(key), str) for key in ("cause", "change"))
     return texts and all(value is not None and 0 <= value < _LATEST_S for value in numbers)
+
+
+def _adaptations(lines: Sequence[Line], restarts: Sequence[Line]) -> tuple[Line, ...]:
+    """Returns the changes with which the run was started again."""
+    changes = {restart["change"] for restart in restarts}
+    return tuple(line for line in filter(_is_adaptation, lines) if line["change"] in changes)
 
 
 def _is_adaptation(line: Line) -> bool:

@@ -121,6 +121,7 @@ def _from_job(job: Job) -> dict[str, Any]:
         "save_strategy": job.save_strategy.value,
         "save_steps": job.save_steps,
         "save_only_model": job.save_only_model,
+        "metric_for_best_model": "loss" if job.keeps_best else None,
         "ignore_data_skip": job.streaming,  # a stream goes on by itself
         "dataloader_num_workers": job.dataloader_num_workers,
     }

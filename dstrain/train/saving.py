@@ -14,10 +14,12 @@ from dstrain.choices import Method
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
+from dstrain.monitor.best_model import BestModel
 from dstrain.paths import flush
-from dstrain.rundir import RunDir, rotate
+from dstrain.rundir import RunDir, is_whole, rotate
 from dstrain.train import rope_scaling
 from dstrain.train.arguments import zero_stage
+from dstrain.train.best_model import BestModelCallback, copy_model
 from dstrain.train.checkpoints import checkpoints, saved_model
 from dstrain.train.checkpoints.checkpoints import Written
 from dstrain.train.checkpoints.node_storage import Disk
@@ -59,6 +61,17 @@ class SavingTrainer(transformers.Trainer):
         self._data_digest = data_digest
         self._extra_files = extra_files
         self._stage = zero_stage(self.args.hf_deepspeed_config.config)
+        self._best = BestModelCallback(job) if job.keeps_best else None
+        if self._best is not None:
+            if disk.is_apart:
+                problem = "the best checkpoint stays on a disk that all nodes share, but these have disks of their own"
+                raise InvalidConfig(problem, hint="load_best: false, without early_stopping")
+            self.add_callback(self._best)
+
+    @property
+    def best_model(self) -> BestModel | None:
+        """The model of the lowest evaluation loss; None if the job does not keep it, or no evaluation had a loss."""
+        return self._best.outcome(self.state) if self._best is not None else None
 
     def _written(self) -> Written:
         return Written(
@@ -155,9 +168,10 @@ class SavingTrainer(transformers.Trainer):
     def save_final(self) -> Path | None:
         """Saves the trained model or adapter and its tokenizer; returns the folder, or None if weights stay sharded.
 
-        Raises RunFailed on rank 0 if the saved model is incomplete.
+        It is that of the best checkpoint, if the job keeps one. Raises RunFailed on rank 0 if the saved model is
+        incomplete.
         """
-        final = self._run_dir.final
+        final, best = self._run_dir.final, self._best_checkpoint()
         if not self._can_gather():
             self._rank.say(
                 "stage3_gather_16bit_weights_on_model_save is false, so the final model is not gathered; "
@@ -167,7 +181,10 @@ class SavingTrainer(transformers.Trainer):
         if self._rank.is_first and final.exists():
             shutil.rmtree(final)
         self._wait()
-        self.save_model(str(final))
+        if best is None:
+            self.save_model(str(final))
+        elif self._rank.is_first:
+            copy_model(best, final)
         if self._rank.is_first:
             (final / "training_args.bin").unlink(missing_ok=True)  # a pickle with this machine's paths
         self._wait()
@@ -176,6 +193,17 @@ class SavingTrainer(transformers.Trainer):
         elif self._rank.is_first:
             saved_model.require_whole_model(final, trust_remote_code=self._job.trust_remote_code)
         return final
+
+    def _best_checkpoint(self) -> Path | None:
+        """Returns the checkpoint that has the final model, and logs it; None if that is the model as it is."""
+        best = self.best_model
+        if best is None:
+            return None
+        folder = self._run_dir.path / f"checkpoint-{best.step}"
+        is_last, is_there = best.step == self.state.global_step, is_whole(folder)
+        chosen = folder.name if is_there else f"the last one, since {folder.name} is gone or damaged"
+        self._rank.say(f"{best.text}; the final model is that of {chosen}")
+        return folder if is_there and not is_last else None
 
     def _wait(self) -> None:
         if dist.is_initialized() and self._rank.world_size > 1:

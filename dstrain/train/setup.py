@@ -42,6 +42,7 @@ from dstrain.train.data.images import ImageCollator, Images
 from dstrain.train.data.prepare import PreparedData
 from dstrain.train.data.stream import StreamCollator
 from dstrain.train.data.streamed import StreamedData
+from dstrain.train.generate import SamplesCallback
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
 from dstrain.train.preflight.checks import Checks
@@ -140,10 +141,7 @@ class TrainingSetup:
         return any("eval_loss" in logged and logged["step"] == step for logged in trainer.state.log_history)
 
     def trainer(self, sinks: Sequence[Guarded], heartbeat: Sender, first_steps: FirstSteps | None) -> Trainer:
-        """Returns the Trainer, with callbacks for metrics and for bytes of model states.
-
-        `first_steps` compares them with the plan, on rank 0.
-        """
+        """Returns the Trainer with its callbacks; `first_steps` compares metrics with the plan, on rank 0."""
         first = self.rank.is_first
         self.metrics = MetricsCallback(
             Meter(self.collectives),
@@ -176,8 +174,10 @@ class TrainingSetup:
             processing_class=self.tokenizer,
             extra_files=self.images.files if self.images else (),
         )
-        measures = MeasureCallback(lambda: trainer.model_wrapped, self.run_dir, group=self.group, is_first=first)
-        trainer.add_callback(measures)
+        engine_of = lambda: trainer.model_wrapped  # noqa: E731
+        trainer.add_callback(MeasureCallback(engine_of, self.run_dir, group=self.group, is_first=first))
+        if self.job.samples is not None:
+            trainer.add_callback(SamplesCallback(self, self.job.samples, self.metrics, engine_of, heartbeat))
         return trainer
 
     def _checks(self, first_steps: FirstSteps | None) -> Checks:
@@ -254,6 +254,7 @@ class TrainingSetup:
             "first_loss": next((line["loss"] for line in logged if "loss" in line), None),
             "last_loss": metrics.last_loss,
             "eval_loss": metrics.eval_loss,
+            "best": to_data(trainer.best_model) if trainer.best_model else None,
             "tokens": metrics.total_tokens,
             "train_s": train_s,
             "tokens_per_s": metrics.total_tokens / train_s if train_s else None,

@@ -119,6 +119,7 @@ def test_two_hosts_are_launched_by_pdsh(dstrain: Type, job: Path) -> None:
         ('attn: "auto"', 'attn: "flash_attention_2"', "FlashAttention has no kernels for a CPU"),
         ("grad_ckpt: ", "liger: true\ngrad_ckpt: ", "liger is true, but this job trains on the CPU: Triton compiles"),
         ("save_steps: ", "eval_steps: 5\nsave_steps: ", "eval_steps is 5, but eval_data is not set"),
+        ("save_steps: ", "early_stopping: 3\nsave_steps: ", "early_stopping compares evaluations, but eval_data is"),
         ("eval_data: null", "eval_data: eval.jsonl", "job.yaml:8:1: eval_data: "),
     ],
 )

@@ -37,5 +37,14 @@ def test_it_has_the_figures_beside_the_plan_the_parts_of_a_step_and_what_rules_s
     assert "of an earlier run" not in report.text
 
 
+def test_a_run_that_stopped_early_says_so_unless_it_failed(tmp_path: Path) -> None:
+    run = ended(tmp_path / "run")
+    best = {"step": 20, "loss": 1.5, "stopped_at": 40, "evaluations": 2}
+    RunDir(tmp_path / "run").summary.write_text(json.dumps({"best": best}))
+    run = read_end(RunDir(tmp_path / "run"), estimate=run.estimate, cluster=run.cluster)
+    texts = [table.text for how in ("success", "crashed") if (table := end_report(run, how=how)) is not None]
+    assert ["**best model**: stopped early at step 40" in text for text in texts] == [True, False]
+
+
 def test_a_run_without_a_logged_step_has_none(tmp_path: Path) -> None:
     assert end_report(replace(ended(tmp_path / "run"), windows=[]), how="crashed") is None

@@ -159,6 +159,30 @@ def test_no_value_of_a_file_breaks_a_report_or_its_page(tmp_path: Path, whole: t
         assert page([one, one])
 
 
+def test_an_early_end_and_generated_texts_are_reported(tmp_path: Path) -> None:
+    folder = night(tmp_path / "run")
+    best = {"step": 30, "loss": 2.5, "stopped_at": 60, "evaluations": 2}
+    summary, request = folder / "summary.json", folder / "request.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"best": best}))
+    request.write_text(json.dumps(json.loads(request.read_text()) | {"samples": {"eval_prompts": 4}}))
+    texts = [
+        {"step": step, "prompt": f"Question {number}?", "text": f"Yes.\n{step}", "tokens": 3, "seconds": 0.5}
+        for step in (30, 60)
+        for number in range(4)
+    ]
+    (folder / "samples.jsonl").write_text(
+        "".join(f"{json.dumps(text)}\n" for text in [*texts, *texts[4:], {"step": 1}])
+    )
+    one = reported(folder)
+    said = " ".join(" ".join(lines(one)).split())
+    assert lines(one)[0].endswith(", stopped early")
+    assert "did not improve for 2 evaluations; best 2.5000 at step 30" in said
+    assert 'step 60, "Question 0?" → "Yes. 60"' in said
+    assert "and 1 more: samples.jsonl" in said
+    assert [text["step"] for text in document(one)["samples"]] == [60] * 4
+    assert document(one)["best"] == best
+
+
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="is not a run directory"):
         read(RunDir(tmp_path))

@@ -7,11 +7,13 @@ import shlex
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from textwrap import shorten
 from typing import Any
 
 from dstrain.cli.console import wrapped
 from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
+from dstrain.monitor.best_model import best_model
 from dstrain.monitor.comparison import plans_time
 from dstrain.monitor.comparison_text import difference_text, split_text, table
 from dstrain.monitor.row_contents import contents_text, trained_contents
@@ -23,6 +25,10 @@ from dstrain.report.report import UNKNOWN, Report, Restart
 from dstrain.units import format_bytes, format_seconds
 
 _MOST_MARKS = 5
+_MOST_SAMPLES = 3
+"""Generated texts that are shown."""
+_SAMPLE_COLUMNS = 100
+"""Characters of a prompt or a text, at most."""
 
 
 def verdict(report: Report) -> str:
@@ -32,6 +38,8 @@ def verdict(report: Report) -> str:
     parts = [words.get(report.stage, report.stage), steps]
     if report.seconds is not None:
         parts.append(f"{'for' if report.stage in {one.value for one in LIVING} else 'after'} {_spent(report)}")
+    if (best := best_model(report.recorded.summary)) is not None and best.stopped_at is not None:
+        parts.append("stopped early")
     run = report.recorded.state
     if run is not None and run.exit_code:
         parts.append(f"exit code {run.exit_code}")
@@ -70,6 +78,9 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         yield "collectives", traffic_text(report)
     if report.losses:
         yield "loss", loss_text(report)
+    if (best := best_model(report.recorded.summary)) is not None:
+        yield "best model", best.text
+    yield from (("sample", text) for text in _samples(report))
     yield from (("health", text) for text in _health(report))
     if report.quarters:
         yield "throughput", throughput_text(report)
@@ -127,6 +138,16 @@ def loss_text(report: Report) -> str:
         text += f"; evaluation {last:.4f} at step {step}"
         text += f", best {best:.4f} at step {best_step}" if best < last else ", its best"
     return text
+
+
+def _samples(report: Report) -> Iterator[str]:
+    """Yields the texts that were generated last, in a line each."""
+    texts = report.recorded.samples
+    for one in texts[:_MOST_SAMPLES]:
+        prompt, text = (shorten(part, _SAMPLE_COLUMNS, placeholder=" …") for part in (one.prompt, one.text))
+        yield f'step {one.step:,}, "{prompt}" → "{text}"'
+    if len(texts) > _MOST_SAMPLES:
+        yield f"and {len(texts) - _MOST_SAMPLES} more: {report.recorded.run_dir.samples.name}"
 
 
 def _health(report: Report) -> Iterator[str]:
@@ -214,6 +235,8 @@ def document(report: Report) -> dict[str, Any]:
         "preflight": to_data(recorded.preflight) if recorded.preflight else None,
         "losses": report.losses,
         "evaluations": report.evaluations,
+        "best": recorded.summary.get("best"),
+        "samples": [asdict(one) for one in recorded.samples],
         "health": [asdict(mark) for mark in report.marks],
         **{name: list(getattr(report, name)) for name in lists},
         "restarts": [asdict(one) for one in report.restarts],

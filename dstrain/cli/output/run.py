@@ -10,6 +10,7 @@ from dstrain.choices import Offload
 from dstrain.errors import RunFailed
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.launch.prepare.prepare import PreparedRun
+from dstrain.monitor.best_model import best_model
 from dstrain.monitor.mode import upload_command
 from dstrain.paths import shown
 from dstrain.plan.labels import arithmetic
@@ -82,6 +83,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("loss, first → last", f"{summary['first_loss']:.3f} → {summary['last_loss']:.3f}"))
     if summary.get("eval_loss") is not None:
         rows.append(("evaluation loss", f"{summary['eval_loss']:.3f}"))
+    if (best := best_model(summary)) is not None:
+        rows.append(("best model", best.text))
     if summary.get("skipped_steps"):
         rows.append(("skipped steps", f"{summary['skipped_steps']} of {summary['steps']}: gradients not finite"))
     if summary.get("tokens_per_s"):

@@ -24,7 +24,11 @@ def data_lines(data: TrainingData, run: RunTime | None, asked: PlanInputs) -> li
     each = _source_lines(data) if len(data.sources) > 1 else []
     lines = [*_length_lines(data.lengths, run, asked), *each, *_time_lines(run, asked.workload.cluster)]
     is_left_out = run.seconds is not None and data.job is not None and data.job.has_eval and not data.eval_samples
-    return [*lines, *(["         without evaluations: how many samples they have is unknown"] if is_left_out else [])]
+    lines += ["         without evaluations: how many samples they have is unknown"] if is_left_out else []
+    if run.seconds is not None and data.job is not None:
+        lines += ["         at most: early_stopping may end it before"] if data.job.early_stopping else []
+        lines += ["         without the time of generated samples, which is not planned"] if data.job.samples else []
+    return lines
 
 
 def _source_lines(data: TrainingData) -> list[str]:

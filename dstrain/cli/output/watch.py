@@ -10,6 +10,7 @@ from rich.text import Text
 from dstrain.cli.console import wrapped
 from dstrain.cli.output.report import checks_text, edit_text, first_text, restart_text, verdict
 from dstrain.config.lint.finding import printable
+from dstrain.monitor.best_model import best_model
 from dstrain.monitor.comparison import Quantity
 from dstrain.monitor.comparison_text import figure
 from dstrain.monitor.windows import number, series
@@ -63,6 +64,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
     if report.evaluations:
         step, value = report.evaluations[-1]
         yield "evaluation", f"{value:.4f} at step {step}", ""
+    if (best := best_model(recorded.summary)) is not None:
+        yield "best model", best.text, ""
     if recorded.windows:
         rates = [value for _, value in series(recorded.windows[-_PLOTTED:], "tokens_per_s")]
         yield "speed", sparkline(rates), ""

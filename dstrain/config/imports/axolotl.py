@@ -70,6 +70,9 @@ ROWS = table(
     to("save_strategy", "save_strategy", values.saves, default="epoch"),
     to("save_total_limit", "save_total_limit", convert.limit, default=4),
     to("evals_per_epoch", "eval_strategy", values.evaluations),
+    to("early_stopping_patience", "early_stopping", convert.optional_count),
+    to("eval_table_size", "samples.eval_prompts", convert.optional_count),
+    to("eval_max_new_tokens", "samples.max_new_tokens", values.new_tokens),
     to("auto_resume_from_checkpoints", "resume", convert.resume),
     to("use_wandb", "monitor.sinks", values.sinks("wandb")),
     to("wandb_project", "monitor.project"),
@@ -125,7 +128,7 @@ ROWS = table(
     ),
     needless(
         """
-        eval_sample_packing eval_table_size eval_max_new_tokens wandb_entity wandb_watch wandb_log_model
+        eval_sample_packing wandb_entity wandb_watch wandb_log_model
         wandb_run_id swanlab_description swanlab_workspace swanlab_log_model swanlab_log_completions
         swanlab_completion_log_interval swanlab_completion_max_buffer trackio_project_name trackio_run_name
         trackio_space_id use_otel_metrics otel_metrics_host otel_metrics_port project_name
@@ -173,7 +176,7 @@ ROWS = table(
     to("eval_batch_size", "eval_micro_batch", convert.count),
     lacks(
         """
-        early_stopping_patience loss_watchdog_threshold loss_watchdog_patience min_sample_len
+        loss_watchdog_threshold loss_watchdog_patience min_sample_len
         dataset_exact_deduplication generate_samples eval_causal_lm_metrics do_causal_lm_eval
         """,
         "not in a job",

@@ -105,6 +105,11 @@ def evaluations(value: Any, source: Source) -> Any:
     return per_epoch("eval_steps")(value, source)
 
 
+def new_tokens(value: Any, source: Source) -> Any:
+    """Returns the tokens of a generated text, if texts are generated."""
+    return convert.count(value, source) if source.value("eval_table_size") else ABSENT
+
+
 def saves(value: Any, source: Source) -> Any:
     """Returns nothing where another key says when checkpoints are written."""
     if source.given("save_steps") is not ABSENT or source.given("saves_per_epoch") is not ABSENT:

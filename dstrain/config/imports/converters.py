@@ -219,6 +219,11 @@ def eval_steps(value: Any, source: Source) -> Any:
     return interval(value, source) if has_data and number(value, source) > 0 else ABSENT
 
 
+def optional_count(value: Any, source: Source) -> Any:
+    """Returns a whole number above 0; nothing, false and numbers below 1 are as an absent key."""
+    return (limit(value, source) if value else None) or ABSENT
+
+
 def split(value: Any, source: Source) -> Any:
     """Returns the samples that are held out for evaluation."""
     return number(value, source) or ABSENT

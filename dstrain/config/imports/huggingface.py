@@ -94,12 +94,9 @@ ROWS = table(
     needless("local_rank torch_empty_cache_steps auto_find_batch_size", "the plan says what fits"),
     lacks("dataloader_drop_last", "the last step of an epoch is filled with samples that are drawn again"),
     lacks("save_on_each_node", "each rank writes its part of a checkpoint, as DeepSpeed does"),
-    lacks(
-        """
-        load_best_model_at_end metric_for_best_model greater_is_better
-        """,
-        "choose a checkpoint by its loss in metrics.jsonl",
-    ),
+    to("load_best_model_at_end", "load_best", convert.set_flag),
+    lacks("metric_for_best_model", "the lowest evaluation loss is best", unless=("loss", "eval_loss")),
+    lacks("greater_is_better", "the lowest evaluation loss is best"),
     lacks("push_to_hub hub_model_id hub_strategy hub_private_repo", "upload output/final when the run has ended"),
     to("torch_compile", "torch_compile", _flag_or_auto, note="layers are compiled, not the whole model"),
     lacks(

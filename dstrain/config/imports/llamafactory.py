@@ -146,7 +146,8 @@ ROWS = table(
         """,
         "loss: fused spares the logits",
     ),
-    lacks("disable_shuffling early_stopping_steps eval_on_each_dataset", "not in a job"),
+    to("early_stopping_steps", "early_stopping", convert.optional_count),
+    lacks("disable_shuffling eval_on_each_dataset", "not in a job"),
     lacks(
         """
         add_special_tokens new_special_tokens_config init_special_tokens

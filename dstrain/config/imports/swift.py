@@ -202,7 +202,8 @@ ROWS = table(
         "not in a job",
         unless=(False,),
     ),
-    lacks("early_stop_interval callbacks", "not in a job", unless=()),
+    to("early_stop_interval", "early_stopping", convert.optional_count),
+    lacks("callbacks", "not in a job", unless=()),
     lacks("new_special_tokens", "add the tokens to the saved model first", unless=()),
     stops(
         """

@@ -28,7 +28,7 @@ OUTSIDE = MappingProxyType(
         NO_OBJECT: "a file that is not a JSON object",
         HOSTFILE: "an invalid line of the hostfile, or a placeholder",
         SLOTS: "slots of the hostfile that differ from the GPUs of the machine or of the plan",
-        DATA: "data of the job that cannot be read or trained on, or eval_steps without eval_data",
+        DATA: "data of the job that cannot be read or trained on, or keys that need evaluations which it lacks",
     }
 )
 """Rules that apply without a parsable ds_config.json: id → title."""

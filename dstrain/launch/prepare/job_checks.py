@@ -30,6 +30,7 @@ from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.file import JobFile, looks_local
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import require_for_images
+from dstrain.launch.prepare.evaluation_checks import check_evaluation, unplanned
 from dstrain.launch.prepare.hostfile_findings import of_job
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.launch.prepare.packages import check_packages
@@ -58,7 +59,7 @@ DATA_KEYS = ("data", "eval_data")
 
 
 def check(file: JobFile, *, on_cpu: bool, opens_images: bool = False) -> list[str]:
-    """Returns notes about a job's data. Raises InvalidConfig or EnvironmentProblem if the job cannot run.
+    """Returns notes about a job's data and its end. Raises InvalidConfig or EnvironmentProblem if the job cannot run.
 
     With `opens_images`, all images are read.
     """
@@ -70,7 +71,7 @@ def check(file: JobFile, *, on_cpu: bool, opens_images: bool = False) -> list[st
     check_evaluation(file)
     notes = check_data(file, opens_images=opens_images)
     _check_resume(file)
-    return notes
+    return [*notes, *unplanned(file.job)]
 
 
 def _check_model(file: JobFile) -> None:
@@ -191,22 +192,6 @@ def _check_resume(file: JobFile) -> None:
             f"checkpoint {shown(resume)} {state}",
             place=file.locate(("resume",)),
             hint="Write resume: auto to continue from the newest complete checkpoint of output_dir.",
-        )
-
-
-def check_evaluation(file: JobFile) -> None:
-    """Raises InvalidConfig for eval_steps without evaluation data, and for eval_data beside val_split."""
-    if file.job.eval_steps is not None and not file.job.has_eval:
-        raise InvalidConfig(
-            f"eval_steps is {file.job.eval_steps}, but eval_data is not set",
-            place=file.locate(("eval_steps",)),
-            hint="Set eval_data to the evaluation data or val_split to a share of data, or remove eval_steps.",
-        )
-    if file.job.val_split is not None and file.job.eval_data is not None:
-        raise InvalidConfig(
-            f"val_split is {file.job.val_split:g}, but eval_data is set too",
-            place=file.locate(("val_split",)),
-            hint="Remove one of the two.",
         )
 
 

@@ -150,6 +150,7 @@ def _notes(job: Job, hosts: Hosts, *, names_auto: bool = False) -> tuple[str, ..
         "attn: auto is written as sdpa, which every machine has": job.attn is Attention.AUTO and not names_auto,
         loss_note: job.liger or job.loss is not LossKernel.FULL,
         "torch_compile is left out: Transformers' own key compiles the whole model, not its layers": job.torch_compile,
+        "early_stopping, load_best and samples are left out": job.keeps_best or job.samples is not None,
         f"report_to names {', '.join(job.monitor.sinks)}; log in to them yourself": bool(job.monitor.sinks),
     }
     return tuple(note for note, holds in notes.items() if holds)

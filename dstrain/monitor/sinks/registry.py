@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from dstrain.errors import DstrainError, InvalidConfig, did_you_mean
 from dstrain.monitor.sinks import swanlab, tensorboard, wandb
-from dstrain.monitor.sinks.sink import End, Opener, Say, Setup, Sink
-
-if TYPE_CHECKING:
-    from dstrain.monitor.end_report import EndReport
+from dstrain.monitor.sinks.sink import End, Opener, Say, Setup, Sink, Table
 
 SINKS: Mapping[str, Opener] = MappingProxyType(
     {
@@ -37,9 +33,9 @@ class Guarded:
         """Adds one point to each curve, unless the sink has failed before."""
         self._try("log", lambda: self.sink.log(values, step))
 
-    def report(self, report: EndReport) -> None:
-        """Adds the report of the run."""
-        self._try("report", lambda: self.sink.report(report))
+    def show(self, table: Table) -> None:
+        """Adds the report of the run, or generated texts."""
+        self._try(table.name, lambda: self.sink.show(table))
 
     def finish(self, end: End, error: str | None = None) -> None:
         """Flushes and closes the sink."""

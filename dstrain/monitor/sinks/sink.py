@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from dstrain.choices import SwanLabMode
-
-if TYPE_CHECKING:
-    from dstrain.monitor.end_report import EndReport  # loads the planner, which rank 0 alone needs
 
 Say = Callable[[str], None]
 
@@ -44,6 +41,37 @@ class Setup:
     """Whether the sink continues an earlier part of this run."""
 
 
+REPORT = "report"
+"""Name of the table at the end of a run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Text and figures that a sink shows beside its curves."""
+
+    name: str
+    """`report`, or `samples`."""
+    step: int
+    """The step that it is about."""
+    text: str
+    """All of it as Markdown."""
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table as Markdown.
+
+    >>> print(markdown(["a", "b"], [["1", "2"]]))
+    | a | b |
+    | --- | --- |
+    | 1 | 2 |
+    """
+    lines = [[cell.replace("|", "\\|").replace("\n", "<br>") for cell in row] for row in (columns, *rows)]
+    lines.insert(1, ["---"] * len(columns))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 class Sink(Protocol):
     """Stores or shows curves."""
 
@@ -58,8 +86,8 @@ class Sink(Protocol):
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Adds one point to each curve."""
 
-    def report(self, report: EndReport) -> None:
-        """Adds the report of the run, as text and as a table, if the sink can show them."""
+    def show(self, table: Table) -> None:
+        """Adds the report of the run, or generated texts: as text and as a table, if the sink can show them."""
 
     def finish(self, end: str, error: str | None) -> None:
         """Flushes and closes; `end` is a value of `End`."""

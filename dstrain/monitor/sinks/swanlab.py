@@ -17,8 +17,7 @@ from dstrain.monitor.mode import upload_command
 from dstrain.paths import write_atomic
 
 if TYPE_CHECKING:
-    from dstrain.monitor.end_report import EndReport
-    from dstrain.monitor.sinks.sink import Setup
+    from dstrain.monitor.sinks.sink import Setup, Table
 
 RUN_RECORD = ".dstrain-run.json"
 """File in the run directory with the run's id, so that a resumed run continues its curves, and with the folders of its
@@ -59,13 +58,13 @@ class SwanlabSink:
         named = {name if "/" in name else f"{_section(name)}/{name}": value for name, value in values.items()}
         self._swanlab.log(named, step=int(step))
 
-    def report(self, report: EndReport) -> None:
+    def show(self, table: Table) -> None:
         """Adds a text, and a table where SwanLab's charts are installed."""
-        self._swanlab.log({"report/text": self._swanlab.Text(report.text)}, step=report.step)
+        self._swanlab.log({f"{table.name}/text": self._swanlab.Text(table.text)}, step=table.step)
         with suppress(ImportError):
-            table = self._swanlab.echarts.Table()
-            table.add(list(report.columns), [list(row) for row in report.rows])
-            self._swanlab.log({"report/figures": table}, step=report.step)
+            chart = self._swanlab.echarts.Table()
+            chart.add(list(table.columns), [list(row) for row in table.rows])
+            self._swanlab.log({f"{table.name}/figures": chart}, step=table.step)
 
     def finish(self, end: str, error: str | None) -> None:
         """Closes the run: SwanLab flushes its file only then."""

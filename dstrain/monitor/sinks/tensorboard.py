@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.errors import EnvironmentProblem
 
 if TYPE_CHECKING:
-    from dstrain.monitor.end_report import EndReport
-    from dstrain.monitor.sinks.sink import Setup
+    from dstrain.monitor.sinks.sink import Setup, Table
 
 
 class TensorboardSink:
@@ -36,9 +35,9 @@ class TensorboardSink:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def report(self, report: EndReport) -> None:
+    def show(self, table: Table) -> None:
         """Adds a text, which has the table."""
-        self._writer.add_text("report", report.text, report.step)
+        self._writer.add_text(table.name, table.text, table.step)
 
     def finish(self, end: str, error: str | None) -> None:
         """Closes the file."""

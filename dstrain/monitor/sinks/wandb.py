@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import EnvironmentProblem
+from dstrain.monitor.sinks.sink import REPORT
 
 if TYPE_CHECKING:
-    from dstrain.monitor.end_report import EndReport
-    from dstrain.monitor.sinks.sink import Setup
+    from dstrain.monitor.sinks.sink import Setup, Table
 
 
 class WandbSink:
@@ -34,13 +34,14 @@ class WandbSink:
         """Adds one point to each curve."""
         self._run.log(dict(values), step=step)
 
-    def report(self, report: EndReport) -> None:
-        """Adds a table, and the text to the notes, which W&B shows as Markdown on the page of the run."""
+    def show(self, table: Table) -> None:
+        """Adds a table, and a report to the notes, which W&B shows as Markdown on the page of the run."""
         import wandb  # type: ignore[import-not-found, unused-ignore]
 
-        table = wandb.Table(columns=list(report.columns), data=[list(row) for row in report.rows])
-        self._run.log({"report": table}, step=report.step)
-        self._run.notes = "\n\n".join(filter(None, (self._run.notes, report.text)))
+        rows = wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+        self._run.log({table.name: rows}, step=table.step)
+        if table.name == REPORT:
+            self._run.notes = "\n\n".join(filter(None, (self._run.notes, table.text)))
 
     def finish(self, end: str, error: str | None) -> None:
         """Uploads the rest and closes the run."""

@@ -63,7 +63,9 @@ def _refuse_full(out: Path) -> None:
 
 
 def locate(source: Path) -> Path:
-    """Returns the folder to read: a checkpoint, a final model, or the newest complete checkpoint of a run directory."""
+    """Returns the folder to read: a checkpoint, a final model, or of a run directory the best checkpoint
+    (`load_best`), else the newest complete one.
+    """
     run_dir = RunDir(source)
     if not source.is_dir():
         raise InvalidConfig(f"{source}: no such folder")
@@ -77,7 +79,7 @@ def locate(source: Path) -> Path:
     for problem in newest.skipped:
         print(f"warning: skipped {problem}", file=sys.stderr)
     if newest.folder is not None:
-        return newest.folder
+        return run_dir.best_checkpoint() or newest.folder
     if run_dir.summary.exists() and run_dir.final.exists():
         return run_dir.final
     raise InvalidConfig(f"{source} has no complete checkpoint", hint="Let the run reach save_steps.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +39,20 @@ def attend_by_sample(model: Any, *, is_on: bool = True, attention: Attend | None
     ALL_ATTENTION_FUNCTIONS.register(_NAME, attention or by_sample(_sdpa))
     config._attn_implementation = _NAME if is_on else "sdpa"
     return True
+
+
+@contextmanager
+def attending_whole_rows(model: Any) -> Iterator[None]:
+    """Lets a model's text layers attend whole rows for a while, as generation with a cache of keys needs it."""
+    config = without_adapter(model).config.get_text_config()
+    is_by_sample = config._attn_implementation == _NAME
+    if is_by_sample:
+        config._attn_implementation = "sdpa"
+    try:
+        yield
+    finally:
+        if is_by_sample:
+            config._attn_implementation = _NAME
 
 
 def by_sample(attention: Attend) -> Attend:

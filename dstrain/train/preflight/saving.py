@@ -90,7 +90,7 @@ def _share(count: int, save_s: float, run_s: float) -> str:
 
 def _most_at_once(job: Job, count: int) -> int:
     """Returns how many checkpoints of `count` exist together: the oldest one goes when the next one is complete."""
-    return count if job.save_total_limit is None else min(count, job.save_total_limit + 1)
+    return count if job.save_total_limit is None else min(count, job.save_total_limit + 1 + job.keeps_best)
 
 
 def _lack(trainer: Trainer, size: int, count: int, disks: list[_Disk]) -> str | None:

@@ -382,17 +382,44 @@ def test_several_bad_values_are_reported_together() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        (f"{LLAMAFACTORY}early_stopping_steps: 3\n", "a.yaml", {"early_stopping": 3}),
+        (f"{LLAMAFACTORY}early_stopping_steps: null\n", "a.yaml", {"early_stopping": None}),
+        (f"{LLAMAFACTORY}load_best_model_at_end: true\n", "a.yaml", {"load_best": True}),
+        (f"{TRAINER} --load_best_model_at_end False", "a.sh", {"load_best": None}),
+        (f"{SWIFT} --early_stop_interval 5", "a.sh", {"early_stopping": 5}),
+        (f"{AXOLOTL}early_stopping_patience: 2\n", "a.yaml", {"early_stopping": 2}),
+        (
+            f"{AXOLOTL}eval_table_size: 4\neval_max_new_tokens: 64\n",
+            "a.yaml",
+            {"samples.eval_prompts": 4, "samples.max_new_tokens": 64},
+        ),
+        (f"{AXOLOTL}eval_max_new_tokens: 64\n", "a.yaml", {"samples.max_new_tokens": None}),
+    ],
+)
+def test_early_stopping_and_samples_are_taken_over(text: str, name: str, expected: dict[str, Any]) -> None:
+    found = imported(text, name)
+    assert {target: value(found, target) for target in expected} == expected
+
+
+def test_only_the_evaluation_loss_chooses_the_best_checkpoint() -> None:
+    found = imported(f"{LLAMAFACTORY}load_best_model_at_end: true\nmetric_for_best_model: rouge\n")
+    assert notes(found, Fate.MISSING) == {"metric_for_best_model": "the lowest evaluation loss is best"}
+
+
 @pytest.mark.parametrize("tool", TOOLS)
 def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None:
     from dataclasses import fields
 
     from dstrain.job.model_changes import Lora
-    from dstrain.job.monitor import Monitor
+    from dstrain.job.monitor import Monitor, Samples
     from dstrain.job.schema import Job
     from dstrain.job.task_losses import Dpo, Kto, Reward
 
     legal = {field.name for field in fields(Job)}
-    sections = {"dpo": Dpo, "reward": Reward, "kto": Kto, "lora": Lora, "monitor": Monitor}
+    sections = {"dpo": Dpo, "reward": Reward, "kto": Kto, "lora": Lora, "samples": Samples, "monitor": Monitor}
     legal |= {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
     targets = {row.target for row in TOOLS[tool].rows.values() if row.target}
     assert {target for target in targets if not target.startswith(("plan.", "machines."))} <= legal

@@ -456,6 +456,7 @@ def test_a_lower_end_above_the_jobs_learning_rate_is_told(tmp_path: Path) -> Non
         ("data: a.jsonl\neval_data: a.jsonl\n", "DS902", 7),
         ("eval_data: b.jsonl\neval_strategy: epoch\neval_steps: 5\n", "DS907", 8),
         ("eval_micro_batch: 4\n", "DS907", 6),
+        ("eval_data: b.jsonl\nearly_stopping_threshold: 0.1\n", "DS907", 7),
         ("seq_len: 65536\n", "DS903", 6),
         ("precision: bf16\n", "DS904", 6),
         ("dpo: {label_smoothing: 0.1}\n", "DS908", 6),
@@ -512,6 +513,19 @@ def test_new_tokens_that_an_adapter_would_not_train_are_told(tmp_path: Path) -> 
     assert one("DS226", found(ZERO2, job=job(tmp_path, lines))).problem.startswith("new_tokens is [<a>], which method")
     whole = job(tmp_path, f"{lines}lora: {{modules_to_save: [embed_tokens]}}\n")
     assert "DS226" not in [each.rule for each in found(ZERO2, job=whole)]
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("tp: 2", "tp is 2, which samples do not support: generation was not tried with shared weights"),
+        ("torch_compile: true", "torch_compile is true, which samples do not support: each length of a text"),
+        ("task: dpo", "task is dpo, which samples do not support: generation was not tried with its loss"),
+    ],
+)
+def test_samples_are_refused_where_they_were_not_tried(tmp_path: Path, line: str, problem: str) -> None:
+    asked = job(tmp_path, f"{line}\nsamples: {{prompts: [Who are you?], generate_every: 5}}\n")
+    assert one("DS226", found(ZERO2, job=asked)).problem.startswith(problem)
 
 
 def test_checkpoints_without_weights_are_told(tmp_path: Path) -> None:

@@ -9,10 +9,9 @@ import pytest
 
 from dstrain.choices import SwanLabMode
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.monitor.end_report import EndReport
 from dstrain.monitor.sinks import registry
 from dstrain.monitor.sinks.registry import Guarded, open_sinks
-from dstrain.monitor.sinks.sink import End, Say, Setup
+from dstrain.monitor.sinks.sink import End, Say, Setup, Table
 
 
 def setup(folder: Path) -> Setup:
@@ -28,7 +27,7 @@ class Broken:
     def log(self, values: Mapping[str, float], step: int) -> None:
         raise ConnectionError("no route to host")
 
-    def report(self, report: EndReport) -> None:
+    def show(self, table: Table) -> None:
         raise ConnectionError("no route to host")
 
     def finish(self, end: str, error: str | None) -> None:

@@ -12,6 +12,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from dstrain.choices import SwanLabMode
+from dstrain.monitor.generated import GeneratedText, table
 from dstrain.monitor.sinks.registry import End, Setup, open_sinks
 
 folder, mode, resumed = Path(sys.argv[1]), SwanLabMode(sys.argv[2]), sys.argv[3] == "resumed"
@@ -22,6 +23,7 @@ sinks = open_sinks(["swanlab"], setup, lambda line: print("SAID", line))
 for sink in sinks:
     for step in range(3):
         sink.log({"loss": 3.0 - step, "grad_norm": float("nan"), "tokens_per_s": 5}, step)
+    sink.show(table([GeneratedText(step=2, prompt="Who | are you?", text="I am a\\nmodel.", tokens=7, seconds=0.5)]))
     sink.finish(End.SUCCESS)
 print("OPENED", len(sinks))
 """
@@ -51,6 +53,9 @@ def test_offline_keeps_its_files_in_the_run_directory(tmp_path: Path) -> None:
     content = file.read_bytes()
     assert b"train/loss" in content
     assert b"speed/tokens_per_s" in content
+    assert b"samples/text" in content
+    texts = [path.read_bytes() for path in file.parent.rglob("*") if path.is_file()]
+    assert any(b"| Who \\| are you? | I am a<br>model. | 7 |" in text for text in texts)
     for said in (b"qwen3-8b-lora-4x4090-zero2", b"8.19 B parameters", b"4x4090", b"num_gpus"):
         assert said in content or any(said in other.read_bytes() for other in file.parent.rglob("*") if other.is_file())
     assert not (tmp_path / "home" / "swanlog").exists()

@@ -174,6 +174,11 @@ def _unread_intervals(subject: Subject) -> Iterator[Fault]:
         ("eval_steps", by_epoch and job.eval_steps is not None, "eval_strategy is epoch"),
         ("eval_strategy", by_epoch and not job.has_eval, "there are no evaluation data"),
         ("eval_on_start", job.eval_on_start and not job.has_eval, "there are no evaluation data"),
+        (
+            "early_stopping_threshold",
+            job.early_stopping is None and job.early_stopping_threshold > 0,
+            "early_stopping is not set",
+        ),
         ("eval_micro_batch", job.eval_micro_batch is not None and not job.has_eval, "there are no evaluation data"),
     ):
         if is_given:
