@@ -11,6 +11,7 @@ from pathlib import Path
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import images
+from dstrain.facts.data.columnar import groups_of, is_columnar
 from dstrain.facts.data.preferences import Pair, to_marked, to_pair
 from dstrain.facts.data.row_values import unused_text
 from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries, holds_list
@@ -204,10 +205,8 @@ def samples(path: str | Path, refuse: Refuse = stop, part: Part | None = None) -
 def num_rows(path: str | Path) -> int:
     """Returns the approximate number of rows, without parsing them; 0 for a JSON list."""
     source = Path(path)
-    if source.suffix.lower() == ".parquet":
-        import pyarrow.parquet  # type: ignore[import-untyped]
-
-        return int(pyarrow.parquet.read_metadata(source).num_rows)
+    if is_columnar(source):
+        return sum(group.num_rows for group in groups_of(source))
     if holds_list(source):
         return 0
     with source.open("rb") as file:

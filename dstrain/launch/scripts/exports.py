@@ -102,7 +102,8 @@ def _require_counterparts(job: Job, target: Target) -> None:
         if sources is not None and not isinstance(sources, str):
             raise InvalidConfig(f"{target} has no counterpart of several data sets in {key}", hint="Join their files.")
     if job.data is None:
-        raise InvalidConfig("data is not set", hint="Set data to a .jsonl, .json or .parquet file, or a data set id.")
+        hint = "Set data to a .jsonl, .json, .parquet or .arrow file, or a data set id."
+        raise InvalidConfig("data is not set", hint=hint)
 
 
 def _shown(value: Any) -> str:
