@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import images
-from dstrain.facts.data.columnar import groups_of, is_columnar
 from dstrain.facts.data.preferences import Pair, to_marked, to_pair
 from dstrain.facts.data.row_values import unused_text
-from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries, holds_list
+from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries
 from dstrain.facts.data.sample_formats import Reading, require, to_sample, unused
 from dstrain.facts.data.turns import Conversation
 
@@ -22,7 +20,6 @@ Refuse = Callable[[InvalidConfig], None]
 """Called with the error of an unusable row: raises it, or returns to skip the row."""
 
 _SHOWN_PROBLEMS = 5
-_BLOCK_BYTES = 2**20
 _GLOB = frozenset("*?[")
 
 
@@ -200,17 +197,6 @@ def samples(path: str | Path, refuse: Refuse = stop, part: Part | None = None) -
         yield entry
     if empty:
         raise InvalidConfig(f"{path}: no samples")
-
-
-def num_rows(path: str | Path) -> int:
-    """Returns the approximate number of rows, without parsing them; 0 for a JSON list."""
-    source = Path(path)
-    if is_columnar(source):
-        return sum(group.num_rows for group in groups_of(source))
-    if holds_list(source):
-        return 0
-    with source.open("rb") as file:
-        return sum(block.count(b"\n") for block in iter(partial(file.read, _BLOCK_BYTES), b""))
 
 
 def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:

@@ -68,17 +68,19 @@ def entries(path: Path, limit_bytes: int | None, part: Part | None = None) -> It
         raise EnvironmentProblem(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def spread(path: Path, count: int) -> Iterator[Sample | InvalidConfig]:
-    """Yields about `count` rows, or up to twice as many, spread evenly over a file; of Parquet and Arrow the first rows
-    of a few groups. Raises InvalidConfig if the file as a whole is wrong."""
+def spread(path: Path, count: int) -> tuple[list[Sample | InvalidConfig], int | None]:
+    """Returns about `count` rows, or up to twice as many, spread evenly over a file, and how many it has.
+
+    Of Parquet and Arrow it has the first rows of a few groups. The number is None if not all rows were read. Raises
+    InvalidConfig if the file as a whole is wrong.
+    """
     require_file(path)
     if is_columnar(path):
-        yield from _columnar(path, None, count=count)
-    elif holds_list(path) or path.stat().st_size <= _SPREAD_BYTES:
+        return list(_columnar(path, None, count=count)), None
+    if holds_list(path) or path.stat().st_size <= _SPREAD_BYTES:
         rows = list(entries(path, None))
-        yield from rows[:: max(1, len(rows) // count)]
-    else:
-        yield from _distant_lines(path, count)
+        return rows[:: max(1, len(rows) // count)], len(rows)
+    return list(_distant_lines(path, count)), None
 
 
 def _distant_lines(path: Path, count: int) -> Iterator[Sample | InvalidConfig]:
