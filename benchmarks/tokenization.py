@@ -1,12 +1,15 @@
 """Tokens per CPU second and peak memory of tokenizing conversations: dstrain, and `datasets.map` with `num_proc`.
 
 Example: python benchmarks/tokenization.py --samples 100000 400000 --json tokenization.json
+         python benchmarks/tokenization.py --samples 1000000 --pairs 1 --sides dstrain answers text --repeat 2
 
 All sides read the same JSON lines, made of docstrings of Python's standard library, with the same small tokenizer, and
 write a cache. `answers` is what TRL does for loss on answers only: a template with generation tags, one conversation at
 a time. `text` renders and tokenizes in batches and keeps no labels, which is less than training on answers needs.
 `stream` is dstrain with `streaming: true`: as many workers read about a pass of the data, and write nothing. CPU
-seconds are those of a process and its children, without imports. Memory is that of the largest process.
+seconds are those of a process and its children, without imports. Sides take turns with `--repeat`. Memory is that of
+the largest process, which includes the pages of files that it maps, and the proportional set size of all processes
+together, sampled twice a second: their own memory, and their share of what they share.
 """
 
 from __future__ import annotations
@@ -37,12 +40,12 @@ TAGGED = (
 )
 
 
-def conversations(count: int) -> Iterator[str]:
-    """Yields lines of JSON: conversations of two turns."""
+def conversations(count: int, num_pairs: int) -> Iterator[str]:
+    """Yields lines of JSON: conversations of so many questions and answers, the same each time."""
     pairs, rng = list(demo.pairs_of_standard_library()), random.Random(0)
     for _ in range(count):
-        turns = [text for pair in rng.choices(pairs, k=2) for text in pair]
-        roles = ("user", "assistant") * 2
+        turns = [text for pair in rng.choices(pairs, k=num_pairs) for text in pair]
+        roles = ("user", "assistant") * num_pairs
         messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)]
         yield json.dumps({"messages": messages}) + "\n"
 
@@ -126,14 +129,45 @@ def measured(side: str, folder: Path, processes: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "HF_DATASETS_CACHE": cache, "TOKENIZERS_PARALLELISM": "false"}
         line = [sys.executable, __file__, "--side", side, "--folder", str(folder), "--processes", str(processes)]
-        done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return figures
+        with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            peak_bytes = peak_tree_bytes(process)
+            assert process.stdout is not None
+            figures: dict[str, Any] = json.loads(process.stdout.read().splitlines()[-1])
+        return {**figures, "peak_tree_bytes": peak_bytes}
+
+
+def peak_tree_bytes(process: subprocess.Popen[str]) -> int:
+    """Returns the peak proportional set size of a process and those that it started, when it has ended."""
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, sum(map(pss_bytes, tree(process.pid))))
+        time.sleep(0.5)
+    return peak
+
+
+def tree(pid: int) -> list[int]:
+    """Returns the ids of a process and of those that it started."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    except OSError:
+        return [pid]  # has ended
+    return [pid, *(one for child in children for one in tree(int(child)))]
+
+
+def pss_bytes(pid: int) -> int:
+    """Returns the proportional set size of a process; 0 if it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, nargs="+", default=[100_000])
+    parser.add_argument("--pairs", type=int, default=2, help="Questions and answers of a conversation.")
+    parser.add_argument("--repeat", type=int, default=1, help="Times that every side is measured, in turns.")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, help="Also write the figures to this file.")
@@ -144,7 +178,8 @@ def main() -> None:
         print(json.dumps(measure(options.side, options.folder, options.processes)))
         return
     results = []
-    print(f"{'samples':>9}  {'side':<8}  {'tokens/CPU s':>12}  {'CPU s':>8}  {'wall s':>8}  {'peak MiB':>8}")
+    heads = f"{'tokens/CPU s':>12}  {'CPU s':>8}  {'wall s':>8}  {'peak MiB':>8}  {'tree MiB':>8}"
+    print(f"{'samples':>9}  {'side':<8}  {heads}", flush=True)
     for samples in options.samples:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -153,12 +188,13 @@ def main() -> None:
             )
             (folder / "model" / "config.json").write_text('{"model_type": "qwen3"}')
             with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
-                file.writelines(conversations(samples))
-            for side in options.sides:
+                file.writelines(conversations(samples, options.pairs))
+            for side in options.sides * options.repeat:
                 one = {"samples": samples, **measured(side, folder, options.processes)}
                 results.append(one)
                 rates = f"{one['tokens_per_cpu_s']:>12,}  {one['cpu_s']:>8}  {one['wall_s']:>8}"
-                print(f"{samples:>9,}  {side:<8}  {rates}  {one['peak_bytes'] / 2**20:>8,.0f}", flush=True)
+                peaks = f"{one['peak_bytes'] / 2**20:>8,.0f}  {one['peak_tree_bytes'] / 2**20:>8,.0f}"
+                print(f"{samples:>9,}  {side:<8}  {rates}  {peaks}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 

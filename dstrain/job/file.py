@@ -199,5 +199,5 @@ def looks_local(name: str) -> bool:
     >>> looks_local("./model"), looks_local("train.jsonl"), looks_local("Qwen/Qwen3-32B")
     (True, True, False)
     """
-    is_path = name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".json", ".parquet"))
+    is_path = name.startswith((".", "/", "~")) or name.endswith((".jsonl", ".json", ".parquet", ".arrow"))
     return is_path or name.count("/") > 1 or any(letter in name for letter in "*?[")

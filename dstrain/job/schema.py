@@ -62,7 +62,7 @@ class Job:
     kto: Kto = field(default_factory=Kto)
     """The loss, for `kto`."""
     data: Sources | None = None
-    """Training data: a JSONL, JSON or Parquet file, a glob, a data set id on the hub, or a list of data sets."""
+    """Training data: a JSONL, JSON, Parquet or Arrow file, a glob, a data set id on the hub, or a list of data sets."""
     eval_data: Sources | None = None
     """Evaluation data, in the same forms, for the mean loss per token; default: no evaluation."""
     val_split: PositiveFloat | None = None

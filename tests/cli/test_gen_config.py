@@ -20,6 +20,7 @@ from dstrain.config.edits.lock import LOCK
 from dstrain.facts.model import aliases
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.paths import alone
+from dstrain.units import format_count
 
 Type = Callable[..., Any]
 PLAN = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")
@@ -417,6 +418,22 @@ def tuned(made_demo: Path, tmp_path: Path) -> tuple[str, ...]:
     rows = (made_demo / "train.jsonl").read_text().splitlines(keepends=True)[:400]
     (tmp_path / "train.jsonl").write_text("".join(rows))
     return ("gen-config", "--gpus", "8", "--gpu", "a100", "--model", str(made_demo / "model"), "--data", "train.jsonl")
+
+
+def test_the_samples_of_a_large_file_are_estimated_and_it_says_so(
+    dstrain: Type, tuned: tuple[str, ...], tmp_path: Path
+) -> None:
+    rows = (tmp_path / "train.jsonl").read_bytes()
+    times = 300 * 2**20 // len(rows)
+    with (tmp_path / "train.jsonl").open("wb") as file:
+        for _ in range(times):
+            file.write(rows)
+    done = dstrain(*tuned, "--dry-run", "--json")
+    known = json.loads(done.stdout)["data"]
+    assert known["samples"] == pytest.approx(400 * times, rel=known["samples_estimated_from"]["error_ratio"])
+    assert f"about {format_count(known['samples'])} samples; tokens: half" in done.stderr, done.stderr
+    told = r"\n         samples are estimated \(± [\d.e-]+ %\) from 64.0 MiB of (299|300)\.\d MiB\n"
+    assert re.search(told, done.stderr), done.stderr
 
 
 def test_lengths_of_the_data_choose_packing_and_tell_the_time(

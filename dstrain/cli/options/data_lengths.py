@@ -10,10 +10,11 @@ from typing import Any
 from dstrain.choices import Hub
 from dstrain.cli.options.question import PlanInputs
 from dstrain.errors import DstrainError
-from dstrain.facts.data.datafile import files_of, is_file_name, num_rows
+from dstrain.facts.data.datafile import files_of, is_file_name
 from dstrain.facts.data.job_reading import reading_for
 from dstrain.facts.data.lengths import SAMPLED_ROWS, Lengths, mixed, read_lengths
 from dstrain.facts.data.mixture import epoch_counts, held_out_counts
+from dstrain.facts.data.row_counts import count_rows
 from dstrain.facts.model.hub_config import tokenizer_file
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -40,7 +41,7 @@ class SourceLengths:
     def document(self) -> dict[str, Any]:
         """Returns it as JSON-ready data."""
         tokens = {"half": self.lengths.at(0.5), "95 %": self.lengths.at(0.95), "longest": self.lengths.at(1)}
-        samples = {"samples": self.lengths.num_samples, "samples_per_epoch": self.num_samples}
+        samples = {**_samples(self.lengths), "samples_per_epoch": self.num_samples}
         return {"path": self.name, **samples, "tokens": tokens}
 
 
@@ -79,8 +80,14 @@ class TrainingData:
         if self.lengths is None:
             return {} if self.unknown is None else {"data": {"unknown": self.unknown}}
         sources = [source.document() for source in self.sources]
-        known = {"samples": self.lengths.num_samples, "longer_than": histogram(self.lengths), "sources": sources}
+        known = {**_samples(self.lengths), "longer_than": histogram(self.lengths), "sources": sources}
         return {"data": known, **({} if trained is None else {"run": asdict(trained)})}
+
+
+def _samples(lengths: Lengths) -> dict[str, Any]:
+    """Returns the number of samples as JSON-ready data, with its basis if it is estimated."""
+    estimate = {} if lengths.estimate is None else {"samples_estimated_from": asdict(lengths.estimate)}
+    return {"samples": lengths.num_samples, **estimate}
 
 
 def histogram(lengths: Lengths) -> dict[int, float]:
@@ -153,8 +160,9 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
         lengths = read_lengths(
             source.path, reading, tokenizer, sampled_rows=rows, loss_on=job.loss_on, image_tokens=image_tokens
         )
-        most = lengths.num_samples if source.max_samples is None else min(source.max_samples, lengths.num_samples)
-        found.append(replace(lengths, num_samples=most))
+        if source.max_samples is not None and source.max_samples <= lengths.num_samples:
+            lengths = replace(lengths, num_samples=source.max_samples, estimate=None)
+        found.append(lengths)
     counts = [lengths.num_samples for lengths in found]
     held_out = held_out_counts(counts, job.val_split) if job.val_split is not None else [0] * len(counts)
     counts = [size - out for size, out in zip(counts, held_out, strict=True)]
@@ -190,6 +198,6 @@ def _eval_samples(job: Job) -> int:
         files = files_of(source.path) if is_file_name(source.path) else []
         if not files or not all(file.exists() for file in files):
             return 0
-        rows = sum(map(num_rows, files))
+        rows = count_rows(files).number
         total += rows if source.max_samples is None else min(rows, source.max_samples)
     return total

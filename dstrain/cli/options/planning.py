@@ -253,7 +253,7 @@ HTML = click.option(
 DATA = click.option(
     "--data",
     metavar="FILE",
-    help="Training data: .jsonl, .json, .parquet, a glob or a data set id; to plan also a job file with its list.",
+    help="Training data: .jsonl, .json, .parquet, .arrow, a glob or a data set id; to plan also a job file's list.",
 )
 _GENERATED = {parameter.name: parameter.type for parameter in click.command(DATA(facts_options(lambda: None))).params}
 

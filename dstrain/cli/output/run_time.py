@@ -9,7 +9,7 @@ from dstrain.facts.data.lengths import Lengths
 from dstrain.paths import shown
 from dstrain.plan.run_time import CHECKPOINT_BYTES_PER_S, RunTime
 from dstrain.plan.search.reasons import percent
-from dstrain.units import counted, format_bytes, format_count, format_seconds
+from dstrain.units import format_bytes, format_count, format_seconds
 
 _LOST_SHARE = 0.005
 """Share of cut samples from which a longer row is named."""
@@ -37,7 +37,7 @@ def _source_lines(data: TrainingData) -> list[str]:
     lines = []
     for source in data.sources:
         share, lengths = source.num_samples / data.lengths.num_samples, source.lengths
-        used = f"{source.num_samples:,} from {lengths.num_samples:,}, {percent(share)}"
+        used = f"{_number(source.num_samples, lengths)} from {_number(lengths.num_samples, lengths)}, {percent(share)}"
         lines.append(f"         - {shown(source.name)}: {used}; half ≤ {lengths.at(0.5):,}, longest {lengths.at(1):,}")
     above = {length: share for length, share in histogram(data.lengths).items() if 0 < round(100 * share) < 100}
     shares = [f"{length:,}: {percent(share)}" for length, share in above.items()]
@@ -46,9 +46,11 @@ def _source_lines(data: TrainingData) -> list[str]:
 
 def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str]:
     half, most, longest = (f"{lengths.at(share):,}" for share in (0.5, 0.95, 1.0))
-    lines = [
-        f"data     {counted(lengths.num_samples, 'sample')}; tokens: half ≤ {half}, 95 % ≤ {most}, longest {longest}"
-    ]
+    samples = f"{_number(lengths.num_samples, lengths)} sample{'s' if lengths.num_samples != 1 else ''}"
+    lines = [f"data     {samples}; tokens: half ≤ {half}, 95 % ≤ {most}, longest {longest}"]
+    if (basis := lengths.estimate) is not None:
+        read, total = format_bytes(basis.read_bytes), format_bytes(basis.total_bytes)
+        lines.append(f"         samples are estimated (± {100 * basis.error_ratio:.2g} %) from {read} of {total}")
     if asked.request.packing:
         labels = f", {percent(lengths.target_share)} of the tokens with a label" if lengths.target_share < 1 else ""
         lines.append(f"         packed: {lengths.num_samples / run.rows_per_epoch:.1f} samples in a row{labels}")
@@ -58,6 +60,11 @@ def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str
         whole = 1 << (lengths.at(1 - _LOST_SHARE) - 1).bit_length()
         lines.append(f"         {percent(run.cut_share)} of the samples are cut: --seq-len {whole} keeps them whole")
     return lines
+
+
+def _number(samples: int, lengths: Lengths) -> str:
+    """Returns a number of samples as exactly as it is known."""
+    return f"{samples:,}" if lengths.estimate is None else f"about {format_count(samples)}"
 
 
 def _time_lines(run: RunTime, cluster: Cluster) -> list[str]:

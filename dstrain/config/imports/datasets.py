@@ -133,7 +133,7 @@ def _of_swift(text: str, source: Source) -> DataSet:
 
 def _local(name: str, source: Source) -> str:
     """Returns a local file as it is found from here, and every other name as it is."""
-    if not name.endswith((".jsonl", ".json", ".parquet", ".csv", ".txt")):
+    if not name.endswith((".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt")):
         return name
     try:
         return str(source.find(name, "dataset"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from dstrain.choices import DataFormat
@@ -13,7 +12,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.data import images
 from dstrain.facts.data.preferences import Pair, to_marked, to_pair
 from dstrain.facts.data.row_values import unused_text
-from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries, holds_list
+from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries
 from dstrain.facts.data.sample_formats import Reading, require, to_sample, unused
 from dstrain.facts.data.turns import Conversation
 
@@ -21,7 +20,6 @@ Refuse = Callable[[InvalidConfig], None]
 """Called with the error of an unusable row: raises it, or returns to skip the row."""
 
 _SHOWN_PROBLEMS = 5
-_BLOCK_BYTES = 2**20
 _GLOB = frozenset("*?[")
 
 
@@ -199,19 +197,6 @@ def samples(path: str | Path, refuse: Refuse = stop, part: Part | None = None) -
         yield entry
     if empty:
         raise InvalidConfig(f"{path}: no samples")
-
-
-def num_rows(path: str | Path) -> int:
-    """Returns the approximate number of rows, without parsing them; 0 for a JSON list."""
-    source = Path(path)
-    if source.suffix.lower() == ".parquet":
-        import pyarrow.parquet  # type: ignore[import-untyped]
-
-        return int(pyarrow.parquet.read_metadata(source).num_rows)
-    if holds_list(source):
-        return 0
-    with source.open("rb") as file:
-        return sum(block.count(b"\n") for block in iter(partial(file.read, _BLOCK_BYTES), b""))
 
 
 def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import images
-from dstrain.facts.data.datafile import files_of, num_rows, parsed, reading_of
+from dstrain.facts.data.datafile import files_of, parsed, reading_of
 from dstrain.facts.data.preferences import Pair
 from dstrain.facts.data.row_contents import RowContents
+from dstrain.facts.data.row_counts import RowEstimate, count_rows, joined
 from dstrain.facts.data.rows import Sample, spread
 from dstrain.facts.data.sample_formats import Reading
 from dstrain.facts.data.turns import Conversation
@@ -33,7 +34,9 @@ class Lengths:
     tokens: tuple[int, ...]
     """Tokens of the sampled rows, shortest first, before any of them is cut."""
     num_samples: int
-    """Samples of the whole data set; counted, or in a JSON list and in lines with gaps about as many."""
+    """Samples of the whole data set."""
+    estimate: RowEstimate | None = None
+    """The basis of their number; None if they were counted."""
     target_share: float = 1.0
     """Share of the tokens with a label, 0…1."""
     has_images: bool = False
@@ -86,6 +89,7 @@ def mixed(parts: Sequence[Lengths], counts: Sequence[int]) -> Lengths:
     return Lengths(
         tokens=tuple(sorted(tokens)),
         num_samples=sum(counts),
+        estimate=joined([(count, part.estimate) for part, count in zip(parts, counts, strict=True)]),
         target_share=targets / max(1, sum(sizes)),
         has_images=any(part.has_images for part in parts),
     )
@@ -117,12 +121,11 @@ def read_lengths(
     are left out, which `dstrain run` names. Raises InvalidConfig if no row is usable, one has images of which
     `image_tokens` is not known, or the tokenizer cannot be read.
     """
-    encoder = _encoder(tokenizer)
-    files = files_of(data)
-    rows, texts, counted = 0, [], 0
+    encoder, files = _encoder(tokenizer), files_of(data)
+    rows, texts, counted, uncounted = 0, [], 0, list[Path]()
     for file in files:
-        sampled = list(spread(file, -(-sampled_rows // len(files))))
-        counted += num_rows(file) or len(sampled)
+        sampled, number = spread(file, -(-sampled_rows // len(files)))
+        counted, uncounted = counted + (number or 0), uncounted + ([file] if number is None else [])
         rows += len(sampled)
         usable = _usable(file, sampled, reading, has_image_tokens=image_tokens is not None)
         texts += [[_texts(side, loss_on, image_tokens or 0) for side in sides] for sides in usable]
@@ -134,9 +137,11 @@ def read_lengths(
     targets = sum(size for size, text in zip(sizes, every, strict=True) if text.is_learned)
     left = iter(sizes)
     lengths = [max(sum(next(left) for _ in side) for side in sides) for sides in texts]
+    more = count_rows(uncounted)
     return Lengths(
         tokens=tuple(sorted(lengths)),
-        num_samples=counted,
+        num_samples=counted + more.number,
+        estimate=joined([(counted, None), (more.number, more.estimate)]),
         target_share=targets / max(1, sum(sizes)),
         has_images=any(text.is_image for text in every),
     )

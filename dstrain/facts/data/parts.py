@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.columnar import Group, groups_of, is_columnar, reads_any_row
 from dstrain.facts.data.rows import Part, holds_list, require_file
 
 _BLOCK_BYTES = 2**20
@@ -14,13 +14,14 @@ _LEAST_BYTES, _MOST_BYTES, _FEWEST_PARTS = 2**20, 32 * 2**20, 64
 
 
 def parts_of(path: Path) -> list[Part]:
-    """Returns the parts of a data file, the same for the same file: 1 to 32 MiB of lines or of Parquet's rows.
+    """Returns the parts of a data file, the same for the same file: 1 to 32 MiB of lines or of a table's rows.
 
     A JSON list is one part. Reads the file once to find the ends of lines. Raises InvalidConfig if it is no data file.
     """
     require_file(path)
-    if path.suffix.lower() == ".parquet":
-        return _of_parquet(path)
+    if is_columnar(path):
+        groups = groups_of(path)
+        return row_parts(sum(group.num_rows for group in groups), sum(group.size_bytes for group in groups))
     if holds_list(path):
         return [Part(start=0, end=0, first=1, num_rows=0)]
     with path.open("rb") as file:
@@ -28,15 +29,16 @@ def parts_of(path: Path) -> list[Part]:
 
 
 def streamed_parts(path: Path, size_bytes: int) -> list[Part]:
-    """Returns parts of about `size_bytes` of a data file, of Parquet its row groups; the rows are not read.
+    """Returns parts of about `size_bytes` of lines or of Arrow, and the row groups of Parquet; the rows are not read.
 
     Raises InvalidConfig if it is no data file, or a JSON list, whose items cannot be found without reading all of it.
     """
     require_file(path)
-    if path.suffix.lower() == ".parquet":
-        return [part for start, rows, size in _row_groups(path) for part in _slices(start, rows, size)]
+    if is_columnar(path):
+        limit = size_bytes if reads_any_row(path) else _MOST_BYTES
+        return [part for group in groups_of(path) for part in _slices(group, limit)]
     if holds_list(path):
-        raise InvalidConfig(f"{path}: a JSON list cannot be streamed", hint="Write it as JSON lines or Parquet.")
+        raise InvalidConfig(f"{path}: a JSON list cannot be streamed", hint="Write it as JSON lines, Parquet or Arrow.")
     size = path.stat().st_size
     return [
         Part(start=start, end=min(start + size_bytes, size), first=0, num_rows=1)
@@ -66,32 +68,13 @@ def row_parts(num_rows: int, total_bytes: int) -> list[Part]:
     ]
 
 
-def _of_parquet(path: Path) -> list[Part]:
-    groups = _row_groups(path)
-    return row_parts(sum(rows for _, rows, _ in groups), sum(size for _, _, size in groups))
-
-
-def _row_groups(path: Path) -> list[tuple[int, int, int]]:
-    """Returns the first row of each row group, its number of rows, and its bytes."""
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    try:
-        metadata = pyarrow.parquet.read_metadata(path)
-    except pyarrow.ArrowException as error:
-        raise InvalidConfig(f"{path}: cannot be read as Parquet: {error}") from None
-    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-    starts = accumulate((group.num_rows for group in groups), initial=0)
-    return [(start, group.num_rows, group.total_byte_size) for start, group in zip(starts, groups, strict=False)]
-
-
-def _slices(start: int, rows: int, size_bytes: int) -> list[Part]:
-    """Returns a row group in equal parts of at most `_MOST_BYTES`: a part is read from the beginning of its group."""
-    step = -(-rows // max(1, -(-size_bytes // _MOST_BYTES))) or 1
+def _slices(group: Group, size_bytes: int) -> list[Part]:
+    """Returns a group in equal parts of at most `size_bytes`, or of a row."""
+    end = group.start + group.num_rows
+    step = -(-group.num_rows // max(1, -(-group.size_bytes // size_bytes))) or 1
     return [
-        Part(
-            start=first, end=min(first + step, start + rows), first=first + 1, num_rows=min(step, start + rows - first)
-        )
-        for first in range(start, start + rows, step)
+        Part(start=start, end=min(start + step, end), first=start + 1, num_rows=min(step, end - start))
+        for start in range(group.start, end, step)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Reads the rows of a data file: JSON lines, a JSON list or Parquet."""
+"""Reads the rows of a data file: JSON lines, a JSON list, Parquet or Arrow."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean, nearest
+from dstrain.facts.data import columnar
+from dstrain.facts.data.columnar import columnar_rows, is_columnar
 from dstrain.facts.data.row_values import without_missing
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", *columnar.SUFFIXES)
 """File name extensions; the first byte of a JSON file decides whether it holds lines or a list."""
 
-_BATCH_ROWS = 1024
+_FIRST_ROWS = 1024
+"""Rows that are read of Parquet and Arrow in place of a number of bytes."""
 _SPREAD_BYTES = 32 * 2**20
-_SPREAD_GROUPS = 8
 _SPACE = b" \t\r\n"
 
 
@@ -26,7 +28,7 @@ class Sample:
     """One row of a data file."""
 
     where: str
-    """`file:line`, or `file: row N` (from 1) in Parquet."""
+    """`file:line`, or `file: row N` (from 1) in Parquet and Arrow."""
     row: dict[str, Any]
     """Column → value."""
     folder: Path | None = None
@@ -54,8 +56,8 @@ def entries(path: Path, limit_bytes: int | None, part: Part | None = None) -> It
     """
     require_file(path)
     try:
-        if path.suffix.lower() == ".parquet":
-            yield from _parquet(path, limit_bytes, part=part)
+        if is_columnar(path):
+            yield from _columnar(path, limit_bytes, part=part)
         elif part is None and holds_list(path):
             yield from _list_items(path, limit_bytes)
         elif part is not None and not part.num_rows:
@@ -66,17 +68,19 @@ def entries(path: Path, limit_bytes: int | None, part: Part | None = None) -> It
         raise EnvironmentProblem(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def spread(path: Path, count: int) -> Iterator[Sample | InvalidConfig]:
-    """Yields about `count` rows, or up to twice as many, spread evenly over a file; of Parquet the first rows of a few
-    row groups. Raises InvalidConfig if the file as a whole is wrong."""
+def spread(path: Path, count: int) -> tuple[list[Sample | InvalidConfig], int | None]:
+    """Returns about `count` rows, or up to twice as many, spread evenly over a file, and how many it has.
+
+    Of Parquet and Arrow it has the first rows of a few groups. The number is None if not all rows were read. Raises
+    InvalidConfig if the file as a whole is wrong.
+    """
     require_file(path)
-    if path.suffix.lower() == ".parquet":
-        yield from _parquet(path, None, count=count)
-    elif holds_list(path) or path.stat().st_size <= _SPREAD_BYTES:
+    if is_columnar(path):
+        return list(_columnar(path, None, count=count)), None
+    if holds_list(path) or path.stat().st_size <= _SPREAD_BYTES:
         rows = list(entries(path, None))
-        yield from rows[:: max(1, len(rows) // count)]
-    else:
-        yield from _distant_lines(path, count)
+        return rows[:: max(1, len(rows) // count)], len(rows)
+    return list(_distant_lines(path, count)), None
 
 
 def _distant_lines(path: Path, count: int) -> Iterator[Sample | InvalidConfig]:
@@ -197,54 +201,12 @@ def _at_end(error: json.JSONDecodeError) -> bool:
     return error.msg.startswith("Unterminated string") or error.pos >= len(error.doc) - len("false\\u00")
 
 
-def _heads(table: Any, count: int) -> Iterator[Any]:
-    """Yields the first rows of evenly spaced row groups, `count` rows together."""
-    groups = range(0, table.num_row_groups, max(1, table.num_row_groups // _SPREAD_GROUPS))
-    for group in groups:
-        yield from islice(table.iter_batches(batch_size=-(-count // len(groups)), row_groups=[group]), 1)
-
-
-def _between(table: Any, part: Part) -> Iterator[Any]:
-    """Yields the rows of a part, from the row groups that hold them."""
-    groups, skipped, before = [], 0, 0
-    for group in range(table.num_row_groups):
-        size = table.metadata.row_group(group).num_rows
-        if before + size <= part.start:
-            skipped += size
-        elif before < part.end:
-            groups.append(group)
-        before += size
-    position = skipped
-    for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups):
-        first, after = max(part.start - position, 0), min(part.end - position, len(batch))
-        if first < after:
-            yield batch.slice(first, after - first)
-        position += len(batch)
-        if position >= part.end:
-            return
-
-
-def _parquet(
+def _columnar(
     path: Path, limit_bytes: int | None, *, count: int | None = None, part: Part | None = None
 ) -> Iterator[Sample | InvalidConfig]:
-    with path.open("rb") as file:
-        opening = file.read(4)
-        file.seek(max(0, path.stat().st_size - 4))
-        if opening != b"PAR1" or file.read(4) != b"PAR1":
-            raise InvalidConfig(f"{path}: not a complete Parquet file (it must begin and end with PAR1)")
-    import pyarrow  # type: ignore[import-untyped]
-    import pyarrow.parquet  # type: ignore[import-untyped]
-
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-        number = 0 if part is None else part.first - 1
-        whole = _heads(table, count) if count is not None else table.iter_batches(batch_size=_BATCH_ROWS)
-        for batch in whole if part is None else _between(table, part):
-            for row in batch.to_pylist():
-                number += 1
-                values = {name: without_missing(value) for name, value in row.items()}
-                yield Sample(where=f"{path}: row {number}", row=values, folder=path.parent)
-            if limit_bytes is not None and path.stat().st_size > limit_bytes:
-                return
-    except pyarrow.ArrowException as error:
-        raise InvalidConfig(f"{path}: cannot be read as Parquet: {error}") from None
+    between = None if part is None else (part.start, part.end)
+    is_cut = limit_bytes is not None and path.stat().st_size > limit_bytes
+    rows = columnar_rows(path, between=between, count=count)
+    for number, row in enumerate(islice(rows, _FIRST_ROWS) if is_cut else rows, start=part.first if part else 1):
+        values = {name: without_missing(value) for name, value in row.items()}
+        yield Sample(where=f"{path}: row {number}", row=values, folder=path.parent)

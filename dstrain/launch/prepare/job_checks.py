@@ -207,7 +207,7 @@ def require_data(file: JobFile) -> None:
         raise InvalidConfig(
             "data is not set",
             place=file.locate(("data",)),
-            hint="Set data to a .jsonl, .json or .parquet file, or a data set id on the hub.",
+            hint="Set data to a .jsonl, .json, .parquet or .arrow file, or a data set id on the hub.",
         )
 
 

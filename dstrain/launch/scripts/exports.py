@@ -102,7 +102,8 @@ def _require_counterparts(job: Job, target: Target) -> None:
         if sources is not None and not isinstance(sources, str):
             raise InvalidConfig(f"{target} has no counterpart of several data sets in {key}", hint="Join their files.")
     if job.data is None:
-        raise InvalidConfig("data is not set", hint="Set data to a .jsonl, .json or .parquet file, or a data set id.")
+        hint = "Set data to a .jsonl, .json, .parquet or .arrow file, or a data set id."
+        raise InvalidConfig("data is not set", hint=hint)
 
 
 def _shown(value: Any) -> str:
@@ -142,9 +143,8 @@ def _torchrun(job: Job, hosts: Hosts) -> Export:
 
 def _notes(job: Job, hosts: Hosts, *, names_auto: bool = False) -> tuple[str, ...]:
     many = f"start it on each of the {len(hosts.hosts)} nodes; machine_rank differs from node to node"
-    loss_note = f"loss: {job.loss} has no counterpart; whole logits are made, which need memory"
-    if job.liger:
-        loss_note = f"Liger's own loss takes the place of loss: {job.loss}"
+    own = f"Liger's own loss takes the place of loss: {job.loss}"
+    loss_note = own if job.liger else f"loss: {job.loss} has no counterpart; whole logits are made, which need memory"
     notes = {
         many: len(hosts.hosts) > 1,
         "attn: auto is written as sdpa, which every machine has": job.attn is Attention.AUTO and not names_auto,

@@ -8,6 +8,7 @@ from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import DataReport, check, files_of, is_file_name, samples
 from dstrain.facts.data.sample_formats import PLAIN, Reading
+from tests.facts.data.tables import write_table
 
 GOOD: dict[str, Any] = {"instruction": "Add.", "input": "1 + 1", "output": "2"}
 
@@ -78,15 +79,28 @@ def test_blank_lines_and_byte_order_mark_are_skipped(tmp_path: Path) -> None:
     assert check(path, PLAIN).rows_checked == 2
 
 
-def test_parquet_is_read(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
+@pytest.mark.parametrize("name", ["train.parquet", "train.arrow", "stream.arrow"])
+def test_tables_are_read(tmp_path: Path, name: str) -> None:
     arrow = pytest.importorskip("pyarrow")
-    path = tmp_path / "train.parquet"
+    path = tmp_path / name
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    parquet.write_table(arrow.Table.from_pylist([{"messages": turns}, {"messages": turns[:1]}]), path)
+    rows = [{"messages": turns}, {"messages": turns[:1]}]
+    write_table(arrow.Table.from_pylist(rows), path, rows_per_group=1)
     assert problem_of(path).problem.startswith(f'{path}: row 2: "messages" ends with the user')
-    parquet.write_table(arrow.Table.from_pylist([{"messages": turns}]), path)
+    write_table(arrow.Table.from_pylist(rows[:1]), path, rows_per_group=1)
     assert check(path, PLAIN).format is DataFormat.MESSAGES
+    assert check(path, PLAIN, limit_bytes=1).complete is False
+
+
+@pytest.mark.parametrize("name", ["train.arrow", "stream.arrow"])
+def test_half_an_arrow_file_is_refused(tmp_path: Path, name: str) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    path = tmp_path / name
+    write_table(arrow.Table.from_pylist([{"text": "word " * 99}]), path, rows_per_group=1)
+    path.write_bytes(path.read_bytes()[:-200])
+    assert problem_of(path).problem.startswith(f"{path}: cannot be read as Arrow: ")
+    path.write_bytes(b"no table at all")
+    assert problem_of(path).problem.startswith(f"{path}: cannot be read as Arrow: ")
 
 
 def test_half_a_parquet_file_is_refused(tmp_path: Path) -> None:

@@ -68,8 +68,9 @@ def test_parquet_is_sampled_from_all_its_row_groups(tokenizer: Path, tmp_path: P
 
 
 def test_a_list_a_pair_and_a_glob_have_lengths(tokenizer: Path, tmp_path: Path) -> None:
-    (tmp_path / "list.json").write_text(json.dumps(pairs(3)))
-    assert read_lengths(str(tmp_path / "list.json"), PLAIN, tokenizer).num_samples == 3
+    (tmp_path / "list.json").write_text(json.dumps(pairs(5000)))
+    of_list = read_lengths(str(tmp_path / "list.json"), PLAIN, tokenizer)
+    assert (len(of_list.tokens), of_list.num_samples, of_list.estimate) == (2500, 5000, None)
     pair = {"prompt": "add", "chosen": "one", "rejected": "one two three four five six"}
     (tmp_path / "pair.jsonl").write_text(json.dumps(pair) + "\n")
     swapped = pair | {"chosen": pair["rejected"], "rejected": pair["chosen"]}
@@ -93,7 +94,7 @@ def test_unusable_rows_are_left_out_and_a_file_of_them_is_refused(tokenizer: Pat
 
 def test_small_files_are_spread_over(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{number}"}}\n' for number in range(100)))
-    rows = [row.row["text"] for row in spread(tmp_path / "a.jsonl", 10) if isinstance(row, Sample)]
+    rows = [row.row["text"] for row in spread(tmp_path / "a.jsonl", 10)[0] if isinstance(row, Sample)]
     assert rows == [str(number) for number in range(0, 100, 10)]
 
 

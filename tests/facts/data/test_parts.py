@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import parts
 from dstrain.facts.data.rows import Part, Sample, entries
+from tests.facts.data.tables import write_table
 
 LINE = st.sampled_from(['{"text": "a"}', "", "   ", '{"text": "a longer one, of some words"}', "{"])
 
@@ -39,14 +40,18 @@ def test_lines(tmp_path_factory: pytest.TempPathFactory, lines: list[str], is_en
         assert all(40 <= part.end - part.start < 40 + 16 + 40 for part in found[:-1])
 
 
-def test_parquet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.arrow", "stream.arrow"])
+def test_tables(tmp_path: Path, name: str) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    pq = pytest.importorskip("pyarrow.parquet")
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pyarrow.table({"text": [f"row {n}" for n in range(50)]}), path, row_group_size=7)
+    path = tmp_path / name
+    write_table(pyarrow.table({"text": [f"row {n}" for n in range(50)]}), path, rows_per_group=7)
     found = parts.parts_of(path)
     assert len(found) > 5
     assert [row for part in found for row in read(path, part)] == read(path)
+    streamed = parts.streamed_parts(path, 20)
+    assert (len(streamed) > len(found)) == (path.suffix == ".arrow")
+    assert [row for part in streamed for row in read(path, part)] == read(path)
+    assert len(read(path)) == 50
 
 
 def test_a_list_is_one_part(tmp_path: Path) -> None:

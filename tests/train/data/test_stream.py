@@ -11,7 +11,6 @@ pytest.importorskip("torch")
 
 import datasets
 import pyarrow
-import pyarrow.parquet
 from torch.utils.data import DataLoader
 
 from dstrain.choices import Interval, OnBadRow, Task
@@ -27,6 +26,7 @@ from dstrain.train.data.stream import StreamCollator
 from dstrain.train.data.stream_progress import StreamProgress, said
 from dstrain.train.data.streamed import StreamedData, streamed
 from dstrain.train.data.streamed_samples import Reader, RowPlace, endless_rows
+from tests.facts.data.tables import write_table
 
 WORDS = [f"w{number}" for number in range(200)]
 Ids = list[list[int]]
@@ -135,13 +135,17 @@ def test_weights_hold_over_blocks_and_a_small_data_set_repeats(tmp_path: Path, t
     assert sum("assistant" not in text for text in texts) == 16
 
 
-@pytest.mark.parametrize("rows_per_group", [7, 100])
-def test_parquet_is_read_by_row_groups(tmp_path: Path, tokenizer: Any, rows_per_group: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "rows_per_group", "parts"),
+    [("a.parquet", 7, [7, 7, 7, 7, 2]), ("a.parquet", 100, [30]), ("stream.arrow", 14, [14, 14, 2])],
+)
+def test_tables_are_read_by_their_groups(
+    tmp_path: Path, tokenizer: Any, name: str, rows_per_group: int, parts: list[int]
+) -> None:
     rows = [talk(number) for number in range(30)]
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=rows_per_group)
-    parts = streamed_parts(path, 2**20)
-    assert [part.num_rows for part in parts] == ([7, 7, 7, 7, 2] if rows_per_group == 7 else [30])
+    path = tmp_path / name
+    write_table(pyarrow.Table.from_pylist(rows), path, rows_per_group=rows_per_group)
+    assert [part.num_rows for part in streamed_parts(path, 2**20)] == parts
     stream = Rank(job(str(path)), tokenizer, num_ranks=1)
     assert Counter(stream.texts(15)) == Counter(row["messages"][1]["content"] for row in rows)
 
