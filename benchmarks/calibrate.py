@@ -1,13 +1,15 @@
 """How close the next plan is after a calibration: simulated machines with hidden constants.
 
-`python benchmarks/calibrate.py [--machines 50] [--runs 5] [--seed 0] [--any]`
+`python benchmarks/calibrate.py [--machines 50] [--runs 5] [--seed 0] [--choice next|differ|any]`
 
 A machine is a GPU, a number of GPUs and constants of its own, drawn around the planner's priors as far as these may be
 off (`plan.calibration.times.WIDTHS`). It "runs" configurations: the planner's own model with the hidden constants, and
-noise of 1 %. The runs differ: each has a model and a sequence length of its own, as far as there are others, and one
-offloads its optimizer; with `--any` they are drawn without regard to each other. `calibrate` sees the runs and the
-priors alone; then a configuration that was not among the runs is drawn, planned and compared. This is an exam of
-the fit, not of the planner: whether the planner's form is that of a real machine is what `benchmarks/predict.py` asks.
+noise (`--noise`, 1 %). The first two are drawn, of different models, and the others are those that `calibrate` names as
+the next run, each of one of these models (`--choice next`). For comparison, each has a model and a sequence length of
+its own, as far as there are others, and one offloads its optimizer (`differ`); or they are drawn without regard to each
+other (`any`). `calibrate` sees the runs and the priors alone; then a configuration that was not among the runs is
+drawn, of any model, planned and compared. This is an exam of the fit, not of the planner: whether the planner's form is
+that of a real machine is what `benchmarks/predict.py` asks.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from dstrain.facts.cluster.calibration import Calibration, Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.workload import Workload
 from dstrain.plan.calibration.fit import Fit, fit
+from dstrain.plan.calibration.next_run import next_run
 from dstrain.plan.calibration.observed import Observed
 from dstrain.plan.calibration.times import WIDTHS, rates_in_use
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
@@ -38,7 +41,9 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.units import MIB
 
 NOISE = 0.01
-"""Standard deviation of what a machine measures, over it."""
+"""Standard deviation of what a machine measures, over it, unless another one is asked for."""
+CHOICES = ("next", "differ", "any")
+"""How the runs are chosen."""
 GPUS = ("a100-80g", "h100-sxm", "h200", "a800-80g", "h800")
 COUNTS = (1, 4, 8, 16)
 LENGTHS = (1024, 2048, 4096, 8192)
@@ -137,7 +142,24 @@ def drawn(
     raise ValueError("nothing fits")
 
 
-def ran(machine: Machine, name: str, configuration: Configuration, draw: random.Random) -> Observed:
+def advised(draw: random.Random, one: Machine, count: int, noise: float) -> list[Observed]:
+    """Returns runs of a machine: two of different models that are drawn, then those that `calibrate` names."""
+    runs: list[Observed] = []
+    models = draw.sample(MODELS, len(MODELS))
+    while len(runs) < min(2, count):
+        name, configuration = drawn(draw, one.cluster, models)
+        models.remove(name)
+        runs.append(ran(one, name, configuration, draw, noise))
+    while len(runs) < count:
+        advice = next_run(runs, fit(runs))
+        assert advice is not None
+        runs.append(ran(one, advice.run.workload.model.name, advice.run.configuration, draw, noise))
+    return runs
+
+
+def ran(
+    machine: Machine, name: str, configuration: Configuration, draw: random.Random, noise: float = NOISE
+) -> Observed:
     """Returns what a machine measures of a configuration."""
     workload = Workload(model=probe.read_model(name), cluster=machine.cluster)
     truth = true(machine, workload, configuration)
@@ -147,9 +169,9 @@ def ran(machine: Machine, name: str, configuration: Configuration, draw: random.
         name=f"{name} ZeRO-{configuration.zero.stage}",
         workload=workload,
         configuration=configuration,
-        step_s=truth.speed.step_s * draw.gauss(1, NOISE),
-        reserved_bytes=round(needs.reserved_bytes_per_gpu * draw.gauss(1, NOISE)),
-        outside_bytes=round(needs.breakdown_bytes.context * draw.gauss(1, NOISE)),
+        step_s=truth.speed.step_s * draw.gauss(1, noise),
+        reserved_bytes=round(needs.reserved_bytes_per_gpu * draw.gauss(1, noise)),
+        outside_bytes=round(needs.breakdown_bytes.context * draw.gauss(1, noise)),
     )
 
 
@@ -159,16 +181,24 @@ def true(machine: Machine, workload: Workload, configuration: Configuration) -> 
     return assess(replace(workload, calibration=hidden), configuration)
 
 
-def examine(draw: random.Random, num_runs: int, *, differ: bool = True) -> Result:
-    """Returns the errors of the next plan of one machine, after runs that differ or are drawn like the plan."""
+def chosen_runs(draw: random.Random, one: Machine, count: int, choice: str, noise: float) -> list[Observed]:
+    """Returns what a machine measures of runs that are chosen in one of the ways `CHOICES`."""
+    if choice == "next":
+        return advised(draw, one, count, noise)
+    chosen = differing(draw, one.cluster, count)
+    if choice == "any":
+        chosen = [drawn(draw, one.cluster, draw.sample(MODELS, len(MODELS))) for _ in range(count)]
+    return [ran(one, name, configuration, draw, noise) for name, configuration in chosen]
+
+
+def examine(draw: random.Random, num_runs: int, *, choice: str = "next", noise: float = NOISE) -> Result:
+    """Returns the errors of the next plan of one machine."""
     one = machine(draw)
-    chosen = differing(draw, one.cluster, num_runs)
-    if not differ:
-        chosen = [drawn(draw, one.cluster, draw.sample(MODELS, len(MODELS))) for _ in range(num_runs)]
-    runs = [ran(one, name, configuration, draw) for name, configuration in chosen]
+    runs = chosen_runs(draw, one, num_runs, choice, noise)
     found = fit(runs)
-    name, configuration = chosen[0]
-    while (name, configuration) in chosen:
+    known = {(run.workload.model.name, run.configuration) for run in runs}
+    name, configuration = drawn(draw, one.cluster, draw.sample(MODELS, len(MODELS)))
+    while (name, configuration) in known:
         name, configuration = drawn(draw, one.cluster, draw.sample(MODELS, len(MODELS)))
     workload = Workload(model=probe.read_model(name), cluster=one.cluster)
     truth, before = true(one, workload, configuration), assess(workload, configuration)
@@ -243,11 +273,12 @@ def main() -> None:
     parser.add_argument("--machines", type=int, default=50)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--any", action="store_true", help="draw the runs like the plan, alike or not")
+    parser.add_argument("--choice", choices=CHOICES, default="next", help="how the runs are chosen")
+    parser.add_argument("--noise", type=float, default=NOISE, help="standard deviation of what is measured, over it")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     results = [
-        examine(random.Random(f"{options.seed} {number}"), options.runs, differ=not options.any)
+        examine(random.Random(f"{options.seed} {number}"), options.runs, choice=options.choice, noise=options.noise)
         for number in range(options.machines)
     ]
     for result in results:

@@ -1,18 +1,29 @@
-"""Writes the report page of a recorded run for each cause, with what the health rules say of it."""
+"""Writes the report page of a recorded run for each cause, with what the health rules say of it and what was planned.
+
+On a CPU that is memory alone: no time is planned there, and PyTorch counts no peak, which the page says.
+"""
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.health_exam.score import FOLDER, Result
+from benchmarks.health_exam.score import FACTS, FOLDER, Result
 from benchmarks.health_exam.traces import JOB
+from dstrain.choices import Precision
 from dstrain.cli.output import report_page
+from dstrain.facts.cluster.cluster import Origin, describe
+from dstrain.facts.cluster.gpus import gpu
+from dstrain.facts.model.families import from_config
+from dstrain.facts.workload import Workload
 from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.plan.configuration import DEFAULTS, changed
+from dstrain.plan.estimate import assess
+from dstrain.records import to_data, to_json
 from dstrain.report.recorded import read
 from dstrain.report.report import report
 from dstrain.rundir import RunDir
@@ -53,7 +64,37 @@ def _run_directory(result: Result, folder: Path) -> RunDir:
     findings = [{**asdict(one), "time_s": round(times[one.step], 3)} for one in result.findings]
     job = {**JOB, "model": "demo", "output_dir": str(folder), **result.trace.job}
     run.summary.write_text(json.dumps({"steps": result.steps, "ranks": 2}), encoding="utf-8")
+    stage = job.pop("zero", 2)
     run.request.write_text(json.dumps(job), encoding="utf-8")
+    _write_plan(run, job, stage)
     for file, records in ((run.metrics, lines), (run.health, findings)):
         file.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
     return run
+
+
+def _write_plan(run: RunDir, job: Mapping[str, Any], stage: int) -> None:
+    """Writes what was known and planned: the model of the recorded runs (`record.py`) on two ranks of a CPU."""
+    width = 192 if stage == 3 else 64
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": FACTS.vocab_size,
+        "hidden_size": width,
+        "num_hidden_layers": 2,
+        "intermediate_size": 3 * width,
+        "num_attention_heads": width // 32,
+        "num_key_value_heads": width // 64,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
+    model = from_config(config, name="demo", source="health exam")
+    cluster = describe(gpu=gpu("cpu"), gpu_origin=Origin.GIVEN, gpus=2)
+    keys = {name: job[name] for name in ("seq_len", "micro_batch", "grad_accum", "packing") if name in job}
+    planned = assess(
+        Workload(model=model, cluster=cluster),
+        changed(DEFAULTS, **keys, zero_stage=stage, precision=Precision(job["precision"])),
+    )
+    run.plan.write_text(to_json(planned), encoding="utf-8")
+    facts = {"model": to_data(model), "cluster": to_data(cluster)}
+    run.facts.write_text(json.dumps(facts), encoding="utf-8")

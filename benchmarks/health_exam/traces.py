@@ -119,6 +119,7 @@ _SAVES = {"save_steps": 20, "save_total_limit": 1, "max_steps": 160}
 _SMALL = {"data": "few.jsonl", "eval_data": "eval.jsonl", "eval_steps": 10, "learning_rate": 3e-3}
 _ZERO_3: dict[str, Any] = {"zero": 3}
 _LONG: dict[str, Any] = {"max_steps": 240}
+_FINE: dict[str, Any] = {"logging_steps": 2, "max_steps": 480}
 _SIZES: Mapping[str, tuple[tuple[float, int, Mapping[str, Any]], ...]] = MappingProxyType(
     {
         "slow rank": ((0.6, 111, {}), (1.0, 121, {"lr_scheduler_type": "linear"})),
@@ -136,8 +137,8 @@ _SIZES: Mapping[str, tuple[tuple[float, int, Mapping[str, Any]], ...]] = Mapping
         "slow disk": ((0.3, 101, _SAVES), (0.6, 121, _SAVES)),
         "overfitting": ((0.0, 11, _SMALL), (0.0, 16, {**_SMALL, "eval_steps": 15})),
         "learning rate too low": (
-            (0.0, 1, {"learning_rate": 1e-9, "logging_steps": 2}),
-            (0.0, 1, {"learning_rate": 1e-8, "micro_batch": 8, "logging_steps": 2}),
+            (0.0, 1, {"learning_rate": 1e-9} | _FINE),
+            (0.0, 1, {"learning_rate": 1e-8, "micro_batch": 8} | _FINE),
         ),
         "other data after a resume": (
             (0.0, 101, {"max_steps": 130, "save_steps": 100}),
@@ -174,6 +175,8 @@ _CLEAN: tuple[Mapping[str, Any], ...] = (
     {"zero": 3, "grad_accum": 2, "logging_steps": 10, "max_steps": 400},
     {"micro_batch": 8},
     {"grad_accum": 2, "packing": True, "lr_scheduler_type": "linear"},
+    {"learning_rate": 3e-4, "lr_scheduler_type": "constant"} | _FINE,
+    {"learning_rate": 1e-3, "data": "few.jsonl"} | _FINE,
 )
 
 

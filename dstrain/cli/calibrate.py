@@ -37,8 +37,8 @@ def command(run_dirs: tuple[Path, ...], output: Path | None, dry_run: bool, as_j
     """Fit the planner's constants to the memory and the step times that runs measured.
 
     RUN is a run directory, or a record that `dstrain report --share` wrote. Runs that differ in model, sequence length
-    or ZeRO stage tell more constants apart; what they cannot tell stays as it is. The result is merged into the
-    calibration file, which plan, gen-config, run, lint, explain and diff read.
+    or ZeRO stage tell more constants apart; what they cannot tell stays as it is, and the run that would tell the most
+    is named. The result is merged into the calibration file, which plan, gen-config, run, lint, explain and diff read.
 
     \b
     Example:

@@ -69,7 +69,7 @@ class Reading:
     other_s: float = 0.0
     """Seconds of the window between steps: callbacks, logging."""
     aside_s: float = 0.0
-    """Seconds of checkpoints and evaluations, which are not in the window."""
+    """Seconds of checkpoints, evaluations and second tries, which are not in the window."""
 
     def numbers(self) -> list[float]:
         """Returns the fields in order, for a gather: (26,)."""

@@ -120,7 +120,7 @@ class WatchedTrainer(SavingTrainer):
         self._metrics.saved(time.monotonic() - began)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *arguments: Any, **options: Any) -> None:
-        """Logs, saves and evaluates; the time of a checkpoint or an evaluation does not count in the metrics.
+        """Logs, saves and evaluates; the time of a checkpoint, an evaluation or a second try does not count.
 
         Transformers subtracts a logged loss from itself to begin anew, which leaves NaN for ever after one that is NaN.
         Raises RunFailed after too many consecutive steps without finite gradients; all ranks have the same norm.
@@ -129,7 +129,8 @@ class WatchedTrainer(SavingTrainer):
         is_finite = skipped == self._skipped and (grad_norm is None or math.isfinite(grad_norm))
         if not is_finite and self._num_told < _MOST_TOLD:
             self._num_told += 1
-            self._tell_nonfinite(was_skipped=skipped != self._skipped)
+            with self.meter.aside():
+                self._tell_nonfinite(was_skipped=skipped != self._skipped)
         self._gradients.note(self.state.global_step, is_finite=is_finite)
         is_logged = self.control.should_log
         is_long = self.control.should_evaluate or self.control.should_save

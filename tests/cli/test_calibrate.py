@@ -170,9 +170,19 @@ def test_a_constant_that_the_runs_do_not_tell_stays_and_is_named(dstrain: Type, 
     done = dstrain("calibrate", *runs, "-n")
     lines = [line for line in done.stdout.splitlines() if line.startswith("stays")]
     assert any("cpu_adam_bytes_per_s" in line for line in lines), done.stdout
+    assert f"next run {MODEL}, as gen-config --seq-len" in " ".join(done.stdout.split())
     alone = dstrain("calibrate", runs[1], "-n").stdout
     assert "context_bytes: every run has several ranks" in " ".join(alone.split())
     assert "reserved_ratio: one configuration does not tell it" in " ".join(alone.split())
+
+
+def test_the_next_run_is_named_in_options_that_plan_takes_and_narrows_the_times(dstrain: Type, runs: list[str]) -> None:
+    advice = json.loads(dstrain("calibrate", *runs, "-n", "--json").stdout)["gpus"]["h100-sxm"]["next_run"]
+    assert advice["model"] == MODEL
+    assert 0 < advice["step_error_after"] < advice["step_error_now"]
+    words = ("plan", "--gpus", "8", "--gpu", "h100", "--model", MODEL, *advice["options"], "--json")
+    planned = dstrain(*words)
+    assert planned.returncode == 0, planned.stderr
 
 
 def test_a_compiled_run_tells_only_its_memory_outside_of_pytorch(dstrain: Type, tmp_path: Path) -> None:
@@ -197,6 +207,7 @@ def test_the_time_of_a_slowed_run_does_not_count_and_is_said(dstrain: Type, tmp_
     assert document["left_out"] == {"slow": ["its step time: health rule slowdown at step 40"]}
     named = {item["name"] for item in document["gpus"]["h100-sxm"]["constants"]}
     assert named == {"context_bytes", "nccl_bytes", "reserved_ratio"}
+    assert document["gpus"]["h100-sxm"]["next_run"] is None
     assert "left out of slow: its step time: health rule slowdown" in dstrain("calibrate", slow, "-n").stdout
 
 

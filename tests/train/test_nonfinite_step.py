@@ -95,6 +95,10 @@ def test_the_loss_is_finite_again_after_the_step_that_was_skipped(poisoned: Path
     assert [window["loss"] is None for window in lines(poisoned)] == [False, True, False, False]
 
 
+def test_the_time_of_a_second_try_and_of_a_checkpoint_is_in_no_step(poisoned: Path) -> None:
+    assert ["aside_s" in window for window in lines(poisoned)] == [False, False, True, True]  # after steps 2 and 3
+
+
 def test_windows_have_the_forward_time_of_each_rank_and_that_of_a_checkpoint(poisoned: Path) -> None:
     windows = lines(poisoned)
     assert all(len(window["forward_s_per_token_by_rank"]) == 2 for window in windows)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,12 +17,17 @@ import torch
 from dstrain.choices import Interval
 from dstrain.errors import EnvironmentProblem
 from dstrain.job.schema import Job
+from dstrain.preflight import CheckName, Preflight
+from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train.checkpoints.node_storage import Disk
 from dstrain.train.preflight.found import Found
 from dstrain.train.preflight.saving import try_saving
 from dstrain.train.rank import Rank
 from dstrain.units import GIB, TIB
+from tests.cli.test_doctor import Need
+from tests.train.engine import Engine
+from tests.train.launching import lines, make_run
 
 
 def trainer(folder: Path, steps: int, **job: Any) -> Any:
@@ -55,19 +65,61 @@ def test_a_checkpoint_that_takes_too_long_is_told_by_the_measured_speed(tmp_path
     assert made.figures["written_bytes"] == 0
 
 
-def test_checkpoints_that_do_not_fit_together_are_told(tmp_path: Path) -> None:
-    made = found(tmp_path, planned=500 * TIB, save_total_limit=2)
-    assert not made.passed
-    assert "the 3 checkpoints that exist at once need 1500 TiB: lower save_total_limit" in made.text
+def most_of_the_disk(folder: Path) -> int:
+    """Returns bytes of which a checkpoint fits on the disk, and two do not."""
+    return shutil.disk_usage(folder).free * 2 // 3
+
+
+def test_later_checkpoints_that_do_not_fit_are_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    made = found(tmp_path, planned=most_of_the_disk(tmp_path), save_total_limit=2)
+    assert (made.passed, made.ends) == (False, None)
+    assert re.search("; but .* are free, and the 3 checkpoints that exist at once need .*: lower save_total", made.text)
 
 
 def test_a_run_with_fewer_checkpoints_needs_room_for_these(tmp_path: Path) -> None:
-    assert "the 10 checkpoints" in found(tmp_path, planned=500 * TIB, save_total_limit=None).text
-    assert "the 2 checkpoints" in found(tmp_path, 11, planned=500 * TIB).text
-    assert "; but " in (text := found(tmp_path, 10, planned=500 * TIB).text)
-    assert "are free, and it needs 500" in text
-    by_epoch = found(tmp_path, 10, planned=500 * TIB, save_total_limit=9, save_strategy=Interval.EPOCH)
+    planned = most_of_the_disk(tmp_path)
+    assert "the 10 checkpoints" in found(tmp_path, planned=planned, save_total_limit=None).text
+    assert "the 2 checkpoints" in found(tmp_path, 11, planned=planned).text
+    assert found(tmp_path, 10, planned=planned).passed
+    by_epoch = found(tmp_path, 10, planned=planned, save_total_limit=9, save_strategy=Interval.EPOCH)
     assert "the 3 checkpoints" in by_epoch.text
+
+
+def test_the_first_checkpoint_without_room_is_an_error_that_names_both_sizes(tmp_path: Path) -> None:
+    made = found(tmp_path, 10, planned=500 * TIB)
+    assert not made.passed
+    assert isinstance(made.ends, EnvironmentProblem)
+    assert made.text in made.ends.problem
+    assert made.text.startswith("the first checkpoint needs 500.0 TiB, and ")
+    assert "save_only_model: true" in (made.ends.hint or "")
+    weights_only = found(tmp_path, 10, planned=500 * TIB, save_only_model=True).ends
+    assert weights_only is not None
+    assert "save_only_model" not in (weights_only.hint or "")
+
+
+@pytest.fixture
+def small_disk(need: Need, tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for the files of a start, and not for a checkpoint of the demo's model."""
+    need(os.geteuid() == 0, "a small disk needs root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True)
+    need(done.returncode == 0, "a small disk needs the right to mount")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_two_ranks_that_cannot_save_end_before_the_first_step(small_disk: Path, demo: Path, engine: Engine) -> None:
+    run = make_run(small_disk / "run", demo, preflight=True, save_steps=1)
+    codes = engine.run("dstrain.train", run, log=small_disk.parent / "log")
+    log = (small_disk.parent / "log.0").read_text()
+    assert codes == [EnvironmentProblem.exit_code] * 2, log[-3000:]
+    assert f"no checkpoint can be written to {run}: the first checkpoint needs " in log
+    assert "Traceback" not in log
+    assert not lines(run)
+    (saving,) = [one for one in load_json(Preflight, run / "preflight.json").checks if one.name is CheckName.SAVING]
+    assert saving.passed is False
+    assert saving.text.startswith("the first checkpoint needs ")
 
 
 def test_a_small_checkpoint_is_written_and_its_share_of_the_run_told(tmp_path: Path) -> None:

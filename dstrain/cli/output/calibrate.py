@@ -10,8 +10,10 @@ from typing import Any
 from dstrain.cli.console import wrapped
 from dstrain.monitor.observed_run import ObservedRun
 from dstrain.plan.calibration.fit import Compared, Fit
+from dstrain.plan.calibration.next_run import NextRun, next_run
 from dstrain.plan.calibration.observed import Observed
 from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.search.search_space import global_batch
 from dstrain.records import to_data
 from dstrain.units import format_bytes, format_seconds
 
@@ -23,6 +25,8 @@ def text(fits: Sequence[Fit], runs: Sequence[ObservedRun]) -> str:
         own = [run for run in runs if run.observed.workload.cluster.gpu.name == one.gpu]
         lines += [*_constants(one), "", *_plans([one.compared(run.observed) for run in own])]
         lines += [wrapped(f"left out of {run.observed.name}: {reason}") for run in own for reason in run.left_out]
+        advice = next_run(_own(runs, one), one)
+        lines += [] if advice is None else ["", wrapped(_next(advice))]
     return "\n".join(lines)
 
 
@@ -86,6 +90,20 @@ def _planned_bytes(estimate: Estimate) -> int:
     return estimate.memory.reserved_bytes_per_gpu + estimate.memory.breakdown_bytes.context
 
 
+def _next(advice: NextRun) -> str:
+    """Returns the run that tells the most, as options of gen-config, and what it would tell."""
+    options, model = " ".join(_options(advice)), advice.run.workload.model.name
+    ranges = f"from ± {advice.now:.1%} to ± {advice.after:.1%}"
+    return f"next run {model}, as gen-config {options}: it narrows the step times of such runs {ranges}"
+
+
+def _options(advice: NextRun) -> list[str]:
+    c, cluster = advice.run.configuration, advice.run.workload.cluster
+    sizes = ["--seq-len", c.batch.seq_len, "--micro-batch", c.batch.micro_batch]
+    sizes += ["--global-batch", global_batch(cluster, c), "--zero-stage", c.zero.stage, "--offload", c.zero.offload]
+    return [*map(str, sizes), "--grad-ckpt" if c.checkpointing.enabled else "--no-grad-ckpt"]
+
+
 def _value(name: str, value: float) -> str:
     if name.endswith("_bytes"):
         return format_bytes(value)
@@ -111,17 +129,26 @@ def document(fits: Sequence[Fit], runs: Sequence[ObservedRun], path: Path) -> di
             one.gpu: {
                 "constants": [asdict(item) for item in one.constants],
                 "source": one.source,
-                "runs": [
-                    _compared(one.compared(run.observed))
-                    for run in runs
-                    if run.observed.workload.cluster.gpu.name == one.gpu
-                ],
+                "next_run": _advised(next_run(_own(runs, one), one)),
+                "runs": [_compared(one.compared(run)) for run in _own(runs, one)],
             }
             for one in fits
         },
         "left_out": {run.observed.name: list(run.left_out) for run in runs if run.left_out},
         "measurements": {run.observed.name: to_data(run.measurement) for run in runs},
     }
+
+
+def _own(runs: Sequence[ObservedRun], one: Fit) -> list[Observed]:
+    """Returns the runs with the GPU of a fit."""
+    return [run.observed for run in runs if run.observed.workload.cluster.gpu.name == one.gpu]
+
+
+def _advised(advice: NextRun | None) -> dict[str, Any] | None:
+    if advice is None:
+        return None
+    model = advice.run.workload.model.name
+    return {"model": model, "options": _options(advice), "step_error_now": advice.now, "step_error_after": advice.after}
 
 
 def _compared(item: Compared) -> dict[str, Any]:

@@ -6,15 +6,17 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 WINDOWS = 128
 """Logged windows that are kept. Source: OLMo-core's SkipStepOptimizer compares with 128 steps."""
 FEWEST = 20
 """Windows before something is compared with their median. Source: torch-level spike detectors need 20 to 64 steps."""
-EARLY = 32
-"""First windows whose losses stand for the start."""
+FIRST = 512
+"""First windows whose losses say whether the loss falls at all."""
+FALLEN = 3.0
+"""Standard errors of a fall from which the loss has fallen: a flat one seems to have in one of 100 runs."""
 _SMALLEST_SCALE = 0.01
 """Smallest scale of a deviation, as a share of the median: a series that hardly varies would make any change large."""
 _EMA_STEPS = 50
@@ -51,7 +53,9 @@ class History:
         self.evaluations: list[float] = []
         """Evaluation losses."""
         self.first_losses: list[float] = []
-        """The first losses of the run, `EARLY` of them."""
+        """The first losses of the run, `FIRST` of them."""
+        self.has_fallen = False
+        """Whether the loss has clearly fallen since the start, at any window so far."""
         self.first_norms: list[float] = []
         """The first gradient norms of the run, `FEWEST` of them."""
         self.first_loads: list[tuple[float, float]] = []
@@ -107,13 +111,32 @@ class History:
         loss = values["loss"]
         if not math.isfinite(loss):
             return
-        if len(self.first_losses) < EARLY:
+        if len(self.first_losses) < FIRST:
             self.first_losses.append(loss)
+            fall, error = self.fall
+            self.has_fallen |= len(self.first_losses) >= FEWEST and fall > FALLEN * error
         if math.isnan(self._average):
             self._average = self._best = loss
         self._average += (1 - math.exp(-elapsed / _EMA_STEPS)) * (loss - self._average)
         self._best = min(self._best, self._average)
         self.loss_ratios.append((values["step"], self._average / self._best if self._best > 0 else 1.0))
+
+    @property
+    def fall(self) -> tuple[float, float]:
+        """By how much the second half of the first losses is below the first half, as a share, and the error of that.
+
+        The error is the standard error of both means, from the scatter within each half.
+        """
+        middle = len(self.first_losses) // 2
+        halves = self.first_losses[:middle], self.first_losses[middle:]
+        if middle < 2 or (before := fmean(halves[0])) <= 0:
+            return 0.0, math.inf
+        means = before, fmean(halves[1])
+        squares = (sum((one - mean) ** 2 for one in half) for half, mean in zip(halves, means, strict=True))
+        error = math.sqrt(
+            sum(square / len(half) / (len(half) - 1) for square, half in zip(squares, halves, strict=True))
+        )
+        return 1 - means[1] / before, error / before
 
     def with_metric(self, name: str) -> list[Mapping[str, Any]]:
         """Returns the windows that have a metric, oldest first; those of an earlier start have few."""

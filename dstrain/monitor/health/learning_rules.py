@@ -117,12 +117,13 @@ LEARNING_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
         ),
         HealthRule.PLATEAU: Rule(
             signal=signals.plateau,
-            warn=0.03,
+            warn=0.01,
             is_low=True,
             normal=0.1,
             problem="the loss has fallen by at most {value:.1%} since the start",
             advice="learning_rate may be too low, most weights frozen, or there is nothing more to learn.",
-            source="axolotl's training_stability page: raise learning_rate; here noise counts as a fall",
+            source="axolotl's training_stability page: raise learning_rate; here noise counts as a fall; "
+            "1 % is a judgement",
         ),
         HealthRule.RESUMED_LOSS: Rule(
             signal=signals.resumed_loss,

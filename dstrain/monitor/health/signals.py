@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median
 
-from dstrain.monitor.health.history import EARLY, FEWEST, History, deviation
+from dstrain.monitor.health.history import FEWEST, FIRST, History, deviation
 
 _SPIKE = 6.0
 """Deviations that make a spike. Source: OLMo-core's SkipStepOptimizer, 6 σ over 128 steps."""
@@ -15,6 +15,7 @@ _SHIFTED = 3
 _FIRST_STEPS = 20
 """Steps within which a first loss is logged."""
 _PLATEAU_STEPS = 100
+_PLATEAU_WINDOWS = 64
 _EVEN_LOAD = 0.2
 """Deviation of the experts' load, over its mean, that counts as even: a rule of thumb of training guides."""
 _FEW = 3
@@ -198,24 +199,17 @@ def loss_scale(history: History) -> float | None:
 
 
 def plateau(history: History) -> float | None:
-    """Returns the most by which the loss may have fallen since the start, as a share: the fall and two of its standard
-    errors; after 100 steps, and not while the learning rate rises.
+    """Returns the most by which the loss may have fallen since the start, as a share: its second half is compared with
+    its first one, and two standard errors of the difference are added; within the first 512 windows, after 100 steps
+    and 64 windows near the peak of the learning rate, and never once the loss has clearly fallen.
     """
-    first, losses = history.first_losses, history.series("loss")[-2 * EARLY :]
-    rates = history.series("learning_rate")[-FEWEST:]
-    if history.num_windows < 2 * EARLY or history.windows[-1]["step"] < _PLATEAU_STEPS or sum(first) <= 0:
+    rates = history.series("learning_rate")
+    learning = sum(rate >= max(rates) / 2 > 0 for rate in rates)
+    is_late = history.num_windows > FIRST or history.has_fallen
+    if is_late or learning < _PLATEAU_WINDOWS or history.windows[-1]["step"] < _PLATEAU_STEPS:
         return None
-    if not rates or rates[-1] > rates[0] or len(losses) < EARLY:
-        return None
-    later = losses[-(history.num_windows - EARLY) :]
-    before, now = fmean(first), fmean(later)
-    error = math.sqrt(_squared_error(first, before) + _squared_error(later, now))
-    return (before - now + 2 * error) / before
-
-
-def _squared_error(values: Sequence[float], middle: float) -> float:
-    """Returns the variance of a mean."""
-    return sum((value - middle) ** 2 for value in values) / (len(values) - 1) / len(values)
+    fall, error = history.fall
+    return fall + 2 * error
 
 
 def resumed_loss(history: History) -> float | None:

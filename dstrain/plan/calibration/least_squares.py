@@ -71,7 +71,7 @@ def solve(
             break
     normal, _ = _normal(_slopes(residuals, values, now), now, errors, values, priors)
     scale = max(1.0, sum((r / e) ** 2 for r, e in zip(now, errors, strict=True)) / max(1, len(errors)))
-    covariance = tuple(tuple(scale * item for item in row) for row in _inverse(normal))
+    covariance = tuple(tuple(scale * item for item in row) for row in inverse(normal))
     return Solution(values=tuple(values), covariance=covariance, cost=cost(values, now))
 
 
@@ -105,14 +105,13 @@ def _normal(
 
 
 def _solved(matrix: Matrix, right: Vector) -> Vector:
-    inverse = _inverse(matrix)
-    return [sum(a * b for a, b in zip(row, right, strict=True)) for row in inverse]
+    return [sum(a * b for a, b in zip(row, right, strict=True)) for row in inverse(matrix)]
 
 
-def _inverse(matrix: Matrix) -> Matrix:
+def inverse(matrix: Matrix) -> Matrix:
     """Returns the inverse of a positive definite matrix, by Gauss and Jordan with pivots.
 
-    >>> _inverse([[2.0, 0.0], [0.0, 4.0]])
+    >>> inverse([[2.0, 0.0], [0.0, 4.0]])
     [[0.5, 0.0], [0.0, 0.25]]
     """
     size = len(matrix)

@@ -73,7 +73,7 @@ def fit_times(runs: Sequence[Observed]) -> list[Constant]:
     while True:
         free = [name for name in old if name not in kept]
         solution = _solution(timed, old, free)
-        widths = [_width(timed[0].workload.measured, name) for name in free]
+        widths = [prior_width(timed[0].workload.measured, name) for name in free]
         shares = [solution.error(index) / width for index, width in enumerate(widths)]
         worst = max(range(len(free)), key=lambda index: shares[index], default=None)
         if worst is None or shares[worst] <= TELLING:
@@ -83,7 +83,7 @@ def fit_times(runs: Sequence[Observed]) -> list[Constant]:
     for name, change in zip(free, solution.values, strict=True):
         index = usable.index(name)
         error = math.hypot(full.error(index), full.values[index] - change)  # the constants that stay may be off too
-        new = _bounded(name, old[name] * math.exp(change))
+        new = bounded(name, old[name] * math.exp(change))
         fitted[name] = Constant(
             name=name,
             old=old[name],
@@ -118,8 +118,8 @@ def _link_key(cluster: Cluster, link: str) -> object:
 
 def _depends(run: Observed, name: str, old: Mapping[str, float]) -> bool:
     """Returns whether a run's step time changes with a constant, anywhere in its range."""
-    width = _width(run.workload.measured, name)
-    times = [planned_s(run, {name: _bounded(name, old[name] * math.exp(sign * width))}) for sign in (-1, 0, 1)]
+    width = prior_width(run.workload.measured, name)
+    times = [planned_s(run, {name: bounded(name, old[name] * math.exp(sign * width))}) for sign in (-1, 0, 1)]
     return math.log(max(times) / min(times)) > UNSEEN
 
 
@@ -128,19 +128,19 @@ def _solution(runs: Sequence[Observed], old: Mapping[str, float], free: Sequence
 
     def residuals(values: Sequence[float]) -> list[float]:
         new = {
-            name: _bounded(name, old[name] * math.exp(max(-3.0, min(3.0, value))))
+            name: bounded(name, old[name] * math.exp(max(-3.0, min(3.0, value))))
             for name, value in zip(free, values, strict=True)
         }
         return [math.log((run.step_s or 0.0) / planned_s(run, new)) for run in runs]
 
     errors = [math.hypot(FORM_ERROR, run.error_ratio) for run in runs]
-    priors = [(0.0, _width(runs[0].workload.measured, name)) for name in free]
+    priors = [(0.0, prior_width(runs[0].workload.measured, name)) for name in free]
     signs = (0, -1, 1) if KINKED in free else (0,)
     starts = [[sign * WIDTHS[name] * (name == KINKED) for name in free] for sign in signs]
     return min((solve(residuals, errors, priors, start=start) for start in starts), key=lambda found: found.cost)
 
 
-def _width(measured: Measured, name: str) -> float:
+def prior_width(measured: Measured, name: str) -> float:
     """Returns how far a constant may be off before the fit: one that was measured, half as much."""
     return WIDTHS[name] * (1.0 if getattr(measured, name) is None else 0.5)
 
@@ -170,5 +170,5 @@ _HIGHEST: Mapping[str, float] = MappingProxyType(
 """Field of `Measured` → its highest legal value."""
 
 
-def _bounded(name: str, value: float) -> float:
+def bounded(name: str, value: float) -> float:
     return min(value, _HIGHEST[name])

@@ -71,7 +71,8 @@ class Checks:
         """Checks, prints a line for each check, and writes `preflight.json`. `batches` is the data loader.
 
         A run that goes on from a checkpoint repeats those that depend on memory. The heaviest micro-batch always runs;
-        its cost is at most that of a step. Raises InvalidConfig if a packed row has another loss than its samples.
+        its cost is at most that of a step. Raises InvalidConfig if a packed row has another loss than its samples, and
+        EnvironmentProblem if the first checkpoint cannot be written.
         """
         self.begin(planned_steps=trainer.state.max_steps)
         is_new = trainer.state.global_step == 0
@@ -103,7 +104,10 @@ class Checks:
         return self._limit_s
 
     def check(self, name: CheckName, work: Callable[[], Found | None], *, cost_s: float = 0.0) -> Found | None:
-        """Runs a check, unless it would exceed the limit: rank 0 decides for all. Returns what it found, if it did."""
+        """Runs a check, unless it would exceed the limit: rank 0 decides for all. Returns what it found, if it did.
+
+        Raises the error of a finding that ends the run, on all ranks.
+        """
         before = time.monotonic()
         is_late = before - self._began + cost_s > self._limit_s
         if of_all_ranks(is_late, self._group)[0]:
@@ -113,6 +117,8 @@ class Checks:
         found = work()
         if found is not None:
             self._note(found.check(name, time.monotonic() - before))
+            if found.ends is not None:
+                raise found.ends
         return found
 
     def _note(self, check: Check) -> None:

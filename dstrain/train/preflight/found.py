@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dstrain.errors import DstrainError
 from dstrain.preflight import Check, CheckName
 
 Figures = Mapping[str, float | tuple[float | None, ...] | None]
@@ -19,6 +20,8 @@ class Found:
     text: str
     figures: Figures = field(default_factory=dict)
     examples: tuple[str, ...] = ()
+    ends: DstrainError | None = None
+    """The error that ends the run for it; None: the run goes on."""
 
     def check(self, name: CheckName, seconds: float) -> Check:
         """Returns the check with its cost; figures that are not finite become None, which JSON can say."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -43,18 +44,34 @@ class _Disk:
     free_bytes: int = 0
     error: str | None = None
     """Why it cannot be written."""
+    is_full: bool = False
+    """Whether that is want of room."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Lack:
+    """What checkpoints need of the disk of a rank, and what it has."""
+
+    rank: int
+    needed_bytes: int
+    free_bytes: int
 
 
 def try_saving(trainer: Trainer, *, planned_bytes: int | None, left_s: float, step_s: float | None) -> Found:
     """Returns whether checkpoints can be written, fit, and how long one takes; all ranks run it together.
 
     `planned_bytes`: size of a checkpoint, and `step_s`: seconds of a step, of rank 0, if they are planned; `left_s`:
-    seconds of rank 0 for a whole checkpoint. Raises EnvironmentProblem if a rank cannot write.
+    seconds of rank 0 for a whole checkpoint. A first checkpoint without room ends the run, a later one does not: others
+    may make room until then. Raises EnvironmentProblem if a rank cannot write.
     """
     planned, left_s = of_all_ranks((planned_bytes, left_s), trainer._group)[0]
     size = planned or _size(trainer)
     with _scratch(trainer) as folder:
         disks = _probed(trainer, folder, size)
+        _refuse([disk for disk in disks if not disk.is_full])
+        if (first := _lack(trainer, size, 1, disks)) is not None:
+            return _without_room(trainer, first)
+        _refuse(disks)
         rate = sum(disk.bytes_per_s for disk in disks)
         takes_s = _SLOWER * size / rate
         if can_discard(trainer.model_wrapped) and takes_s <= left_s:
@@ -72,8 +89,12 @@ def try_saving(trainer: Trainer, *, planned_bytes: int | None, left_s: float, st
     count = _num_saves(trainer)
     figures = {"written_bytes": float(written), "checkpoint_bytes": float(size), "save_s": save_s, "bytes_per_s": rate}
     text += _share(count, save_s, trainer.state.max_steps * (step_s or 0.0))
-    lack = _lack(trainer, size, _most_at_once(trainer._job, count), disks)
-    return Found(passed=lack is None, text=text + (lack or ""), figures=figures)
+    most = _most_at_once(trainer._job, count)
+    lack = _lack(trainer, size, most, disks)
+    if lack is not None:
+        text += f"; but {format_bytes(lack.free_bytes)} are free, and the {most} checkpoints that exist at once need "
+        text += f"{format_bytes(lack.needed_bytes)}: lower save_total_limit"
+    return Found(passed=lack is None, text=text, figures=figures)
 
 
 def _share(count: int, save_s: float, run_s: float) -> str:
@@ -93,15 +114,27 @@ def _most_at_once(job: Job, count: int) -> int:
     return count if job.save_total_limit is None else min(count, job.save_total_limit + 1 + job.keeps_best)
 
 
-def _lack(trainer: Trainer, size: int, count: int, disks: list[_Disk]) -> str | None:
-    """Returns what is wrong if `count` checkpoints of `size` do not fit on a disk; a disk apart has its ranks' part."""
+def _lack(trainer: Trainer, size: int, count: int, disks: list[_Disk]) -> _Lack | None:
+    """Returns what is missing if `count` checkpoints of `size` do not fit on a disk; a disk apart has its ranks' part.
+
+    Of several disks that where the most is missing, the same on all ranks.
+    """
     needed = count * size * len(trainer._disk.ranks) // len(disks)
-    every = of_all_ranks((needed, disks[trainer._rank.index].free_bytes), trainer._group)
-    needed, free = max(every, key=lambda pair: pair[0] - pair[1])
-    if needed <= free:
-        return None
-    several = f"the {count} checkpoints that exist at once need" if count > 1 else "it needs"
-    return f"; but {format_bytes(free)} are free, and {several} {format_bytes(needed)}: lower save_total_limit"
+    own = _Lack(rank=trainer._rank.index, needed_bytes=needed, free_bytes=disks[trainer._rank.index].free_bytes)
+    least = max(of_all_ranks(own, trainer._group), key=lambda lack: lack.needed_bytes - lack.free_bytes)
+    return least if least.needed_bytes > least.free_bytes else None
+
+
+def _without_room(trainer: Trainer, lack: _Lack) -> Found:
+    """Returns that the first checkpoint does not fit, which ends the run."""
+    needed, free = format_bytes(lack.needed_bytes), format_bytes(lack.free_bytes)
+    text = f"the first checkpoint needs {needed}, and {free} are free on the disk of rank {lack.rank}"
+    smaller = "" if trainer._job.save_only_model else "save_only_model: true leaves out the optimizer's states, or "
+    hint = f"Free {format_bytes(lack.needed_bytes - lack.free_bytes)}, set an output_dir on a larger disk, or "
+    hint += f"change the job: {smaller}preflight: false omits this check."
+    problem = f"no checkpoint can be written to {trainer._run_dir.path}: {text}"
+    figures = {"checkpoint_bytes": float(lack.needed_bytes), "free_bytes": float(lack.free_bytes)}
+    return Found(passed=False, text=text, figures=figures, ends=EnvironmentProblem(problem, hint=hint))
 
 
 def _num_saves(trainer: Trainer) -> int:
@@ -141,20 +174,25 @@ def _scratch(trainer: Trainer) -> Iterator[Path]:
 
 
 def _probed(trainer: Trainer, folder: Path, size: int) -> list[_Disk]:
-    """Returns the disk of each rank, measured while all of them write. Raises EnvironmentProblem if one cannot."""
+    """Returns the disk of each rank, measured while all of them write."""
     most = min(_PROBE_BYTES, max(MIB, size // trainer._rank.world_size))
-    disks = of_all_ranks(_written(folder, trainer._rank.index, most), trainer._group)
-    trouble = next((f"rank {index}: {disk.error}" for index, disk in enumerate(disks) if disk.error), None)
+    disks: list[_Disk] = of_all_ranks(_written(folder, trainer._rank.index, most), trainer._group)
+    return disks
+
+
+def _refuse(disks: list[_Disk]) -> None:
+    """Raises EnvironmentProblem if a rank cannot write."""
+    trouble = next((disk.error for disk in disks if disk.error), None)
     if trouble is not None:
         raise EnvironmentProblem(f"no checkpoint can be written: {trouble}", hint="Set another output_dir.")
-    return disks
 
 
 def _written(folder: Path, index: int, most: int) -> _Disk:
     """Writes a file of at most so many bytes, flushes and removes it, and returns what that says of the disk."""
-    path, block, count = folder / f"probe-{index}", os.urandom(min(_BLOCK, most)), 0
+    path, block, count, free = folder / f"probe-{index}", os.urandom(min(_BLOCK, most)), 0, 0
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
         began = time.monotonic()
         with path.open("wb", buffering=0) as file:
             while count < most and time.monotonic() - began < _PROBE_S:
@@ -164,7 +202,8 @@ def _written(folder: Path, index: int, most: int) -> _Disk:
         path.unlink()
         return _Disk(bytes_per_s=count / max(seconds, 1e-6), free_bytes=shutil.disk_usage(folder).free)
     except OSError as error:
-        return _Disk(error=f"{folder}: {error.strerror or error}")
+        why = f"rank {index}: {folder}: {error.strerror or error}"
+        return _Disk(free_bytes=free, error=why, is_full=error.errno == errno.ENOSPC)
 
 
 def _saved(trainer: Trainer, folder: Path) -> tuple[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from dstrain.job.monitor import HealthAction, HealthLimits, HealthRule
-from dstrain.monitor.health.history import Facts
+from dstrain.monitor.health.history import Facts, History
 from dstrain.monitor.health.rules import RULES
 from dstrain.monitor.health.watch import Watch
 
@@ -255,13 +256,39 @@ def test_a_rank_that_the_others_wait_for_is_named_if_its_forward_passes_are_as_f
     assert {one.rank for one in findings if one.rule == HealthRule.SLOW_RANK} == {5}
 
 
-def test_a_loss_that_has_not_fallen_since_the_start_is_a_plateau_unless_the_rate_still_rises() -> None:
-    noise = random.Random(0)
-    flat = [2.0 * noise.lognormvariate(0, 0.03) for _ in range(120)]
-    assert told(Watch({}, FACTS), *({"loss": loss, "learning_rate": 1e-5} for loss in flat)) == ["plateau"]
-    falls = [{"loss": loss * (1 - at / 600), "learning_rate": 1e-5} for at, loss in enumerate(flat)]
-    rises = [{"loss": loss, "learning_rate": 1e-7 * at} for at, loss in enumerate(flat)]
-    assert told(Watch({}, FACTS), *falls) == told(Watch({}, FACTS), *rises) == []
+def plateaus(course: Callable[[int], float], *, scatter: float, rate: Callable[[int], float] = lambda at: 1e-5) -> int:
+    """Returns how many of 10 runs of 300 windows with a course of the loss are said to be flat."""
+    rule = RULES[HealthRule.PLATEAU]
+
+    def is_told(seed: int) -> bool:
+        noise, history = random.Random(seed), History(FACTS)
+        for at in range(1, 301):
+            loss = course(at) * noise.lognormvariate(0, scatter)
+            history.add({"step": 2 * at, "loss": loss, "learning_rate": rate(at)})
+            most = rule.signal(history)
+            if most is not None and most <= rule.warn:
+                return True
+        return False
+
+    return sum(map(is_told, range(10)))
+
+
+@pytest.mark.parametrize("scatter", [0.01, 0.03])
+def test_a_loss_that_has_not_fallen_since_the_start_is_a_plateau(scatter: float) -> None:
+    assert plateaus(lambda at: 2.0, scatter=scatter) >= 8
+
+
+def test_a_loss_that_falls_or_has_fallen_to_its_floor_is_none_whatever_the_rate_does() -> None:
+    def floor(at: int) -> float:
+        return 1.7 + 0.3 * math.exp(-at / 20)
+
+    for scatter in (0.01, 0.03):
+        assert plateaus(lambda at: 2 - 0.4 * at / 300, scatter=scatter) == plateaus(floor, scatter=scatter) == 0
+    assert plateaus(floor, scatter=0.02, rate=lambda at: 0.5e-5 * (1 + math.cos(math.pi * at / 300))) == 0
+
+
+def test_a_loss_is_not_judged_while_the_learning_rate_rises() -> None:
+    assert plateaus(lambda at: 2.0, scatter=0.01, rate=lambda at: 1e-7 * 1.05**at) == 0
 
 
 def test_losses_that_a_resumed_run_repeats_are_compared_with_those_before() -> None:

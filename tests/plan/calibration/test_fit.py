@@ -10,13 +10,14 @@ from statistics import median
 import pytest
 
 from benchmarks.calibrate import Machine, examine, ran
-from dstrain.choices import Attention
+from dstrain.choices import Attention, Offload
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.calibration import Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.plan.calibration.fit import fit
 from dstrain.plan.calibration.least_squares import solve
+from dstrain.plan.calibration.next_run import next_run
 from dstrain.plan.calibration.observed import Constant, Observed
 from dstrain.plan.calibration.times import WIDTHS
 from dstrain.plan.configuration import DEFAULTS, changed
@@ -41,7 +42,7 @@ def runs(hidden: Measured = HIDDEN, *, num_gpus: int = 8) -> list[Observed]:
 
 
 def test_after_five_runs_the_next_plan_is_right_on_machines_with_hidden_constants() -> None:
-    results = [examine(random.Random(f"0 {number}"), 5) for number in range(6)]
+    results = [examine(random.Random(f"0 {number}"), 5, choice="differ") for number in range(6)]
     assert max(abs(result.memory_after) for result in results) < 0.03
     errors = [abs(result.time_after) for result in results]
     assert sum(error < 0.05 for error in errors) >= 0.8 * len(errors)
@@ -55,6 +56,21 @@ def test_runs_by_the_priors_move_no_constant_out_of_its_own_range() -> None:
     ]
     assert changes
     assert all(abs(change) < error for change, error in changes if error)
+
+
+def test_the_next_run_offloads_if_none_did_and_narrows_step_times_as_far_as_was_said() -> None:
+    seen = runs()
+    advice = next_run(seen, fit(seen))
+    assert advice is not None
+    assert advice.run.configuration.zero.offload is Offload.OPTIMIZER
+    machine = Machine(cluster=cluster(), hidden=HIDDEN)
+    later = [*seen, ran(machine, "qwen3-1.7b", advice.run.configuration, random.Random(2))]
+    found = fit(later)
+    assert any(item.name == "cpu_adam_bytes_per_s" for item in found.changed)
+    again = next_run(later, found)
+    assert again is not None
+    assert again.now == pytest.approx(advice.after, rel=0.2)  # slopes are those at other constants
+    assert again.now < 0.7 * advice.now
 
 
 def test_context_and_nccl_are_told_apart_by_a_run_of_one_rank() -> None:
