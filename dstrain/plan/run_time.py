@@ -58,6 +58,8 @@ class RunTime:
     """Samples that are longer than a row, 0…1."""
     idle_share: float
     """Part of a step that is padding, or a rank's wait for the longest row of all, 0…1."""
+    padded_ratio: float
+    """Tokens of rows of one sample each, with padding and waiting, over those of the rows of this run."""
     seconds: float | None
     """Seconds of all steps, evaluations and checkpoints; None if the GPU's speed is unknown."""
     evaluations: int = 0
@@ -135,6 +137,7 @@ def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job,
         tokens_per_epoch=round(sum(cut) * scale),
         cut_share=lengths.share_longer(c.batch.seq_len),
         idle_share=1 - c.batch.micro_batch * sum(items) / len(items) / longest,
+        padded_ratio=_largest_micro_batch(cut, c.batch.micro_batch, ranks) * len(cut) / longest / len(items),
         seconds=None if step_s is None else steps * step_s + evaluation_s + checkpoint_s,
         evaluations=evaluations if eval_samples else 0,
         evaluation_s=evaluation_s,

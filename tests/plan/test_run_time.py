@@ -93,6 +93,12 @@ def test_a_shared_row_wastes_nothing_and_one_of_its_own_waits_for_the_longest_of
     assert alone.seconds / packed.seconds == pytest.approx(wasted, rel=0.25)
 
 
+def test_what_packing_saves_is_the_padding_of_rows_of_one_sample_each() -> None:
+    alone, packed = (trained(lengths(SHORT), packing=packing, micro_batch=2) for packing in (False, True))
+    assert packed.padded_ratio == pytest.approx((1 - packed.idle_share) / (1 - alone.idle_share), rel=0.02)
+    assert alone.padded_ratio == pytest.approx(1)
+
+
 def test_equal_samples_take_the_step_of_the_plan() -> None:
     data = lengths((4096,) * 50, 64_000)
     request = with_lengths(Request(packing=False), MODEL.model, data, epochs=1)

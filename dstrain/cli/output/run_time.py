@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+
+from dstrain.cli.console import wrapped
 from dstrain.cli.options.data_lengths import TrainingData, histogram
 from dstrain.cli.options.question import PlanInputs
 from dstrain.facts.cluster.cluster import Cluster
@@ -15,6 +18,10 @@ _LOST_SHARE = 0.005
 """Share of cut samples from which a longer row is named."""
 
 
+_LONG_S = 3600
+"""Seconds of a run whose end is named."""
+
+
 def data_lines(data: TrainingData, run: RunTime | None, asked: PlanInputs) -> list[str]:
     """Returns the lengths, what is done with them, and the time of the run; or why they are unknown."""
     if data.unknown is not None:
@@ -22,7 +29,8 @@ def data_lines(data: TrainingData, run: RunTime | None, asked: PlanInputs) -> li
     if data.lengths is None or run is None:
         return []
     each = _source_lines(data) if len(data.sources) > 1 else []
-    lines = [*_length_lines(data.lengths, run, asked), *each, *_time_lines(run, asked.workload.cluster)]
+    lines = [*_length_lines(data.lengths, run, asked), *each, *_histogram_lines(data.lengths)]
+    lines += _time_lines(run, asked.workload.cluster)
     is_left_out = run.seconds is not None and data.job is not None and data.job.has_eval and not data.eval_samples
     lines += ["         without evaluations: how many samples they have is unknown"] if is_left_out else []
     if run.seconds is not None and data.job is not None:
@@ -32,16 +40,14 @@ def data_lines(data: TrainingData, run: RunTime | None, asked: PlanInputs) -> li
 
 
 def _source_lines(data: TrainingData) -> list[str]:
-    """Returns a line for each data set, and the share of samples above each power of two that some exceed."""
+    """Returns a line for each data set."""
     assert data.lengths is not None
     lines = []
     for source in data.sources:
         share, lengths = source.num_samples / data.lengths.num_samples, source.lengths
         used = f"{_number(source.num_samples, lengths)} from {_number(lengths.num_samples, lengths)}, {percent(share)}"
         lines.append(f"         - {shown(source.name)}: {used}; half ≤ {lengths.at(0.5):,}, longest {lengths.at(1):,}")
-    above = {length: share for length, share in histogram(data.lengths).items() if 0 < round(100 * share) < 100}
-    shares = [f"{length:,}: {percent(share)}" for length, share in above.items()]
-    return [*lines, *([f"         longer than {', '.join(shares)}"] if shares else [])]
+    return lines
 
 
 def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str]:
@@ -54,12 +60,22 @@ def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str
     if asked.request.packing:
         labels = f", {percent(lengths.target_share)} of the tokens with a label" if lengths.target_share < 1 else ""
         lines.append(f"         packed: {lengths.num_samples / run.rows_per_epoch:.1f} samples in a row{labels}")
+        lines.append(f"         rows of one sample each, padded, would have {run.padded_ratio:.1f} × as many tokens")
     elif run.idle_share >= _LOST_SHARE:
         lines.append(f"         {percent(run.idle_share)} of a step is padding, or waiting for the longest sample")
     if run.cut_share >= _LOST_SHARE:
         whole = 1 << (lengths.at(1 - _LOST_SHARE) - 1).bit_length()
         lines.append(f"         {percent(run.cut_share)} of the samples are cut: --seq-len {whole} keeps them whole")
     return lines
+
+
+def _histogram_lines(lengths: Lengths) -> list[str]:
+    """Returns what rows of each power of two would cut, as far as that is between nothing and everything."""
+    above = {length: share for length, share in histogram(lengths).items() if 0 < round(100 * share) < 100}
+    if not above:
+        return []
+    shares = ", ".join(f"{length:,}: {percent(share)}" for length, share in above.items())
+    return wrapped(f"         longer than {shares}").splitlines()
 
 
 def _number(samples: int, lengths: Lengths) -> str:
@@ -81,6 +97,9 @@ def _time_lines(run: RunTime, cluster: Cluster) -> list[str]:
         parts.append(f"{_times(run.checkpoints, 'checkpoint')} of {size} ({written})")
     if run.evaluations:
         parts.append(f"{_times(run.evaluations, 'evaluation')} ({format_seconds(run.evaluation_s)})")
+    if run.seconds >= _LONG_S:
+        end = datetime.now().astimezone() + timedelta(seconds=run.seconds)
+        lines.append(f"         started now, it ends on {end:%Y-%m-%d} at {end:%H:%M}")
     return [*lines, f"         of it {' and '.join(parts)}"] if parts else lines
 
 
