@@ -55,7 +55,13 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
         "early_stopping": 2,
     }
     texts: dict[str, Any] = {"prompts": PROMPTS, "max_new_tokens": NEW_TOKENS}
-    adapter = {"method": Method.LORA, "lora": {"rank": 4}, "learning_rate": 0.1, "early_stopping": 1}
+    adapter = {
+        "method": Method.LORA,
+        "lora": {"rank": 4},
+        "learning_rate": 0.1,
+        "early_stopping": 1,
+        "save_only_model": True,
+    }
     make_run(folder / "plain3", demo, zero={"stage": 3}, **base, packing=True)
     full = {**base, "packing": True, "samples": {**texts, "eval_prompts": 1}, "max_steps": 2}
     make_run(folder / "full3", demo, zero={"stage": 3}, **full)
