@@ -64,11 +64,11 @@ def _live_at(recording: Recording, top: Instant) -> list[tuple[Key, int]]:
         total = most = sum(size for _, size in live.values())
         highest = list(live.values())
         for key, size in recording.events[moment.place : following.place if following else None]:
-            total += size or -live[key][1]
             if size:
                 live[key] = (moment.key, size)
-            else:
-                del live[key]
+                total += size
+            elif key in live:  # a tensor without bytes looks freed from the beginning
+                total -= live.pop(key)[1]
             if is_top and top.tape == moment.peak and total > most:
                 most, highest = total, list(live.values())
         if is_top:

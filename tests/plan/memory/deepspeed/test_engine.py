@@ -158,13 +158,15 @@ def test_what_the_allocator_is_asked_for_has_the_peak_of_live_bytes(stage: int) 
         {"zero_stage": 2, "grad_ckpt": True, "loss": LossKernel.FULL, "micro_batch": 4, "grad_accum": 2},
         {"zero_stage": 3, "method": Method.LORA, "micro_batch": 4, "loss": LossKernel.CHUNKED},
         {"zero_stage": 1, "grad_ckpt": True, "grad_ckpt_every_n_layers": 2, "tiled_mlp": True, "micro_batch": 8},
+        # has tensors without bytes
+        {"zero_stage": 2, "grad_ckpt": True, "loss": LossKernel.FUSED, "micro_batch": 2, "model_type": "deepseek_v2"},
     ],
     ids=str,
 )
 def test_named_tensors_at_the_peak_are_all_of_the_tapes_bytes(options: dict[str, Any]) -> None:
-    depth = options.pop("num_hidden_layers", 6)
-    model = from_config({**LLAMA, "vocab_size": 4096, "num_hidden_layers": depth}, name="llama", source="llama")
-    configuration = changed(SMALL, seq_len=1024, **options)
+    shape = {"vocab_size": 4096, "num_hidden_layers": 6} | {key: options[key] for key in options if key in LLAMA}
+    model = from_config({**SPARSE, **LLAMA, **shape}, name="model", source="model")
+    configuration = changed(SMALL, seq_len=1024, **{key: options[key] for key in options if key not in LLAMA})
     top = max(engine.instants(model, configuration, 2), key=lambda instant: instant.total)
     named = peak_tensors(model, configuration, 2)
     assert sum(one.size_bytes * one.count for one in named) == sum(top.tape) > 0
