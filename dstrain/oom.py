@@ -1,11 +1,16 @@
-"""The record of a rank that ran out of GPU memory: `oom.json`, which ranks write and `dstrain run` explains."""
+"""The record of a rank that ran out of GPU memory: `oom.json`, which ranks write, `dstrain run` completes, and
+`dstrain report` shows."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from dstrain.records import type_config
+from dstrain.units import format_bytes
 
 SCHEMA = 1
 """Version of the file."""
@@ -61,6 +66,15 @@ class Allocator:
         """The least that the allocator would have held after the allocation."""
         return self.reserved_bytes + self.requested_bytes
 
+    @property
+    def words(self) -> str:
+        """What was requested, and what was held and free."""
+        return (
+            f"{format_bytes(self.requested_bytes)} requested; PyTorch held {format_bytes(self.reserved_bytes)},"
+            f" {format_bytes(self.allocated_bytes)} of it in tensors; {format_bytes(self.free_bytes)} of"
+            f" {format_bytes(self.device_bytes)} were free"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
@@ -68,6 +82,116 @@ class Blocks:
 
     size_bytes: int
     count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensors:
+    """Live tensors of one size that one module allocates, in all layers together."""
+
+    name: str
+    """The module and its pass: `mlp.gate_proj`, `after mlp.down_proj, recomputed`, `loss, backward` …; `after` names
+    the linear layer that ran before."""
+    size_bytes: int
+    """Bytes of one tensor."""
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStates:
+    """Bytes of model states on the rank, counted after the allocation had failed (`train.measure_states`)."""
+
+    params: int
+    """Parameters on the GPU: the rank's own, and those that ZeRO-3 holds whole."""
+    grads: int
+    """Gradients on the GPU outside of the engine's buckets."""
+    optimizer: int
+    """Master weights and states of the optimizer on the GPU; without states before its first step."""
+    host: int
+    """All of these that are offloaded to RAM."""
+
+
+class Part(StrEnum):
+    """Parts of a GPU's memory that are both predicted and measured."""
+
+    PARAMS = "parameters"
+    """Those that ZeRO-3 holds whole among them."""
+    GRADS = "gradients"
+    OPTIMIZER = "optimizer states"
+    OTHER = "activations, logits, buffers"
+    """All other tensors."""
+    CACHED = "cached by PyTorch"
+    """Held by the allocator, and in no tensor."""
+    OUTSIDE = "outside of PyTorch"
+    """CUDA's context, NCCL, and other programs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartBytes:
+    """One part as it is predicted for the peak, and as it was when the allocation failed."""
+
+    part: Part
+    predicted_bytes: int
+    measured_bytes: int | None
+    """None if it was not measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What the plan says of a GPU."""
+
+    device_bytes_per_gpu: int
+    live_bytes_per_gpu: int
+    reserved_bytes_per_gpu: int
+    peak_instant: str
+    """The instant of the peak."""
+    parts: Mapping[str, int]
+    """Bytes of each part of the peak (`plan.memory.memory.Breakdown`)."""
+    largest: tuple[NamedTensors, ...] = ()
+    """The largest tensors of the micro-batch at the peak; empty if it is in the optimizer step, where there are none,
+    or if the model's layer code is unknown to the plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProposedChange:
+    """A change that fits."""
+
+    change: str
+    """The change in words."""
+    set: tuple[str, ...]
+    """For `--set`: `key=value` of the job."""
+    ds_config: Mapping[str, Any]
+    """Dotted keys of ds_config.json with their values."""
+    device_bytes_per_gpu: int | None
+    """Predicted memory of a GPU, the measured excess included; None if it was not planned."""
+    step_ratio: float | None
+    """How much longer a step takes, as a share; None if that is unknown."""
+    keeps_batch: bool
+    """Whether a step has the same tokens as before."""
+
+    @property
+    def keys(self) -> str:
+        """The keys of ds_config.json with their values; empty if none changes."""
+        return ", ".join(f"{key}: {json.dumps(value)}" for key, value in self.ds_config.items())
+
+    def typed(self, *, resumes: bool) -> str:
+        """Returns what to type, to go on from the newest checkpoint if there is one."""
+        sets = [*self.set, *(["resume=auto"] if resumes else [])]
+        command = " ".join(["dstrain run", *(f"--set {item}" for item in sets)])
+        return f"in ds_config.json {self.keys}; then {command}" if self.ds_config else command
+
+    @property
+    def price(self) -> str:
+        """What it costs, in words."""
+        parts = []
+        if self.device_bytes_per_gpu is not None:
+            parts.append(f"{format_bytes(self.device_bytes_per_gpu)} per GPU")
+        if self.step_ratio is not None:
+            percent = f"{100 * abs(self.step_ratio):.0f}"
+            longer = "longer" if self.step_ratio > 0 else "less"
+            parts.append("as fast" if percent == "0" else f"a step takes {percent} % {longer}")
+        if not self.keeps_batch:
+            parts.append("samples are cut")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,3 +213,28 @@ class OutOfMemory:
     """None if nobody counts what this device holds."""
     largest: tuple[Blocks, ...] = ()
     """The largest live blocks, where PyTorch's snapshot exists."""
+    states: ModelStates | None = None
+    """None before the engine is set up, or if its structure is unknown."""
+    predicted: Predicted | None = None
+    """None until `dstrain run` has completed the record, and if there is no plan."""
+    ledger: tuple[PartBytes, ...] = ()
+    """The plan's parts beside the measured ones; empty if one side is missing."""
+    fixes: tuple[ProposedChange, ...] = ()
+    """Changes that fit, the fastest first."""
+
+    @property
+    def where(self) -> str:
+        """The rank, the phase and the micro-batch in words."""
+        place = {
+            Phase.LOAD: "while model and optimizer were set up",
+            Phase.SAVE: f"saving after step {self.step}",
+            Phase.EVALUATION: f"evaluation after step {self.step}",
+        }
+        words = place.get(self.phase, f"{self.phase} of step {self.step + 1}")
+        batch = self.batch
+        if batch is None:
+            return f"rank {self.rank}, {words}"
+        samples = f", samples of {', '.join(f'{size:,}' for size in batch.samples[:8])}" if batch.samples else ""
+        more = " …" if len(batch.samples) > 8 else ""
+        shape = f"{batch.rows} × {batch.tokens_per_row:,} tokens"
+        return f"rank {self.rank}, {words}; micro-batch of {shape}{samples}{more}"

@@ -10,9 +10,9 @@ from typing import Any
 from dstrain.choices import Offload
 from dstrain.config.document import REMOVED, Change, dotted, lookup
 from dstrain.config.resolve_auto import GATHERS
+from dstrain.oom import ProposedChange
 from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.search.out_of_memory import Fix
-from dstrain.units import format_bytes
 
 _OF_ZERO = frozenset({"zero_stage", "offload"})
 """Choices that ds_config.json owns; the job owns all others."""
@@ -40,44 +40,28 @@ class Remedy:
     @property
     def price(self) -> str:
         """What it costs, in words."""
-        parts = []
-        if self.device_bytes_per_gpu is not None:
-            parts.append(f"{format_bytes(self.device_bytes_per_gpu)} per GPU")
-        if self.step_ratio is not None:
-            percent = round(100 * self.step_ratio)
-            parts.append(
-                f"a step takes {abs(percent)} % {'longer' if percent > 0 else 'less'}" if percent else "as fast"
-            )
-        if not self.keeps_batch:
-            parts.append("samples are cut")
-        return ", ".join(parts)
-
-    @property
-    def keys(self) -> str:
-        """The keys of ds_config.json with their values; empty if none changes."""
-        return ", ".join(f"{dotted(change.pointer)}: {json.dumps(change.value)}" for change in self.changes)
+        return self.proposed.price
 
     def typed(self, *, resumes: bool) -> str:
         """Returns what to type, to go on from the newest checkpoint if there is one."""
-        sets = [*self.overrides, *(["resume=auto"] if resumes else [])]
-        command = " ".join(["dstrain run", *(f"--set {item}" for item in sets)])
-        return f"in ds_config.json {self.keys}; then {command}" if self.changes else command
+        return self.proposed.typed(resumes=resumes)
 
     @property
     def settings(self) -> str:
         """The keys of job and ds_config.json that change, with their values."""
-        return ", ".join([*self.overrides, *([self.keys] if self.changes else [])])
+        return ", ".join([*self.overrides, *([self.proposed.keys] if self.changes else [])])
 
-    def to_data(self) -> dict[str, Any]:
-        """Returns the change as JSON data."""
-        return {
-            "change": self.words,
-            "set": list(self.overrides),
-            "ds_config": {dotted(change.pointer): change.value for change in self.changes},
-            "device_bytes_per_gpu": self.device_bytes_per_gpu,
-            "step_ratio": None if self.step_ratio is None else round(self.step_ratio, 4),
-            "keeps_batch": self.keeps_batch,
-        }
+    @property
+    def proposed(self) -> ProposedChange:
+        """The change as it is recorded."""
+        return ProposedChange(
+            change=self.words,
+            set=self.overrides,
+            ds_config={dotted(change.pointer): change.value for change in self.changes},
+            device_bytes_per_gpu=self.device_bytes_per_gpu,
+            step_ratio=None if self.step_ratio is None else round(self.step_ratio, 4),
+            keeps_batch=self.keeps_batch,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

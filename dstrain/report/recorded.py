@@ -18,6 +18,7 @@ from dstrain.monitor.generated import GeneratedText, newest
 from dstrain.monitor.row_contents import as_trained, trained_contents
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.monitor.windows import VERDICT, Line, number, peaks_by_rank, states_by_rank
+from dstrain.oom import OutOfMemory
 from dstrain.plan.estimate_records import Estimate
 from dstrain.preflight import Preflight
 from dstrain.records import from_data, load_json
@@ -55,6 +56,8 @@ class Recorded:
     """Measured bytes of model states, by rank."""
     preflight: Preflight | None
     """The checks before the first step of the last start."""
+    out_of_memory: OutOfMemory | None
+    """What a rank held that ran out of GPU memory in the last start."""
     verdict: Line | None
     """What the first steps of the last start said about the plan (`monitor.verdict.Verdict.to_data`)."""
     samples: tuple[GeneratedText, ...]
@@ -105,6 +108,7 @@ def read(run_dir: RunDir) -> Recorded:
         findings=tuple(filter(_is_finding, _of_this_run(reader.lines(run_dir.health), logged, run))),
         states=states_by_rank(reader.mapping(run_dir.states)),
         preflight=reader.record(Preflight, run_dir.preflight),
+        out_of_memory=reader.record(OutOfMemory, run_dir.oom),
         verdict=next((line for line in lines[::-1] if line.get("event") == VERDICT), None),
         samples=newest(reader.lines(run_dir.samples)) if job is not None and job.samples is not None else (),
         summary=reader.mapping(run_dir.summary),

@@ -126,7 +126,7 @@ def _gradients(optimizer: Any, parameters: list[Any]) -> Iterator[Any]:
             yield master.grad
 
 
-def _or_none(engine: Any) -> dict[str, int] | None:
+def state_bytes_or_none(engine: Any) -> dict[str, int] | None:
     """Returns the measurement, or None for an engine of another structure, which must not end training."""
     try:
         return asdict(model_state_bytes(engine))
@@ -156,7 +156,7 @@ class MeasureCallback(TrainerCallback):
             calls += 1
             if calls == 2:
                 del engine.step  # restores the method of the class
-                self._write(_or_none(engine))
+                self._write(state_bytes_or_none(engine))
             return original(*arguments, **options)
 
         engine.step = step

@@ -8,14 +8,16 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import fields
 from types import FrameType
 from typing import Any
 
 import torch
 
-from dstrain.oom import Allocator, Blocks, OutOfMemory, Phase
+from dstrain.oom import Allocator, Blocks, ModelStates, OutOfMemory, Phase
 from dstrain.records import to_json
 from dstrain.rundir import RunDir
+from dstrain.train.measure_states import state_bytes_or_none
 from dstrain.train.trainer import Trainer
 
 NUM_LARGEST = 8
@@ -91,6 +93,7 @@ def record(error: BaseException, run_dir: RunDir, rank: int) -> None:
         batch=trainer.batch if trainer is not None else None,
         measured=OBSERVER.last or _now(),
         largest=tuple(_largest()),
+        states=_states(trainer.model_wrapped) if trainer is not None else None,
     )
     _write_first(run_dir, to_json(found), rank)
 
@@ -102,6 +105,12 @@ def phase_of(frames: list[FrameType]) -> Phase:
         if any(name == function and path.endswith(file) for name, path in seen):
             return phase
     return Phase.LOAD
+
+
+def _states(engine: Any) -> ModelStates | None:
+    """Returns the bytes of the rank's model states; None before the engine is set up."""
+    counted = state_bytes_or_none(engine)
+    return None if counted is None else ModelStates(**{one.name: counted[one.name] for one in fields(ModelStates)})
 
 
 def _write_first(run_dir: RunDir, text: str, rank: int) -> None:

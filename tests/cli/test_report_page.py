@@ -14,10 +14,11 @@ from dstrain.cli.output.report_page import CHINESE
 from dstrain.job.monitor import HealthRule
 from dstrain.launch.run.state import GONE, Stage
 from dstrain.monitor.comparison import Part, Quantity
+from dstrain.oom import Part as Held
 from dstrain.report.report import UNKNOWN
 from tests.cli.browser import assert_stands_alone, parsed, shown
 from tests.cli.conftest import Server
-from tests.report.runs import collectives, gpu_run, judged, night
+from tests.report.runs import collectives, gpu_run, judged, night, out_of_memory
 
 Type = Callable[..., Any]
 EVIL = "</script><img src=x onerror=alert(1)>"
@@ -32,7 +33,8 @@ document.title = [innerWidth, clientWidth, scrollWidth, getComputedStyle(documen
 def pages(tmp_path_factory: pytest.TempPathFactory, server: Server) -> Path:
     """The pages of a run on GPUs that a rule warned of, of one on CPUs, and of both; the run has a hostile name."""
     folder = tmp_path_factory.mktemp("report")
-    marked = judged(gpu_run(folder / EVIL.replace("/", "|"), slower=1.2, waits=0.1, more=collectives(late=0.3)))
+    slow = gpu_run(folder / EVIL.replace("/", "|"), slower=1.2, waits=0.1, more=collectives(late=0.3))
+    marked = out_of_memory(judged(slow))
     told = {"rule": HealthRule.LOSS_SPIKE, "step": 20, "severity": "critical", "message": f"step 20: {EVIL}"}
     (marked / "health.jsonl").write_text(json.dumps(told) + "\n")
     night(folder / "night")
@@ -52,6 +54,16 @@ def test_nothing_points_outside_and_names_are_text(pages: Path) -> None:
     assert_stands_alone(page)
     assert any(EVIL in item for item in page.texts["li"])
     assert any("img src=x" in title for title in page.texts["h1"])
+
+
+def test_an_out_of_memory_has_a_section_with_its_parts_and_changes(pages: Path) -> None:
+    page = parsed(text_of(pages, "gpu"))
+    assert any("Out of GPU memory" in title for title in page.texts["h2"])
+    assert {"16.0 GiB", "17.0 GiB", "18.0 GiB"} <= set(page.texts["td"])
+    items = page.texts["li"]
+    assert any("36 × 96.0 MiB" in item and "after mlp.gate_proj" in item for item in items)
+    assert any("55.0 GiB per GPU, a step takes 3 % longer" in item for item in items)
+    assert not any("Out of GPU memory" in title for title in parsed(text_of(pages, "cpu")).texts["h2"])
 
 
 def test_loads_of_experts_have_a_curve(dstrain: Type, tmp_path: Path) -> None:
@@ -106,7 +118,7 @@ def test_checks_the_first_steps_and_the_parts_of_a_step_are_there(pages: Path) -
 
 
 def test_all_that_a_report_names_is_there_in_chinese() -> None:
-    names = {*Quantity, *Part, *Stage, GONE, UNKNOWN}
+    names = {*Quantity, *Part, *Stage, *Held, GONE, UNKNOWN}
     assert {str(name) for name in names} <= {str(key) for key in CHINESE}
 
 

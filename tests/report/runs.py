@@ -15,6 +15,19 @@ from dstrain.job.schema import Job
 from dstrain.monitor.comparison import communication_s
 from dstrain.monitor.sinks.jsonl import JsonlFile, read_jsonl
 from dstrain.monitor.verdict import FirstSteps
+from dstrain.oom import (
+    Allocator,
+    Batch,
+    Blocks,
+    ModelStates,
+    NamedTensors,
+    OutOfMemory,
+    Part,
+    PartBytes,
+    Phase,
+    Predicted,
+    ProposedChange,
+)
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.search.decide import decide
 from dstrain.preflight import Check, CheckName, Preflight
@@ -132,3 +145,46 @@ def _window(step: int, chosen: Estimate, *, slower: float, waits: float, more_by
         "peak_bytes_by_rank": peaks,
         "reserved_bytes_per_gpu": chosen.memory.reserved_bytes_per_gpu,
     }
+
+
+def out_of_memory(folder: Path) -> Path:
+    """Adds to a run what its rank 3 held when it ran out of memory, and what the launcher added; returns the folder."""
+    cluster, chosen = _planned()
+    parts = to_data(chosen.memory.breakdown_bytes)
+    tensors = NamedTensors(name="after mlp.gate_proj", size_bytes=96 * 2**20, count=36)
+    ledger = [(Part.PARAMS, 16 * 2**30, 17 * 2**30), (Part.OTHER, 2**30, 3 * 2**30), (Part.OUTSIDE, 2**30, None)]
+    change = ProposedChange(
+        change="micro-batch 2 × 16 accumulated, ZeRO-3",
+        set=("micro_batch=2", "grad_accum=16"),
+        ds_config={"zero_optimization.stage": 3},
+        device_bytes_per_gpu=55 * 2**30,
+        step_ratio=0.031,
+        keeps_batch=True,
+    )
+    record = OutOfMemory(
+        rank=3,
+        phase=Phase.BACKWARD,
+        step=4,
+        batch=Batch(rows=4, tokens_per_row=4096, samples=(4096, 1000)),
+        measured=Allocator(
+            requested_bytes=2 * 2**30,
+            allocated_bytes=70 * 2**30,
+            reserved_bytes=76 * 2**30,
+            free_bytes=2**30,
+            device_bytes=cluster.gpu.memory_bytes,
+        ),
+        largest=(Blocks(size_bytes=4 * 2**30, count=2),),
+        states=ModelStates(params=17 * 2**30, grads=0, optimizer=0, host=0),
+        predicted=Predicted(
+            device_bytes_per_gpu=chosen.memory.device_bytes_per_gpu,
+            live_bytes_per_gpu=chosen.memory.live_bytes_per_gpu,
+            reserved_bytes_per_gpu=chosen.memory.reserved_bytes_per_gpu,
+            peak_instant="layer backward",
+            parts=parts,
+            largest=(tensors,),
+        ),
+        ledger=tuple(PartBytes(part=part, predicted_bytes=plan, measured_bytes=held) for part, plan, held in ledger),
+        fixes=(change,),
+    )
+    RunDir(folder).oom.write_text(to_json(record))
+    return folder

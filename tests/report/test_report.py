@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +22,7 @@ from dstrain.report.recorded import read
 from dstrain.report.report import Report, differing, report
 from dstrain.rundir import RunDir
 from tests.draws import Draw
-from tests.report.runs import BEGAN, NIGHT, gpu_run, night
+from tests.report.runs import BEGAN, NIGHT, gpu_run, night, out_of_memory
 
 Damage = Callable[[Path], object]
 
@@ -140,7 +141,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     told = {"rule": "loss_spike", "step": 9, "severity": "warning", "message": "…"}
     (one / "health.jsonl").write_text(json.dumps(told) + "\n")
     (one / "adaptations.jsonl").write_text(json.dumps({"change": "", "set": ["a=1"], "ds_config": {"b": 1}}) + "\n")
-    return one, gpu_run(folder / "gpu")
+    return one, out_of_memory(gpu_run(folder / "gpu"))
 
 
 def test_no_value_of_a_file_breaks_a_report_or_its_page(tmp_path: Path, whole: tuple[Path, Path], draw: Draw) -> None:
@@ -181,6 +182,33 @@ def test_an_early_end_and_generated_texts_are_reported(tmp_path: Path) -> None:
     assert "and 1 more: samples.jsonl" in said
     assert [text["step"] for text in document(one)["samples"]] == [60] * 4
     assert document(one)["best"] == best
+
+
+def test_an_out_of_memory_has_its_parts_beside_the_plan_and_changes_that_fit(tmp_path: Path) -> None:
+    one = reported(out_of_memory(gpu_run(tmp_path / "run")))
+    text = lines(one)
+    said = " ".join(" ".join(text).split())
+    assert "Out of GPU memory: rank 3, backward of step 5; micro-batch of 4 × 4,096 tokens, samples of" in said
+    assert "2.00 GiB requested; PyTorch held 76.0 GiB, 70.0 GiB of it in tensors; 1.00 GiB of" in said
+    rows = {row[0]: row[1:] for line in text if len(row := re.split(r"  +", line.strip())) == 3}
+    assert rows["parameters"] == ["16.0 GiB", "17.0 GiB"]
+    assert rows["outside of PyTorch"] == ["1.00 GiB", "-"]
+    assert rows["total"] == ["18.0 GiB", "-"], "one part was not measured"
+    assert "Largest tensors at the planned peak (layer backward): 36 × 96.0 MiB after mlp.gate_proj" in said
+    assert "Largest live blocks of the GPU: 2 × 4.00 GiB" in said
+    assert "1. micro-batch 2 × 16 accumulated, ZeRO-3: 55.0 GiB per GPU, a step takes 3 % longer" in said
+    assert "in ds_config.json zero_optimization.stage: 3; then dstrain run --set micro_batch=2 --set grad_acc" in said
+    assert document(one)["out_of_memory"] == json.loads((tmp_path / "run" / "oom.json").read_text())
+
+
+def test_a_record_that_no_launcher_completed_is_reported_as_far_as_it_goes(tmp_path: Path) -> None:
+    folder = out_of_memory(gpu_run(tmp_path / "run"))
+    written = json.loads((folder / "oom.json").read_text())
+    ranks = {key: value for key, value in written.items() if key not in ("states", "predicted", "ledger", "fixes")}
+    (folder / "oom.json").write_text(json.dumps(ranks))
+    text = "\n".join(lines(reported(folder)))
+    assert "Out of GPU memory: rank 3" in text
+    assert not any(words in text for words in ("planned peak", "Changes that fit"))
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_the_first_rank_writes_and_no_other_replaces_it(tmp_path: Path, monkeypa
     for rank in (3, 1):
         record(failure(STEP), RunDir(tmp_path), rank)
     found = load_json(OutOfMemory, tmp_path / "oom.json")
-    assert (found.rank, found.phase, found.batch) == (3, Phase.FORWARD, None)
+    assert (found.rank, found.phase, found.batch, found.states) == (3, Phase.FORWARD, None, None)
     assert found.measured is not None
     assert (found.measured.limit_bytes, found.measured.needed_bytes) == (80, 90)
     assert [path.name for path in tmp_path.iterdir()] == ["oom.json"]

@@ -11,6 +11,7 @@ from textwrap import shorten
 from typing import Any
 
 from dstrain.cli.console import wrapped
+from dstrain.cli.output import out_of_memory
 from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
 from dstrain.monitor.best_model import best_model
@@ -55,6 +56,8 @@ def lines(report: Report) -> list[str]:
     recorded = report.recorded
     head = [f"{shown(str(recorded.run_dir.path))}: {verdict(report)}"]
     head += [f"  {line}" for line in (recorded.failure or "").strip().splitlines()[:2]]
+    if recorded.out_of_memory is not None:
+        head += ["", *out_of_memory.lines(recorded.out_of_memory, resumes=bool(report.checkpoints))]
     rows = list(_rows(report))
     width = max(len(name) for name, _ in rows)
     told = [wrapped(f"{name:<{width}}  {printable(value)}") for name, value in rows]
@@ -232,6 +235,7 @@ def document(report: Report) -> dict[str, Any]:
         "parts": [asdict(one) for one in report.parts],
         "collectives": [{"kind": kind, "bytes": size, "seconds": spent} for kind, size, spent in report.traffic],
         "first_steps": asdict(report.first) if report.first else None,
+        "out_of_memory": to_data(recorded.out_of_memory) if recorded.out_of_memory else None,
         "preflight": to_data(recorded.preflight) if recorded.preflight else None,
         "losses": report.losses,
         "evaluations": report.evaluations,

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 from dstrain import __version__
+from dstrain.cli.output import out_of_memory as oom
 from dstrain.cli.output import report as text
 from dstrain.cli.output import report_table
 from dstrain.cli.output.curves import plot
@@ -17,6 +18,7 @@ from dstrain.launch.run.state import GONE, Stage
 from dstrain.monitor.comparison import Part, Quantity
 from dstrain.monitor.comparison_text import NAMES, figure, measured_text, name_of, off_text
 from dstrain.monitor.windows import counted, series
+from dstrain.oom import Part as Held
 from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.report.report import UNKNOWN, Report
@@ -47,6 +49,8 @@ CHINESE: Mapping[str, str] = {
     Part.DATA_WAIT: "等待数据", Part.HOST: "等待主机", Part.OTHER: "步与步之间",
     Part.TRAINING: "计算与通信", Part.PARAMS: "参数", Part.GRADS: "梯度",
     Part.OPTIMIZER: "优化器状态", Part.TRANSIENT: "激活、logits 与缓冲区",
+    Held.PARAMS: "参数", Held.GRADS: "梯度", Held.OPTIMIZER: "优化器状态", Held.OTHER: "激活、logits 与缓冲区",
+    Held.CACHED: "PyTorch 缓存", Held.OUTSIDE: "PyTorch 之外", oom.TOTAL: "合计",
     Stage.STARTING: "启动中", Stage.RUNNING: "训练中", Stage.ENDED: "已结束", Stage.SAVED: "已保存并退出",
     Stage.FAILED: "失败", Stage.STOPPED: "已停止", GONE: "进程消失", UNKNOWN: "状态未知",
 }
@@ -85,6 +89,7 @@ def _run(report: Report) -> dict[str, Any]:
             for one in report.comparisons
         ],
         "differs": _difference(report),
+        "oom": _out_of_memory(report),
         "checks": [check.line for check in recorded.preflight.checks] if recorded.preflight else [],
         "first": text.first_text(report),
         "step": {"bars": [*_step_bars(report)], "parts": [str(one.part) for one in report.parts], "warm_up": warm_up},
@@ -97,8 +102,7 @@ def _run(report: Report) -> dict[str, Any]:
         "loss": text.loss_text(report) if report.losses else "",
         "throughput": text.throughput_text(report) if report.quarters else "",
         "restarts": [*map(text.restart_text, report.restarts), *map(text.adapted_text, recorded.adaptations)],
-        "checkpoints": list(report.checkpoints),
-        "damaged": list(report.damaged),
+        **{name: list(getattr(report, name)) for name in ("checkpoints", "damaged", "missing")},
         "final": shown(str(recorded.summary["final"])) if recorded.summary.get("final") else "",
         "edits": None if recorded.edits is None else [text.edit_text(edit) for edit in recorded.edits],
         "advisories": None if report.advisories is None else [asdict(one) for one in report.advisories],
@@ -106,7 +110,6 @@ def _run(report: Report) -> dict[str, Any]:
         "plan": label(estimate.configuration) if estimate is not None else "",
         "versions": dict(recorded.versions),
         "command": f"bash {shown(str(script))}" if script.exists() else "",
-        "missing": list(report.missing),
     }
 
 
@@ -129,6 +132,21 @@ def _names(report: Report, quantity: Quantity) -> tuple[str, str]:
     """Returns the name of a quantity in both languages: per GPU, or per rank for a run on CPUs."""
     name = name_of(quantity, report.recorded.cluster)
     return name, CHINESE[quantity] if name == NAMES[quantity] else CHINESE[quantity].replace("GPU", "rank")
+
+
+def _out_of_memory(report: Report) -> dict[str, Any] | None:
+    record = report.recorded.out_of_memory
+    if record is None:
+        return None
+    return {
+        "where": record.where,
+        "measured": record.measured.words if record.measured is not None else "",
+        "rows": oom.rows(record),
+        "peak": record.predicted.peak_instant if record.predicted else "",
+        "tensors": [oom.largest_text(one) for one in record.predicted.largest] if record.predicted else [],
+        "blocks": [f"{one.count} × {format_bytes(one.size_bytes)}" for one in record.largest],
+        "fixes": [(oom.change_text(one), one.typed(resumes=bool(report.checkpoints))) for one in record.fixes],
+    }
 
 
 def _difference(report: Report) -> dict[str, str] | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from dstrain.config import jsonc
 from dstrain.config.remedy import Remedy, remedy
@@ -16,17 +15,24 @@ from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.workload import Workload
 from dstrain.launch.prepare.lint_job import read_text
 from dstrain.launch.prepare.prepare import PreparedRun
-from dstrain.oom import Allocator, OutOfMemory, Phase
+from dstrain.oom import Allocator, NamedTensors, OutOfMemory, Part, PartBytes, Phase, Predicted
 from dstrain.paths import write_atomic
 from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.memory.deepspeed.peak_tensors import peak_tensors
+from dstrain.plan.memory.layers.activations import has_layer_code
+from dstrain.plan.memory.layers.attention import as_attended
+from dstrain.plan.memory.memory import sharing_ranks
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.search.out_of_memory import Shortage, evaluated_at_once, fixes, shortage
-from dstrain.records import load_json, to_data
+from dstrain.records import load_json, to_data, to_json
 from dstrain.rundir import RunDir, read_record
 from dstrain.units import GIB, format_bytes
 
 _UNEXPLAINED_BYTES = GIB
 """Memory outside of PyTorch and beyond the plan's that is worth a word: another process, or a context."""
+
+NUM_LARGEST = 8
+"""Predicted tensors that are recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +46,7 @@ class Diagnosis:
     """The fastest first; empty if none is known."""
     others_bytes: int
     """What other programs hold of the GPU, as far as it is more than the plan can be off by; else 0."""
-    document: Mapping[str, Any]
+    record: OutOfMemory
     """All of that as data: what is in `oom.json`."""
 
     def hint(self, *, resumes: bool) -> list[str]:
@@ -77,20 +83,21 @@ def diagnose(prepared: PreparedRun) -> Diagnosis | None:
     if workload is not None and estimate is not None and short is not None:
         with suppress(DstrainError):  # ds_config.json was removed or damaged meanwhile; the report comes first
             remedies = _remedies(prepared, workload, estimate, short)
-    evidence = [_where(record), *(_held(measured) if measured is not None else [])]
+    evidence = [f"Out of GPU memory: {record.where}"]
+    evidence += [f"  measured: {measured.words}"] if measured is not None else []
     if workload is not None and estimate is not None and short is not None:
         evidence.append(_planned(estimate, short))
-    document = {
-        **to_data(record),
-        "predicted": None if estimate is None else _predicted(estimate),
-        "fixes": [one.to_data() for one in remedies],
-    }
-    with suppress(DstrainError):  # a full disk: the report says the same
-        write_atomic(run_dir.oom, json.dumps(document, indent=2) + "\n")
-    others = _held_by_others(workload, estimate, measured) if workload and estimate and measured else 0
-    return Diagnosis(
-        run_dir=run_dir, evidence=tuple(evidence), remedies=remedies, others_bytes=others, document=document
+    predicted = None if estimate is None else _predicted(workload, estimate)
+    record = replace(
+        record,
+        predicted=predicted,
+        ledger=() if predicted is None else tuple(_ledger(predicted.parts, record)),
+        fixes=tuple(one.proposed for one in remedies),
     )
+    with suppress(DstrainError):  # a full disk: the report says the same
+        write_atomic(run_dir.oom, to_json(record))
+    others = _held_by_others(workload, estimate, measured) if workload and estimate and measured else 0
+    return Diagnosis(run_dir=run_dir, evidence=tuple(evidence), remedies=remedies, others_bytes=others, record=record)
 
 
 def _remedies(prepared: PreparedRun, workload: Workload, estimate: Estimate, short: Shortage) -> tuple[Remedy, ...]:
@@ -119,31 +126,6 @@ def _stages(run_dir: RunDir) -> tuple[int, ...]:
     return (0, 1, 2, 3) if stage is None else (1, 2) if stage in (1, 2) else (stage,)
 
 
-def _where(record: OutOfMemory) -> str:
-    """Returns the phase and the micro-batch in words."""
-    place = {
-        Phase.LOAD: "while model and optimizer were set up",
-        Phase.SAVE: f"saving after step {record.step}",
-        Phase.EVALUATION: f"evaluation after step {record.step}",
-    }
-    words = place.get(record.phase, f"{record.phase} of step {record.step + 1}")
-    batch = record.batch
-    if batch is None:
-        return f"Out of GPU memory: rank {record.rank}, {words}"
-    samples = f", samples of {', '.join(f'{size:,}' for size in batch.samples[:8])}" if batch.samples else ""
-    more = " …" if len(batch.samples) > 8 else ""
-    shape = f"{batch.rows} × {batch.tokens_per_row:,} tokens"
-    return f"Out of GPU memory: rank {record.rank}, {words}; micro-batch of {shape}{samples}{more}"
-
-
-def _held(measured: Allocator) -> list[str]:
-    return [
-        f"  measured: {format_bytes(measured.requested_bytes)} requested; PyTorch held"
-        f" {format_bytes(measured.reserved_bytes)}, {format_bytes(measured.allocated_bytes)} of it in tensors;"
-        f" {format_bytes(measured.free_bytes)} of {format_bytes(measured.device_bytes)} were free"
-    ]
-
-
 def _planned(estimate: Estimate, short: Shortage) -> str:
     """Returns the plan's figures, to stand below the measured ones."""
     parts = estimate.memory.breakdown_bytes
@@ -163,19 +145,48 @@ def _held_by_others(workload: Workload, estimate: Estimate, measured: Allocator)
     return held if held > _UNEXPLAINED_BYTES else 0
 
 
-def _predicted(estimate: Estimate) -> Mapping[str, Any]:
-    memory = estimate.memory
-    return {
-        "device_bytes_per_gpu": memory.device_bytes_per_gpu,
-        "live_bytes_per_gpu": memory.live_bytes_per_gpu,
-        "reserved_bytes_per_gpu": memory.reserved_bytes_per_gpu,
-        "peak_instant": memory.peak_instant,
-        "parts": to_data(memory.breakdown_bytes),
-    }
+def _predicted(workload: Workload | None, estimate: Estimate) -> Predicted:
+    memory, configuration = estimate.memory, estimate.configuration
+    largest: Sequence[NamedTensors] = ()
+    if workload is not None and configuration.model.is_deepspeed and has_layer_code(workload.model):
+        largest = peak_tensors(
+            workload.model,
+            as_attended(configuration, workload.cluster.gpu),
+            sharing_ranks(workload.cluster, configuration),
+            kernel_workspaces=not workload.cluster.gpu.is_cpu,
+        )
+    return Predicted(
+        device_bytes_per_gpu=memory.device_bytes_per_gpu,
+        live_bytes_per_gpu=memory.live_bytes_per_gpu,
+        reserved_bytes_per_gpu=memory.reserved_bytes_per_gpu,
+        peak_instant=memory.peak_instant,
+        parts=to_data(memory.breakdown_bytes),
+        largest=tuple(largest[:NUM_LARGEST]),
+    )
+
+
+def _ledger(planned: Mapping[str, int], record: OutOfMemory) -> Iterator[PartBytes]:
+    """Yields each part as predicted and as measured: states counted on the rank, all else by difference."""
+    held, states = record.measured, record.states
+    if held is None:
+        return
+    counted = None if states is None else (states.params, states.grads, states.optimizer)
+    rest = None if counted is None else max(0, held.allocated_bytes - sum(counted))
+    other = sum(planned[name] for name in ("activations", "logits", "buffers", "workspace"))
+    params, grads, optimizer = counted or (None, None, None)
+    for part, predicted, measured in (
+        (Part.PARAMS, planned["params"] + planned["gathered"], params),
+        (Part.GRADS, planned["grads"], grads),
+        (Part.OPTIMIZER, planned["optimizer"], optimizer),
+        (Part.OTHER, other, rest),
+        (Part.CACHED, planned["fragmentation"], held.reserved_bytes - held.allocated_bytes),
+        (Part.OUTSIDE, planned["context"], max(0, held.device_bytes - held.limit_bytes)),
+    ):
+        yield PartBytes(part=part, predicted_bytes=predicted, measured_bytes=measured)
 
 
 def note_adaptation(diagnosis: Diagnosis, chosen: Remedy, *, attempt: int) -> None:
     """Appends a line to `adaptations.jsonl`: a change that a run makes by itself, and the failure of that start."""
-    line = {"attempt": attempt, **chosen.to_data(), "oom": diagnosis.document}
+    line = {"attempt": attempt, **to_data(chosen.proposed), "oom": to_data(diagnosis.record)}
     with suppress(OSError), diagnosis.run_dir.adaptations.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -110,9 +110,9 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
     model, cluster, measured = workload.model, workload.cluster, workload.measured
     configuration = as_attended(configuration, cluster.gpu)
     counts = trained_on_rank(model, configuration)
-    model_states = states(counts, configuration, _ranks(cluster, configuration))
+    model_states = states(counts, configuration, sharing_ranks(cluster, configuration))
     if not configuration.model.is_deepspeed:
-        model_states = pytorch_sharding.states(model, configuration, _ranks(cluster, configuration))
+        model_states = pytorch_sharding.states(model, configuration, sharing_ranks(cluster, configuration))
     peak = _peak(workload, configuration, detail)
     on_gpu = not cluster.gpu.is_cpu
     workspace = _workspace_bytes(cluster) if on_gpu else 0
@@ -155,7 +155,7 @@ def _load(workload: Workload, configuration: Configuration, counts: Trained) -> 
     """Returns the peak while the model is loaded, with the processes of the node's ranks."""
     cluster = workload.cluster
     machine = Machine(
-        num_ranks=_ranks(cluster, configuration),
+        num_ranks=sharing_ranks(cluster, configuration),
         ranks_per_node=cluster.gpus_per_node,
         gpu_bytes=cluster.gpu.memory_bytes,
         outside_bytes=0 if cluster.gpu.is_cpu else outside_bytes(cluster, configuration, workload.measured),
@@ -183,7 +183,7 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
     If the replay runs out of memory, it runs again without a limit and measures the need.
     """
     model, cluster = workload.model, workload.cluster
-    ranks, workspace = _ranks(cluster, configuration), _workspace_bytes(cluster)
+    ranks, workspace = sharing_ranks(cluster, configuration), _workspace_bytes(cluster)
     live = peak.total + workspace
     zero = configuration.zero
     is_traced = not zero.is_offloaded or (zero.stage == 3 and zero.offloads_params)
@@ -210,7 +210,7 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
     )
 
 
-def _ranks(cluster: Cluster, configuration: Configuration) -> int:
+def sharing_ranks(cluster: Cluster, configuration: Configuration) -> int:
     """Returns how many ranks share states, sequence-parallel ranks included."""
     return max(1, cluster.num_gpus // configuration.parallel.tp)
 
@@ -222,7 +222,7 @@ def _peak(workload: Workload, configuration: Configuration, detail: Detail) -> P
     under ZeRO-3, and closed forms for the engine below. A model whose layers were traced has no parameters to play.
     """
     model, cluster = workload.model, workload.cluster
-    ranks = _ranks(cluster, configuration)
+    ranks = sharing_ranks(cluster, configuration)
     if not configuration.model.is_deepspeed:
         return pytorch_sharding.peak(model, configuration, ranks)
     if not has_layer_code(model) or (detail is Detail.QUICK and configuration.zero.stage < 3):
@@ -242,7 +242,11 @@ def _workspace_bytes(cluster: Cluster) -> int:
 def host_bytes(workload: Workload, configuration: Configuration, load: Loading | None = None) -> int:
     """Returns host RAM of one node while it trains or loads, whichever takes more: the processes, and what is
     offloaded with pinned rounding. What a load takes may be known."""
-    model, ranks, sharing = workload.model, workload.cluster.gpus_per_node, _ranks(workload.cluster, configuration)
+    model, ranks, sharing = (
+        workload.model,
+        workload.cluster.gpus_per_node,
+        sharing_ranks(workload.cluster, configuration),
+    )
     counts = trained_on_rank(model, configuration)
     load = load or _load(workload, configuration, counts)
     if configuration.model.is_deepspeed and has_layer_code(model):
@@ -271,7 +275,7 @@ def _nvme_bytes(workload: Workload, configuration: Configuration, model_states: 
     model, cluster = workload.model, workload.cluster
     if not configuration.model.is_deepspeed or not has_layer_code(model):
         return model_states.nvme * cluster.gpus_per_node
-    return engine.host_of(model, configuration, _ranks(cluster, configuration)).nvme * cluster.gpus_per_node
+    return engine.host_of(model, configuration, sharing_ranks(cluster, configuration)).nvme * cluster.gpus_per_node
 
 
 def _checkpoint_bytes(model: ModelFacts, configuration: Configuration) -> int:

@@ -84,7 +84,16 @@ def test_the_record_has_what_the_device_held_and_what_was_planned(adapted: Adapt
     assert sum(record["batch"]["samples"]) <= 16 * 256
     assert measured["device_bytes"] == DEVICE_BYTES
     assert measured["allocated_bytes"] <= DEVICE_BYTES < measured["allocated_bytes"] + measured["requested_bytes"]
-    assert record["predicted"]["parts"]["logits"] > 0
+    predicted, states = record["predicted"], record["states"]
+    assert predicted["parts"]["logits"] > 0
+    largest = [one["size_bytes"] * one["count"] for one in predicted["largest"]]
+    assert largest == sorted(largest, reverse=True)
+    assert 0 < sum(largest) <= predicted["live_bytes_per_gpu"]
+    ledger = {one["part"]: (one["predicted_bytes"], one["measured_bytes"]) for one in record["ledger"]}
+    assert ledger["parameters"] == (predicted["parts"]["params"], states["params"])
+    assert ledger["parameters"][1] == pytest.approx(ledger["parameters"][0], rel=0.01)
+    assert ledger["optimizer states"][1] == pytest.approx(ledger["optimizer states"][0], rel=0.01)
+    assert sum(held for _, held in ledger.values()) == DEVICE_BYTES - measured["free_bytes"]
 
 
 def test_a_change_is_said_and_overrides_files_that_stay_as_they_are(adapted: Adapted) -> None:

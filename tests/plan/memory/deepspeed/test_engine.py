@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from itertools import chain, islice, product
+from typing import Any
 
 import pytest
 
-from dstrain.choices import Method, Offload, Optimizer, Precision
+from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision
 from dstrain.config.key_bytes import Scale, cost
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import Kind
@@ -15,6 +16,7 @@ from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import allocations, engine
 from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part
+from dstrain.plan.memory.deepspeed.peak_tensors import peak_tensors
 from dstrain.plan.memory.layers.recording import END
 from dstrain.plan.memory.zero import bucket_bytes
 from tests.train.engine_cases import DEEP, LLAMA, SPARSE, TIED
@@ -146,3 +148,47 @@ def test_what_the_allocator_is_asked_for_has_the_peak_of_live_bytes(stage: int) 
             sizes[event[0]] = event[1]
         highest = max(highest, live)
     assert highest == most + engine.engine_of(MODEL, way, 1).resident.total
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_stage": 2},
+        {"zero_stage": 3, "grad_ckpt": True, "expandable_segments": True, "num_hidden_layers": 24},
+        {"zero_stage": 2, "grad_ckpt": True, "loss": LossKernel.FULL, "micro_batch": 4, "grad_accum": 2},
+        {"zero_stage": 3, "method": Method.LORA, "micro_batch": 4, "loss": LossKernel.CHUNKED},
+        {"zero_stage": 1, "grad_ckpt": True, "grad_ckpt_every_n_layers": 2, "tiled_mlp": True, "micro_batch": 8},
+        # has tensors without bytes
+        {"zero_stage": 2, "grad_ckpt": True, "loss": LossKernel.FUSED, "micro_batch": 2, "model_type": "deepseek_v2"},
+    ],
+    ids=str,
+)
+def test_named_tensors_at_the_peak_are_all_of_the_tapes_bytes(options: dict[str, Any]) -> None:
+    shape = {"vocab_size": 4096, "num_hidden_layers": 6} | {key: options[key] for key in options if key in LLAMA}
+    model = from_config({**SPARSE, **LLAMA, **shape}, name="model", source="model")
+    configuration = changed(SMALL, seq_len=1024, **{key: options[key] for key in options if key not in LLAMA})
+    top = max(engine.instants(model, configuration, 2), key=lambda instant: instant.total)
+    named = peak_tensors(model, configuration, 2)
+    assert sum(one.size_bytes * one.count for one in named) == sum(top.tape) > 0
+    sizes = [one.size_bytes * one.count for one in named]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_names_are_those_of_the_modules_that_allocate() -> None:
+    tokens, vocabulary, layers = 4 * 1024, MODEL.vocab_size, MODEL.num_hidden_layers
+    way = changed(SMALL, seq_len=1024, zero_stage=2, micro_batch=4)
+    kept, whole = (
+        {(one.name, one.size_bytes): one.count for one in peak_tensors(MODEL, changed(way, **options), 2)}  # type: ignore[arg-type]
+        for options in ({"grad_ckpt": True, "loss": LossKernel.FULL}, {"loss": LossKernel.CHUNKED})
+    )
+    assert kept["after mlp.down_proj", 2 * tokens * MODEL.hidden_size] >= layers, "inputs of layers"
+    assert kept["loss", 4 * tokens * vocabulary] == 1, "log-softmax in fp32"
+    assert kept["loss, backward", 4 * tokens * vocabulary] == 2, "its gradient and that of the logits"
+    assert whole["lm_head", 2 * tokens * vocabulary] == 1, "logits"
+    assert whole["mlp.gate_proj", 2 * tokens * LLAMA["intermediate_size"]] == layers
+
+
+def test_the_optimizer_step_has_no_tensors_of_a_micro_batch() -> None:
+    short = changed(SMALL, seq_len=16, zero_stage=2)
+    assert max(engine.instants(MODEL, short, 2), key=lambda instant: instant.total).name == "optimizer step"
+    assert peak_tensors(MODEL, short, 2) == ()
