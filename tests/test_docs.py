@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks import predict
 from benchmarks.advisories import report as advisories
-from benchmarks.health_exam.score import Result, cause_table, false_lines, replay, rule_table
+from benchmarks.health_exam.score import Result, cause_table, false_lines, replay, rule_table, unexamined_table
 from benchmarks.health_exam.traces import all_traces
 from benchmarks.published import half_report, ranges, report
 from benchmarks.published.answers import Answer
@@ -271,6 +271,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "advisories": advisories.faults,
     "advisory outputs": advisories.outputs,
     "health exam": lambda: cause_table(exam_results()),
+    "health exam gaps": lambda: unexamined_table(exam_results()),
     "health exam rules": lambda: f"{rule_table(exam_results())}\n\n{false_lines(exam_results())}",
 }
 """The generated parts of the pages below docs/, by the name in their comment."""

@@ -14,7 +14,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.health_exam.score import FOLDER, Result, cause_table, false_per_1000, replay, rule_table
+from benchmarks.health_exam.score import (
+    FOLDER,
+    Result,
+    cause_table,
+    false_per_1000,
+    replay,
+    rule_table,
+    unexamined_table,
+)
 from benchmarks.health_exam.traces import all_traces
 
 
@@ -54,6 +62,8 @@ def main() -> None:
         return
     for half, title in ((0, "the first runs"), (1, "the second runs")):
         describe(title, [result for result in results if result.trace.half == half])
+    print("\nrules that no recorded run breaks")
+    print(unexamined_table(results))
 
 
 if __name__ == "__main__":

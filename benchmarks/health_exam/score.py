@@ -7,12 +7,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.health_exam.traces import LATE, Trace
 from dstrain.job.monitor import HealthRule as Rule
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.nonfinite import Finding, check
+from dstrain.monitor.health.rules import RULES
 from dstrain.monitor.health.watch import Watch
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 
@@ -21,6 +23,31 @@ FACTS = Facts(vocab_size=2048, max_grad_norm=5.0)
 """Of the runs."""
 MEASURED: frozenset[str] = frozenset({Rule.CPU_WAIT})
 """Rules that say what the kernel counts: on the recording machine other processes ran."""
+_NO_GPU = "the ranks have no GPU"
+_DENSE = "the recorded model is dense"
+_FP16 = "the runs train in fp32: most CPUs have no fp16"
+UNEXAMINED: Mapping[Rule, str] = MappingProxyType(
+    {
+        Rule.ZERO_LOSS: "no recorded run loses all its labels; those with masked samples keep some",
+        Rule.ALWAYS_CLIPPED: "it looks at 100 steps, and most recorded causes last 20 to 50",
+        Rule.SKIPPED_STEPS: _FP16,
+        Rule.LOSS_SCALE: _FP16,
+        Rule.UNEVEN_EXPERTS: _DENSE,
+        Rule.BUSIEST_EXPERT: _DENSE,
+        Rule.DEAD_EXPERTS: _DENSE,
+        Rule.EXPOSED_COMMUNICATION: "throttled links make ranks wait longer than planned by less than ten points",
+        Rule.LOW_MFU: "no time is planned for a CPU",
+        Rule.GPU_CLOCK: _NO_GPU,
+        Rule.GPU_POWER: _NO_GPU,
+        Rule.BUSY_AT_LOW_POWER: _NO_GPU,
+        Rule.GPU_MEMORY_GROWTH: f"{_NO_GPU}; `host_memory_growth` counts growth alike",
+        Rule.HOST_MEMORY: "it takes a machine whose RAM is nearly full",
+        Rule.ALLOCATOR_RETRIES: _NO_GPU,
+        Rule.FRAGMENTATION: _NO_GPU,
+        Rule.MEMORY_IMBALANCE: _NO_GPU,
+    }
+)
+"""Rules that no recorded run has to break and none breaks → why."""
 WITHIN = 3
 """Windows from the onset within which a cause is to be named."""
 
@@ -34,6 +61,8 @@ class Result:
     findings: tuple[Finding, ...]
     ends: tuple[int, ...]
     """The last step of each window."""
+    measured: frozenset[Rule]
+    """Rules that `UNEXAMINED` lists whose signal has a value in the last window."""
 
     def delay(self, finding: Finding) -> int:
         """Returns the windows from the onset to a finding; 1: the first window that has the cause."""
@@ -79,7 +108,8 @@ def replay(trace: Trace, folder: Path = FOLDER) -> Result:
         findings += [*check(record["step"], values), *watch.see(record["step"], values)]
         if "loss" in values and record["step"] not in ends:
             ends.append(record["step"])
-    return Result(trace=trace, steps=max(ends), findings=_once(findings), ends=tuple(sorted(ends)))
+    measured = frozenset(rule for rule in UNEXAMINED if RULES[rule].signal(watch.history) is not None)
+    return Result(trace=trace, steps=max(ends), findings=_once(findings), ends=tuple(sorted(ends)), measured=measured)
 
 
 def _once(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -148,6 +178,14 @@ def rule_table(results: Sequence[Result]) -> str:
         false = sum(one.rule == rule for result in results for one in result.false)
         precision = f"{true / (true + false):.0%}".replace("%", " %") if true + false else ""
         rows.append(f"| `{rule}` | {len(must) or ''} | {len(named) if must else ''} | {precision} | {false or ''} |")
+    return "\n".join(rows)
+
+
+def unexamined_table(results: Sequence[Result]) -> str:
+    """Returns a row for each rule that no recorded run has to break: how many runs measure its signal, and why none."""
+    rows = ["| rule | runs that measure it | why no recorded run breaks it |", "|---|---:|---|"]
+    for rule, why in UNEXAMINED.items():
+        rows.append(f"| `{rule}` | {sum(rule in result.measured for result in results) or ''} | {why} |")
     return "\n".join(rows)
 
 

@@ -79,6 +79,7 @@ class HealthRule(StrEnum):
     RESUMED_LOSS = "resumed_loss"
     MASKED_SAMPLES = "masked_samples"
     UNEVEN_EXPERTS = "uneven_experts"
+    BUSIEST_EXPERT = "busiest_expert"
     DEAD_EXPERTS = "dead_experts"
     SLOWDOWN = "slowdown"
     SLOW_RANK = "slow_rank"

@@ -131,10 +131,10 @@ class StepPart:
     measured: float
 
 
-def plans_time(run: Measured) -> bool:
-    """Returns whether the plan of a run has times for the GPUs that it trained on."""
+def planned_speed(run: Measured) -> Speed | None:
+    """Returns the times of the plan of a run; None if it has none for what the run trained on."""
     estimate, cluster = run.estimate, run.cluster
-    return estimate is not None and estimate.speed is not None and cluster is not None and not cluster.gpu.is_cpu
+    return estimate.speed if estimate is not None and cluster is not None and not cluster.gpu.is_cpu else None
 
 
 def middle(windows: Sequence[Line], name: str) -> float | None:
@@ -154,8 +154,7 @@ def comparisons(run: Measured) -> tuple[Comparison, ...]:
 
 
 def _speeds(run: Measured) -> Iterator[Comparison]:
-    estimate, windows = run.estimate, run.windows
-    speed = estimate.speed if estimate is not None and plans_time(run) else None
+    windows, speed = run.windows, planned_speed(run)
     spread = speed.uncertainty_ratio if speed is not None else None
     for quantity, planned in (
         (Quantity.STEP_S, speed.step_s if speed else None),
@@ -182,11 +181,10 @@ def step_parts(run: Measured) -> tuple[StepPart, ...]:
 
     A rank that waits for data makes the others wait for it: that time counts once, as waiting for data.
     """
-    estimate, windows = run.estimate, run.windows
+    windows, speed = run.windows, planned_speed(run)
     step_s, waited = middle(windows, "step_s"), middle(windows, "data_wait_share")
     if step_s is None:
         return ()
-    speed = estimate.speed if estimate is not None and plans_time(run) else None
     waits = (waited or 0.0) * step_s
     parts: list[tuple[Part, float | None, float]] = [(Part.DATA_WAIT, 0.0, waits)]
     rows = [
@@ -271,10 +269,10 @@ def differences(run: Measured) -> list[Difference]:
 
 
 def _time_differences(run: Measured) -> Iterator[Difference]:
-    estimate = run.estimate
-    if estimate is None or estimate.speed is None or not plans_time(run):
+    speed = planned_speed(run)
+    if speed is None:
         return
-    whole = max(estimate.speed.step_s, 1e-9)
+    whole = max(speed.step_s, 1e-9)
     for one in step_parts(run):
         if one.planned is not None:
             share = (one.measured - one.planned) / whole

@@ -71,6 +71,11 @@ def resident_bytes() -> float:
     return _NAN
 
 
+def ram_bytes() -> int:
+    """Returns the RAM of this machine, of which `used_share` is a share; a container's limit may be lower."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def used_share() -> float:
     """Returns the share of this machine's RAM that no process could have."""
     with suppress(OSError, ValueError, KeyError):

@@ -24,7 +24,7 @@ from dstrain.monitor.comparison import (
     comparisons,
     differences,
     middle,
-    plans_time,
+    planned_speed,
     step_parts,
 )
 from dstrain.monitor.comparison_text import TIME_NOTES, difference_text, split_text, table
@@ -132,13 +132,13 @@ class FirstSteps:
     @property
     def planned_step_s(self) -> float | None:
         """Planned seconds of a step; None if the plan has no time for the GPUs."""
-        speed = self.estimate.speed if self.estimate is not None and plans_time(self) else None
+        speed = planned_speed(self)
         return speed.step_s if speed is not None else None
 
     @property
     def planned_comm_share(self) -> float | None:
         """Share of a planned step that waits for links; None if the plan has no time for the GPUs."""
-        speed = self.estimate.speed if self.estimate is not None and plans_time(self) else None
+        speed = planned_speed(self)
         return communication_s(speed) / speed.step_s if speed is not None else None
 
     def see(self, window: Line, *, steps: int) -> Verdict | None:
@@ -164,18 +164,18 @@ def judge(run: FirstSteps, *, steps: int, estimate: Estimate) -> Verdict:
     cause = max(beyond, key=lambda each: abs(each.share), default=None)
     advice, note = None, ""
     if cause is None:
-        note = _as_planned(run, estimate)
+        note = _as_planned(run)
     elif cause.share < 0:
         note = "the plan is too cautious: `dstrain calibrate` lets the next one use what this run measured"
     elif cause.part is Part.DATA_WAIT:
         advice = _more_workers(run, cause)
     elif cause.is_time:
         advice, note = _faster(run, cause, estimate)
+        note = note and f"{note}; to save: {_gain(run, cause)[0]}"
     else:
         advice, note = _less_memory(run, estimate)
-    step = int(run.windows[-1]["step"])
     return Verdict(
-        step=step,
+        step=int(run.windows[-1]["step"]),
         steps=steps,
         warm_up=counted(run.windows).note,
         comparisons=comparisons(run),
@@ -188,34 +188,36 @@ def judge(run: FirstSteps, *, steps: int, estimate: Estimate) -> Verdict:
 
 def _range_of(difference: Difference, estimate: Estimate) -> float:
     """Returns the share by which a part may differ from the plan."""
-    if not difference.is_time:
-        return MEMORY_RANGE
-    return estimate.speed.uncertainty_ratio if estimate.speed is not None else MEMORY_RANGE
+    speed = estimate.speed if difference.is_time else None
+    return speed.uncertainty_ratio if speed is not None else MEMORY_RANGE
 
 
-def _as_planned(run: FirstSteps, estimate: Estimate) -> str:
+def _as_planned(run: FirstSteps) -> str:
     memory = f"memory ± {100 * MEMORY_RANGE:.0f} %"
-    if estimate.speed is None or not plans_time(run):
+    speed = planned_speed(run)
+    if speed is None:
         on_cpu = run.cluster is not None and run.cluster.gpu.is_cpu
         why = "on a CPU" if on_cpu else "for this GPU"
         what = "bytes are as planned" if run.states else "no bytes were measured yet"
         return f"no time is planned {why}; {what} ({memory})"
-    time = f"time ± {100 * estimate.speed.uncertainty_ratio:.0f} %"
+    time = f"time ± {100 * speed.uncertainty_ratio:.0f} %"
     return f"as planned: nothing differs by more than the range of the plan, {time}, {memory}"
 
 
 def _more_workers(run: FirstSteps, cause: Difference) -> Advice | None:
     """Returns more processes for the data loader; None if there are many already."""
-    now, step_s = run.job.dataloader_num_workers, middle(run.windows, "step_s")
+    now, (gain, ratio) = run.job.dataloader_num_workers, _gain(run, cause)
     more = next((count for count in _WORKERS if count > now), None)
-    if more is None or not step_s:
+    if more is None:
         return None
-    saved = cause.measured / step_s
-    return Advice(
-        setting=f"dataloader_num_workers: {more} in the job (now {now})",
-        gain=f"up to {format_seconds(cause.measured)} of {format_seconds(step_s)}, {100 * saved:.0f} % less",
-        step_ratio=-saved,
-    )
+    return Advice(setting=f"dataloader_num_workers: {more} in the job (now {now})", gain=gain, step_ratio=ratio)
+
+
+def _gain(run: FirstSteps, cause: Difference) -> tuple[str, float]:
+    """Returns what a change saves at most, what a part takes beyond the plan: in words, and as a share of a step."""
+    saved, step_s = cause.measured - cause.planned, sum(part.measured for part in step_parts(run))
+    text = f"up to {format_seconds(saved)} of a step of {format_seconds(step_s)} ({100 * saved / step_s:.0f} %)"
+    return text, -saved / step_s
 
 
 _SMALL_MESSAGE = 2**22
@@ -235,11 +237,10 @@ def _faster(run: FirstSteps, cause: Difference, estimate: Estimate) -> tuple[Adv
     nbytes, calls = middle(run.windows, "comm_bytes"), middle(run.windows, "comm_calls")
     more = next((size for size in _BUCKETS if size > zero.reduce_bucket_size), None)
     if nbytes and calls and nbytes / calls < _SMALL_MESSAGE and more is not None and zero.stage in (1, 2, 3):
-        gain = (
-            f"{calls:,.0f} collectives of {format_bytes(nbytes / calls)} on average in a step become fewer and larger"
-        )
+        gain, ratio = _gain(run, cause)
+        why = f"{calls:,.0f} collectives of {format_bytes(nbytes / calls)} on average become fewer and larger"
         setting = f"zero_optimization.reduce_bucket_size: {more} in ds_config.json (now {zero.reduce_bucket_size})"
-        return Advice(setting=setting, gain=gain), ""
+        return Advice(setting=setting, gain=f"{gain}: {why}", step_ratio=ratio), ""
     if zero.stage > 0 and not zero.overlap_comm:
         gain = f"up to {format_seconds(cause.measured)} of a step hide behind the backward pass"
         return Advice(setting="zero_optimization.overlap_comm: true in ds_config.json (now false)", gain=gain), ""

@@ -24,6 +24,7 @@ from dstrain.monitor.collectives import Collectives
 from dstrain.monitor.expert_loads import ExpertLoads, routers_of
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.watch import Watch
+from dstrain.monitor.machine import ram_bytes
 from dstrain.monitor.measured import measurement
 from dstrain.monitor.meter import CountingCollator, Meter
 from dstrain.monitor.metrics import Hardware, hardware
@@ -203,6 +204,7 @@ class TrainingSetup:
             vocab_size=without_adapter(self.model).config.get_text_config().vocab_size,
             max_grad_norm=self.job.max_grad_norm,
             device_bytes=torch.cuda.get_device_properties().total_memory if on_gpu else None,
+            host_bytes=ram_bytes(),
             planned_mfu=speed.mfu_ratio if speed is not None else None,
             planned_comm_share=first_steps.planned_comm_share if first_steps is not None else None,
         )

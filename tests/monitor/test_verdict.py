@@ -83,7 +83,9 @@ def test_waiting_for_data_is_answered_with_more_processes_and_what_they_bring(tm
     assert verdict.cause.part is Part.DATA_WAIT
     assert verdict.advice is not None
     assert verdict.advice.step_ratio == pytest.approx(-1 / 3)
-    assert "to change: dataloader_num_workers: 4 in the job (now 2): up to" in text(verdict, steps)
+    assert "to change: dataloader_num_workers: 4 in the job (now 2): up to 2.33 s of a step of 7.00 s (33 %)" in text(
+        verdict, steps
+    )
 
 
 def test_slower_training_has_no_line_to_change(tmp_path: Path) -> None:
@@ -110,6 +112,8 @@ def test_a_slower_step_is_put_down_to_ranks_links_or_computation(
     assert verdict.cause.part is part
     assert words in text(verdict, steps)
     assert "  a step: " in text(verdict, steps)
+    saved, step_s = verdict.cause.measured - verdict.cause.planned, sum(one.measured for one in verdict.parts)
+    assert f"; to save: up to {saved:.2f} s of a step of {step_s:.2f} s ({100 * saved / step_s:.0f} %)" in verdict.note
 
 
 def test_many_small_collectives_are_answered_with_a_larger_bucket(tmp_path: Path) -> None:
@@ -122,6 +126,10 @@ def test_many_small_collectives_are_answered_with_a_larger_bucket(tmp_path: Path
     verdict, _, _ = judged(folder)
     assert verdict.advice is not None
     assert verdict.advice.setting.startswith("zero_optimization.reduce_bucket_size: 50000000 in ds_config.json (now 1")
+    assert verdict.cause is not None
+    saved, step_s = verdict.cause.measured - verdict.cause.planned, sum(one.measured for one in verdict.parts)
+    assert verdict.advice.gain.startswith(f"up to {saved:.2f} s of a step of {step_s:.2f} s ")
+    assert verdict.advice.step_ratio == pytest.approx(-saved / step_s)
 
 
 def test_a_faster_run_than_planned_is_worth_a_calibration(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from dstrain.cli.output import out_of_memory
 from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
 from dstrain.monitor.best_model import best_model
-from dstrain.monitor.comparison import plans_time
+from dstrain.monitor.comparison import planned_speed
 from dstrain.monitor.comparison_text import difference_text, split_text, table
 from dstrain.monitor.row_contents import contents_text, trained_contents
 from dstrain.monitor.windows import counted
@@ -97,7 +97,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
     if report.recorded.run_dir.start_script.exists():
         yield "run again", f"bash {shown(str(report.recorded.run_dir.start_script))}"
     yield from (("not known", text) for text in report.missing)
-    if plans_time(report.recorded) and report.stage not in LIVING:
+    if planned_speed(report.recorded) is not None and report.stage not in LIVING:
         command = f"dstrain calibrate {shlex.quote(shown(str(report.recorded.run_dir.path)))}"
         yield "next", f"`{command}` lets later plans use what this run measured"
 

@@ -20,7 +20,8 @@ FALLEN = 3.0
 _SMALLEST_SCALE = 0.01
 """Smallest scale of a deviation, as a share of the median: a series that hardly varies would make any change large."""
 _EMA_STEPS = 50
-_RESUMED = ("step", "loss", "grad_norm", "learning_rate", "expert_load_cv", "dead_experts", "experts")
+_LOADS = ("expert_load_cv", "expert_load_max_over_mean", "dead_experts", "experts")
+_RESUMED = ("step", "loss", "grad_norm", "learning_rate", *_LOADS)
 """What a resumed run compares with its earlier start."""
 
 
@@ -36,6 +37,8 @@ class Facts:
     """Norm at which gradients are clipped; 0: never."""
     device_bytes: int | None = None
     """Memory of a GPU."""
+    host_bytes: int | None = None
+    """RAM of a node."""
     planned_mfu: float | None = None
     """MFU of the plan, 0…1."""
     planned_comm_share: float | None = None
@@ -58,8 +61,8 @@ class History:
         """Whether the loss has clearly fallen since the start, at any window so far."""
         self.first_norms: list[float] = []
         """The first gradient norms of the run, `FEWEST` of them."""
-        self.first_loads: list[tuple[float, float]] = []
-        """Deviation of the experts' load over its mean, and share of dead ones, in the first `FEWEST` windows."""
+        self.first_loads: list[Mapping[str, Any]] = []
+        """The first windows with the load of experts, `FEWEST` of them."""
         self.checkpoint_s: list[float] = []
         """Seconds of each checkpoint of this start."""
         self.replayed_loss: float | None = None
@@ -102,7 +105,7 @@ class History:
         if isinstance(norm, float) and math.isfinite(norm) and len(self.first_norms) < FEWEST:
             self.first_norms.append(norm)
         if "expert_load_cv" in values and len(self.first_loads) < FEWEST:
-            self.first_loads.append((values["expert_load_cv"], values["dead_experts"] / values["experts"]))
+            self.first_loads.append({name: values[name] for name in _LOADS})
         peaks = values.get("peak_bytes_by_rank") or []
         earlier = self.peaks_by_rank or [0.0] * len(peaks)
         self.peaks_by_rank = [max(pair) for pair in zip(earlier, peaks, strict=True)] if peaks else earlier

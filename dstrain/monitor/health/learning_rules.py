@@ -150,6 +150,16 @@ LEARNING_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
             advice="router_aux_loss_coef balances it; so do a lower learning_rate and a larger global batch.",
             source="Tinker's documentation on mixtures of experts: the trend counts, not the value",
         ),
+        HealthRule.BUSIEST_EXPERT: Rule(
+            signal=signals.busiest_expert,
+            warn=2,
+            critical=4,
+            normal=1.0,
+            problem="the busiest expert's share of its layer's tokens is {value:.1f} times that of the start",
+            advice="expert_load_max_over_mean_by_layer in metrics.jsonl names the layer. router_aux_loss_coef balances "
+            "the load; so does a lower learning_rate.",
+            source="4 and 8 times the mean in a model that starts at 2 or less; as uneven_experts, the trend counts",
+        ),
         HealthRule.DEAD_EXPERTS: Rule(
             signal=signals.dead_experts,
             warn=0.01,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from dstrain.job.monitor import HealthRule
-from dstrain.monitor.health import signals
+from dstrain.monitor.health import outlook, signals
 from dstrain.monitor.health.rule import Rule
 
 MEMORY_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
@@ -14,6 +14,7 @@ MEMORY_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
         HealthRule.GPU_MEMORY_GROWTH: Rule(
             signal=signals.gpu_memory_growth,
             warn=3,
+            outlook=outlook.gpu_memory_pace,
             problem="the GPU's peak has grown {value:.0f} times in a row, window by window or three by three",
             advice="Something keeps tensors: an own callback, or losses that are added up with their graph.",
             source="a peak settles within 20 windows; three records in a row then happen by chance once in 1,000 runs",
@@ -21,6 +22,7 @@ MEMORY_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
         HealthRule.HOST_MEMORY_GROWTH: Rule(
             signal=signals.host_memory_growth,
             warn=3,
+            outlook=outlook.host_memory_pace,
             problem="a rank's RAM has grown {value:.0f} times in a row, window by window or three by three",
             advice="Look for what keeps data: workers of the data loader, or an own callback.",
             source="as gpu_memory_growth",

@@ -26,6 +26,8 @@ class Rule:
     """Returns the rank to blame; None: it is no single one's fault."""
     problem: str
     """What is wrong, with the signal as `{value}` and the rank to blame as `{rank}`."""
+    outlook: Callable[[History, float], str] | None = None
+    """Returns what the signal means in figures, as the end of the sentence of `problem`; empty if they are unknown."""
     advice: str
     """What to do."""
     source: str

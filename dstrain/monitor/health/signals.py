@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
+from typing import Any
 
 from dstrain.monitor.health.history import FEWEST, FIRST, History, deviation
 
@@ -18,6 +19,8 @@ _PLATEAU_STEPS = 100
 _PLATEAU_WINDOWS = 64
 _EVEN_LOAD = 0.2
 """Deviation of the experts' load, over its mean, that counts as even: a rule of thumb of training guides."""
+_USUAL_LOAD = 2.0
+"""Load of the busiest expert, over the mean, that counts as usual."""
 _FEW = 3
 """Windows whose median stands for now."""
 _GROWTH = 1.01
@@ -137,6 +140,12 @@ def host_memory_growth(history: History) -> float | None:
     return _records(history, "host_bytes_max")
 
 
+def grown_windows(history: History, name: str) -> int:
+    """Returns how many newest windows have seen a metric grow, the one or three before included; 0: it has not."""
+    single, threes = _growth(history, name) or (0, 0)
+    return (single + 1 if single >= threes else _FEW * (threes + 1)) if single or threes else 0
+
+
 def host_memory(history: History) -> float | None:
     """Returns the used share of the fullest node's RAM."""
     return history.newest("host_used_share")
@@ -158,19 +167,30 @@ def fragmentation(history: History) -> float | None:
 
 def uneven_experts(history: History) -> float | None:
     """Returns the deviation of the experts' load, the median of the last three windows, over that of the first 20."""
-    loads, first = history.series("expert_load_cv"), [cv for cv, _ in history.first_loads]
-    if history.num_windows <= FEWEST or len(first) < FEWEST or len(loads) < _FEW or not median(first):
-        return None
-    return median(loads[-_FEW:]) / max(median(first), _EVEN_LOAD)
+    loads = _experts(history, lambda window: float(window["expert_load_cv"]))
+    return loads[1] / max(loads[0], _EVEN_LOAD) if loads and loads[0] else None
+
+
+def busiest_expert(history: History) -> float | None:
+    """Returns the load of the busiest expert over the mean of its layer, in the worst layer, the median of the last
+    three windows, over that of the first 20, of which 2 are assumed at least.
+    """
+    loads = _experts(history, lambda window: float(window["expert_load_max_over_mean"]))
+    return loads[1] / max(loads[0], _USUAL_LOAD) if loads else None
 
 
 def dead_experts(history: History) -> float | None:
     """Returns the share of experts without a token, the median of the last three windows, less that of the first 20."""
-    dead, first = history.series("dead_experts"), [share for _, share in history.first_loads]
-    experts = history.newest("experts")
-    if history.num_windows <= FEWEST or len(first) < FEWEST or len(dead) < _FEW or not experts:
+    dead = _experts(history, lambda window: window["dead_experts"] / window["experts"])
+    return dead[1] - dead[0] if dead else None
+
+
+def _experts(history: History, of: Callable[[Mapping[str, Any]], float]) -> tuple[float, float] | None:
+    """Returns the median of a figure of experts in the first 20 windows, and that in the last three; None before."""
+    first, recent = history.first_loads, history.with_metric("expert_load_cv")[-_FEW:]
+    if history.num_windows <= FEWEST or len(first) < FEWEST or len(recent) < _FEW:
         return None
-    return median(dead[-_FEW:]) / experts - median(first)
+    return median(map(of, first)), median(map(of, recent))
 
 
 def memory_imbalance(history: History) -> float | None:
@@ -235,11 +255,17 @@ def _records(history: History, name: str) -> float | None:
     """Counts windows in a row that were above all before, or threes of windows by their medians, if these are more: a
     slow growth hides in the noise of single windows. None count in the first `FEWEST` windows, as caches fill.
     """
+    counts = _growth(history, name)
+    return max(counts) if counts else None
+
+
+def _growth(history: History, name: str) -> tuple[int, int] | None:
+    """Returns how many windows, and how many threes of windows, have grown in a row; None in the first windows."""
     values = history.series(name)
     if len(values) <= FEWEST:
         return None
     medians = [median(values[index : index + _FEW]) for index in range(len(values) - _FEW + 1)]
-    return max(_in_a_row(values, every=1), _in_a_row(medians, every=_FEW))
+    return _in_a_row(values, every=1), _in_a_row(medians, every=_FEW)
 
 
 def _in_a_row(values: Sequence[float], *, every: int) -> int:

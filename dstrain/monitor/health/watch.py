@@ -79,11 +79,13 @@ class Watch:
         state.told = now
         is_highest = level is Level.CRITICAL or critical is None
         rank = rule.rank(self.history) if rule.rank is not None else None
+        outlook = rule.outlook(self.history, value) if rule.outlook is not None else ""
+        problem = "; ".join(filter(None, (rule.problem.format(value=value, rank=rank), outlook)))
         return Finding(
             rule=name.value,
             step=step,
             value=f"{value:.6g}",
-            message=f"step {step}: {rule.problem.format(value=value, rank=rank)}. {rule.advice}",
+            message=f"step {step}: {problem}. {rule.advice}",
             severity=level.name.lower(),
             rank=rank,
             action=asked.action if is_highest else HealthAction.TELL,

@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 
 from dstrain.job.monitor import HealthAction, HealthLimits, HealthRule
+from dstrain.monitor.expert_loads import balance
 from dstrain.monitor.health.history import Facts, History
 from dstrain.monitor.health.rules import RULES
 from dstrain.monitor.health.watch import Watch
 
-FACTS = Facts(vocab_size=150_000, max_grad_norm=1.0, device_bytes=80 * 2**30, planned_mfu=0.4, planned_comm_share=0.1)
+FACTS = Facts(
+    vocab_size=150_000,
+    max_grad_norm=1.0,
+    device_bytes=80 * 2**30,
+    host_bytes=100 * 10**9,
+    planned_mfu=0.4,
+    planned_comm_share=0.1,
+)
 ONSET = 600
 """Step at which troubles begin."""
 Window = dict[str, Any]
@@ -47,6 +55,7 @@ def windows(seed: int, *, steps: int = 1000, every: int = 5) -> Iterator[tuple[i
                 "loss_scale": 65536.0,
                 "masked_share": 0.0,
                 "expert_load_cv": 0.4 * rng.uniform(0.95, 1.05),
+                "expert_load_max_over_mean": 3 * links.uniform(0.9, 1.1),
                 "dead_experts": 3 + rng.randint(0, 2),
                 "experts": 6144,
                 "forward_s_by_rank": [tokens * rng.uniform(0.95, 1.05) for _ in range(8)],
@@ -162,6 +171,7 @@ TROUBLES: dict[HealthRule, tuple[Change, int]] = {
     HealthRule.ALLOCATOR_RETRIES: (lambda step, v: {**v, "alloc_retries": step}, 1),
     HealthRule.FRAGMENTATION: (fixed("reserved_bytes_per_gpu", 80e9), 1),
     HealthRule.UNEVEN_EXPERTS: (scaled("expert_load_cv", 1.8), 3),
+    HealthRule.BUSIEST_EXPERT: (scaled("expert_load_max_over_mean", 2.5), 2),
     HealthRule.DEAD_EXPERTS: (fixed("dead_experts", 200), 3),
     HealthRule.MEMORY_IMBALANCE: (lambda step, v: {**v, "peak_bytes_by_rank": [75e9, *v["peak_bytes_by_rank"][1:]]}, 1),
 }
@@ -191,6 +201,53 @@ def test_a_loss_that_is_not_one_of_tokens_may_be_0_or_large() -> None:
     assert told(Watch({}, FACTS), *[{"loss": 1.0, "padding_share": 0.6}] * 6) == ["padding"]
 
 
+def message(watch: Watch, rule: HealthRule, lines: list[Window]) -> str:
+    findings = [one for at, values in enumerate(lines, start=1) for one in watch.see(5 * at, values)]
+    return next(one.message for one in findings if one.rule == rule)
+
+
+def test_padding_says_how_many_more_tokens_rows_without_it_train() -> None:
+    lines = [{"loss": 1.0, "padding_share": share} for share in (0.3, 0.9, 1 / 3)]
+    assert "33% of all tokens are padding; without it, the same time would train up to 1.5 × the tokens." in message(
+        Watch({}, FACTS), HealthRule.PADDING, lines
+    )
+
+
+@pytest.mark.parametrize(
+    ("rule", "names", "expected"),
+    [
+        # 80 GiB less 60 GiB and three windows of 2.5 GiB each, 2 GiB of others, and 0.5 GiB a step: 21 steps
+        (
+            HealthRule.GPU_MEMORY_GROWTH,
+            {"peak_bytes_per_gpu": (60 * 2**30, 2**29), "outside_bytes_by_rank": ([2**30, 2 * 2**30], None)},
+            "it grows by 512.0 MiB a step; at this pace the GPU is full in about 42 s (21 steps).",
+        ),
+        # 60 of 100 GB are free, and 20 MiB a step of one rank
+        (
+            HealthRule.HOST_MEMORY_GROWTH,
+            {"host_bytes_max": (9e9, 20 * 2**20), "host_used_share": (0.4, None)},
+            "it grows by 20.0 MiB a step; at this pace the RAM of its node is full in about 1 h 35 min (2,861 steps).",
+        ),
+        # all processes of the node take 1 % a step
+        (
+            HealthRule.HOST_MEMORY_GROWTH,
+            {"host_bytes_max": (9e9, 20 * 2**20), "host_used_share": (0.25, 0.01)},
+            "at this pace the RAM of its node is full in about 2 min 0 s (60 steps).",
+        ),
+        (HealthRule.HOST_MEMORY_GROWTH, {"host_bytes_max": (9e9, 20 * 2**20)}, "it grows by 20.0 MiB a step. "),
+    ],
+)
+def test_memory_that_grows_says_how_fast_and_when_it_is_full(
+    rule: HealthRule, names: dict[str, tuple[Any, float | None]], expected: str
+) -> None:
+    def line(steps: int) -> Window:
+        grown = {name: start + each * steps if each else start for name, (start, each) in names.items()}
+        return {"loss": 1.0, "step_s": 2.0, "tokens_per_s": 1.0, **grown}
+
+    lines = [line(0)] * 25 + [line(5 * at) for at in range(1, 30)]
+    assert expected in message(Watch({}, FACTS), rule, lines)
+
+
 def test_memory_that_grows_less_than_its_noise_from_window_to_window_is_named() -> None:
     def leaks(step: int, values: Window) -> Window:
         return {**values, "host_bytes_max": values["host_bytes_max"] * (1 + 0.004 * (step - ONSET + 5) / 5)}
@@ -211,6 +268,18 @@ def test_an_evaluation_loss_that_rises_clearly_once_or_twice_while_the_loss_fall
 def test_every_rule_has_a_trouble_here() -> None:
     here = {*TROUBLES, HealthRule.FIRST_LOSS, HealthRule.OVERFITTING, HealthRule.RESUMED_LOSS, HealthRule.PLATEAU}
     assert here == set(RULES) == set(HealthRule)
+
+
+@pytest.mark.parametrize(("favored", "broken"), [(16, {"busiest_expert"}), (8, {"busiest_expert", "dead_experts"})])
+def test_one_layer_of_48_whose_router_favors_few_experts_is_named(favored: int, broken: set[str]) -> None:
+    def balances(*, one: bool) -> Window:
+        usual = [1000 + 10 * expert for expert in range(128)]
+        few = [5000 if expert < favored else 50 if favored == 16 else 0 for expert in range(128)]
+        return {"loss": 1.0, **balance([few if one else usual, *[usual] * 47])}
+
+    watch = Watch({}, FACTS)
+    assert told(watch, *[balances(one=False)] * 25) == []
+    assert set(told(watch, *[balances(one=True)] * 3)) == broken
 
 
 @pytest.mark.parametrize(
