@@ -15,7 +15,7 @@ from dstrain.monitor.health.rule import Rule
 from dstrain.monitor.health.rules import RULES
 
 _QUIET_S = 600.0
-"""Seconds between two messages of a rule, unless it gets worse."""
+"""Seconds between two messages of a rule, unless it gets worse than what was told."""
 _LEAVES_AT = 0.8
 """Share of the way from normal to a limit below which a rule is no longer broken: a signal around it is told once."""
 
@@ -32,6 +32,8 @@ class Level(IntEnum):
 class _State:
     level: Level = Level.FINE
     told: float = float("-inf")
+    """When the last message was."""
+    told_level: Level = Level.FINE
 
 
 @dataclass(slots=True)
@@ -74,9 +76,9 @@ class Watch:
             return None
         is_worse, state.level = level > state.level, max(level, state.level)
         now = self.clock()
-        if not is_worse or (level is Level.WARNING and now - state.told < _QUIET_S):
+        if not is_worse or (level <= state.told_level and now - state.told < _QUIET_S):
             return None
-        state.told = now
+        state.told, state.told_level = now, level
         is_highest = level is Level.CRITICAL or critical is None
         rank = rule.rank(self.history) if rule.rank is not None else None
         outlook = rule.outlook(self.history, value) if rule.outlook is not None else ""

@@ -384,6 +384,13 @@ def test_a_signal_around_its_limit_is_told_once_and_again_when_it_gets_worse() -
             for found in watch.see(step, values)] == [(1, "warning"), (5, "critical")]  # fmt: skip
 
 
+@pytest.mark.parametrize("share", [0.86, 0.97])
+def test_a_signal_that_comes_and_goes_is_told_once_in_ten_minutes(share: float) -> None:
+    watch = Watch({}, FACTS, clock=lambda: 0.0)
+    windows = [{"loss": 1.0, "host_used_share": share}, {"loss": 1.0, "host_used_share": 0.1}] * 5
+    assert told(watch, *windows) == ["host_memory"]
+
+
 def test_it_is_told_again_after_ten_minutes() -> None:
     now = 0.0
     watch = Watch({}, FACTS, clock=lambda: now)
