@@ -6,8 +6,10 @@ from enum import StrEnum
 
 VISION = frozenset({"visual", "vision_tower", "vision_model"})
 """Module names of the vision tower in Transformers' vision-language models."""
-_ALIGNER = frozenset({"merger", "deepstack_merger_list", "multi_modal_projector", "aligner", "connector"})
-"""Module names of what joins tower and language model; in Qwen's models it is a part of the tower's module."""
+_ALIGNER = frozenset(
+    {"merger", "deepstack_merger_list", "multi_modal_projector", "aligner", "connector", "image_newline"}
+)
+"""Names of what joins tower and language model; in the models of Qwen and GLM it is a part of the tower's module."""
 
 
 class Part(StrEnum):
