@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from dstrain.facts.model.parts import Part, part_of
+from dstrain.train.data.show import pieces
 from dstrain.train.data.tokenize import IGNORED
 from tests.train.engine import Engine
 from tests.train.family_images import RATE, SAMPLES, STEPS, conversation, encoder
@@ -81,6 +82,13 @@ def test_tokens_are_those_of_the_processor_and_only_answers_carry_loss(models: P
         pixels = {index for index, token in enumerate(sample.input_ids) if token == image_token(models / family)}
         assert pixels <= {index for index, image in enumerate(sample.image_of) if image is not None}
         assert bool(pixels) == bool(sample.images)
+
+
+def test_an_image_with_text_around_its_tokens_is_shown_as_one(models: Path) -> None:
+    encodes = encoder(models, "gemma3")
+    (sample,) = encodes.encode([("here", conversation(models, "wide"))])
+    shown = pieces(encodes.tokenizer, sample.input_ids, sample.labels, sample.images, sample.image_of)
+    assert [piece.text for piece in shown if "pixels" in piece.text] == ["[wide.png: 64 × 32 pixels, 10 tokens]"]
 
 
 @pytest.mark.parametrize("family", ["idefics3", "internvl"])

@@ -204,6 +204,13 @@ def _heads(table: Any, count: int) -> Iterator[Any]:
         yield from islice(table.iter_batches(batch_size=-(-count // len(groups)), row_groups=[group]), 1)
 
 
+def _batch_rows(table: Any) -> int:
+    """Returns the rows that are in memory at a time: fewer of images than of texts."""
+    size_bytes = sum(table.metadata.row_group(group).total_byte_size for group in range(table.num_row_groups))
+    rows: int = table.metadata.num_rows * _SPREAD_BYTES // max(1, size_bytes)
+    return min(_BATCH_ROWS, max(1, rows))
+
+
 def _between(table: Any, part: Part) -> Iterator[Any]:
     """Yields the rows of a part, from the row groups that hold them."""
     groups, skipped, before = [], 0, 0
@@ -215,7 +222,7 @@ def _between(table: Any, part: Part) -> Iterator[Any]:
             groups.append(group)
         before += size
     position = skipped
-    for batch in table.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups):
+    for batch in table.iter_batches(batch_size=_batch_rows(table), row_groups=groups):
         first, after = max(part.start - position, 0), min(part.end - position, len(batch))
         if first < after:
             yield batch.slice(first, after - first)
@@ -238,7 +245,7 @@ def _parquet(
     try:
         table = pyarrow.parquet.ParquetFile(path)
         number = 0 if part is None else part.first - 1
-        whole = _heads(table, count) if count is not None else table.iter_batches(batch_size=_BATCH_ROWS)
+        whole = _heads(table, count) if count is not None else table.iter_batches(batch_size=_batch_rows(table))
         for batch in whole if part is None else _between(table, part):
             for row in batch.to_pylist():
                 number += 1

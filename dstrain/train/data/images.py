@@ -187,7 +187,7 @@ def _blank() -> Any:
 def image_text(path: str, num_tokens: int) -> str:
     """Returns the size of an image, and the number of its tokens, in words."""
     image = images.opened(path)
-    return f"[{Path(path).name}: {image.width} × {image.height} pixels, {num_tokens:,} tokens]"
+    return f"[{Path(images.name_of(path)).name}: {image.width} × {image.height} pixels, {num_tokens:,} tokens]"
 
 
 def _image_of(offsets: Sequence[Span], replaced: Sequence[tuple[int, int, int, int]]) -> Iterator[int | None]:
