@@ -15,9 +15,12 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
+from dstrain.choices import Method
 from dstrain.facts.model.parts import Part, part_of
+from dstrain.job.schema import Job
 from dstrain.train.data.show import pieces
 from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.model import load_model
 from tests.train.engine import Engine
 from tests.train.family_images import RATE, SAMPLES, STEPS, conversation, encoder
 from tests.train.vision_families import FAMILIES, make_family
@@ -82,6 +85,14 @@ def test_tokens_are_those_of_the_processor_and_only_answers_carry_loss(models: P
         pixels = {index for index, token in enumerate(sample.input_ids) if token == image_token(models / family)}
         assert pixels <= {index for index, image in enumerate(sample.image_of) if image is not None}
         assert bool(pixels) == bool(sample.images)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("family", ["idefics3", "internvl"])
+def test_adapters_are_those_of_the_language_model(models: Path, family: str) -> None:
+    job = Job(model=str(models / family), output_dir="o", method=Method.LORA)
+    model = load_model(job, job.model, {})
+    assert {part_of(name) for name, value in model.named_parameters() if value.requires_grad} == {Part.LANGUAGE_MODEL}
 
 
 def test_an_image_with_text_around_its_tokens_is_shown_as_one(models: Path) -> None:
