@@ -45,19 +45,19 @@ def is_tied(model: Any) -> bool:
 
 
 def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype | None, **options: Any) -> Any:
-    """Returns the model with LoRA matrices around its linear layers, everything else frozen.
+    """Returns the model with LoRA matrices around linear layers of its language model, everything else frozen.
 
     The matrices get `dtype` (None: as PEFT makes them); PEFT's `get_peft_model` takes `options`.
     """
     from peft import LoraConfig, get_peft_model
 
-    vision = "|".join(sorted(parts.VISION))
+    others = "|".join(sorted(parts.VISION | parts.ALIGNER))
     adapter = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=_adapter_targets(lora, model),
-        exclude_modules=rf".*\.({vision})\..*" if hasattr(model.config, "vision_config") else None,
+        exclude_modules=rf".*\.({others})\..*" if hasattr(model.config, "vision_config") else None,
         modules_to_save=list(lora.modules_to_save) or None,
         ensure_weight_tying=bool(lora.modules_to_save) and is_tied(model) and not scoring.has_score(model),
         task_type="SEQ_CLS" if scoring.has_score(model) else "CAUSAL_LM",  # whose score trains whole

@@ -17,6 +17,9 @@ SUFFIXES = (".parquet", ".arrow")
 """File name extensions."""
 
 _BATCH_ROWS = 1024
+"""The most rows that are in memory at a time."""
+_BATCH_BYTES = 32 * 2**20
+"""The most bytes of these: fewer rows of images than of texts."""
 _SPREAD_GROUPS = 8
 
 
@@ -66,7 +69,7 @@ def columnar_rows(
         elif count is not None:
             batches = _heads(table, count)
         else:
-            batches = table.batches(range(len(table.groups)), _BATCH_ROWS)
+            batches = table.batches(range(len(table.groups)), _batch_rows(table))
         for batch in batches:
             yield from batch.to_pylist()
 
@@ -157,12 +160,19 @@ def _heads(table: _Parquet | _Arrow, count: int) -> Iterator[Any]:
         yield from islice(table.batches([group], -(-count // len(groups))), 1)
 
 
+def _batch_rows(table: _Parquet | _Arrow) -> int:
+    """Returns the rows that are in memory at a time."""
+    num_rows = sum(group.num_rows for group in table.groups)
+    size_bytes = sum(group.size_bytes for group in table.groups)
+    return min(_BATCH_ROWS, max(1, num_rows * _BATCH_BYTES // max(1, size_bytes)))
+
+
 def _between(table: _Parquet | _Arrow, start: int, end: int) -> Iterator[Any]:
     """Yields the rows from one number up to another, from the groups that hold them."""
     ends = [group.start + group.num_rows for group in table.groups]
     numbers = range(bisect_right(ends, start), bisect_left(ends, end) + 1)
     position = table.groups[numbers[0]].start
-    for batch in table.batches(numbers, _BATCH_ROWS):
+    for batch in table.batches(numbers, _batch_rows(table)):
         first, after = max(start - position, 0), min(end - position, len(batch))
         if first < after:
             yield batch.slice(first, after - first)

@@ -6,8 +6,10 @@ from enum import StrEnum
 
 VISION = frozenset({"visual", "vision_tower", "vision_model"})
 """Module names of the vision tower in Transformers' vision-language models."""
-_ALIGNER = frozenset({"merger", "deepstack_merger_list", "multi_modal_projector", "aligner", "connector"})
-"""Module names of what joins tower and language model; in Qwen's models it is a part of the tower's module."""
+ALIGNER = frozenset(
+    {"merger", "deepstack_merger_list", "multi_modal_projector", "aligner", "connector", "image_newline"}
+)
+"""Names of what joins tower and language model; in the models of Qwen and GLM it is a part of the tower's module."""
 
 
 class Part(StrEnum):
@@ -33,6 +35,6 @@ def part_of(name: str) -> Part:
     >>> part_of("model.visual.merger.norm.weight").value, part_of("model.visual.blocks.0.norm1.weight").value
     ('multi-modal projector', 'vision tower')
     """
-    if not _ALIGNER.isdisjoint(name.split(".")):
+    if not ALIGNER.isdisjoint(name.split(".")):
         return Part.ALIGNER
     return Part.TOWER if is_vision(name) else Part.LANGUAGE_MODEL

@@ -23,7 +23,7 @@ from dstrain.facts.data.job_reading import reading_for
 from dstrain.facts.model import model_files
 from dstrain.facts.model.hub_config import model_type
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.vision_towers import PACKS_IMAGES
+from dstrain.facts.model.vision_towers import PACKS_IMAGES, require_images
 from dstrain.facts.workload import Workload
 from dstrain.job.adapter import read_adapter
 from dstrain.job.data_source import DataSource, weights_of
@@ -254,6 +254,7 @@ def _check_images(job: Job, path: Path) -> None:
     """Raises InvalidConfig or EnvironmentProblem if a job cannot train on images."""
     require_pillow()
     family = model_type(job.model, job.hub)
+    require_images(family)
     require_for_images(job, packs_images=family is None or family in PACKS_IMAGES)  # the ranks know
     folder = Path(job.model)
     if folder.is_dir() and not model_files.has_processor(folder):

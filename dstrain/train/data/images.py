@@ -18,6 +18,7 @@ from transformers.utils.hub import PushToHubMixin, cached_file
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import images
 from dstrain.facts.model.model_files import PROCESSOR_FILES
+from dstrain.facts.model.vision_towers import require_image_package, require_images
 from dstrain.job.schema import Job
 from dstrain.train.data.chat import Span
 from dstrain.train.data.collate import Collator
@@ -27,6 +28,8 @@ from dstrain.train.tokenizer import cannot_load
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 """Names under which models take the kind of each token: text or image."""
+_CROPS = ("crop_to_patches", "do_image_splitting", "do_pan_and_scan")
+"""Settings of image processors that cut an image into several. Source: transformers 5.23 image_processing_*.py."""
 _BLANK_SIDE = 32
 
 
@@ -83,6 +86,8 @@ class Expanded:
 class Images:
     """Reads images with the processor of a model."""
 
+    family: str
+    """The `model_type` of the model."""
     processor: Any
     """A processor of Transformers."""
     max_pixels: int | None
@@ -101,8 +106,10 @@ class Images:
     def expanded(self, text: str, spans: Sequence[Span], paths: Sequence[str]) -> Expanded:
         """Returns the tokens of a rendered conversation, with those of its images in the place of placeholders.
 
-        Raises InvalidConfig if an image is broken, or if the template writes another number of placeholders.
+        Raises InvalidConfig if an image is broken, if the template writes another number of placeholders, or if the
+        family does not train on images.
         """
+        require_images(self.family)
         try:
             out = self.processor(
                 text=[text],
@@ -114,36 +121,47 @@ class Images:
         except ValueError as error:
             raise InvalidConfig(f"the processor rejects its images: {error}") from None
         replaced = [(*change["span"], *change["new_span"]) for change in out["text_replacement_offsets"][0]]
-        offsets = out["offset_mapping"][0]
+        offsets = np.asarray(out["offset_mapping"][0]).tolist()
         return Expanded(
-            input_ids=list(out["input_ids"][0]),
+            input_ids=_ids(out),
             offsets=offsets,
             spans=[(_moved(start, replaced), _moved(end, replaced)) for start, end in spans],
             image_of=list(_image_of(offsets, replaced)),
         )
 
-    def pixels(self, paths: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Returns the tensors that the model takes of these images, in order."""
-        return self._tensors([self._opened(path) for path in paths])
+    def pixels(self, samples: Sequence[Sequence[str]]) -> dict[str, torch.Tensor]:
+        """Returns the tensors that the model takes of the images of each sample, in order."""
+        return self._tensors([[self._opened(path) for path in paths] for paths in samples])
 
     def blank_pixels(self) -> dict[str, torch.Tensor]:
         """Returns the same of a small black image."""
-        return self._tensors([_blank()])
+        return self._tensors([[_blank()]], **self._whole)
 
     def blank_tokens(self, tokenizer: Any) -> list[int]:
         """Returns the tokens of a turn with nothing but a small black image."""
         turn = {"role": "user", "content": [{"type": "image"}]}
         text = tokenizer.apply_chat_template([turn], tokenize=False)
-        out = self.processor(text=[text], images=[[_blank()]], add_special_tokens=False)
-        return list(out["input_ids"][0])
+        return _ids(self.processor(text=[text], images=[[_blank()]], add_special_tokens=False, **self._whole))
 
     def types_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Returns whether tokens are text (0) or an image (1), as the family counts: (batch, seq)."""
         return torch.tensor(self.processor.create_mm_token_type_ids(input_ids.tolist()))
 
-    def _tensors(self, opened: Sequence[Any]) -> dict[str, torch.Tensor]:
-        made = self.processor.image_processor(list(opened), return_tensors="pt")
-        return {name: value for name, value in made.items() if name in self.processor.model_input_names}
+    @property
+    def _whole(self) -> dict[str, bool]:
+        """Settings under which the processor makes no crops, each of which would be one more image for the tower."""
+        return {name: False for name in _CROPS if hasattr(self.processor.image_processor, name)}
+
+    def _tensors(self, samples: list[list[Any]], **options: bool) -> dict[str, torch.Tensor]:
+        """Returns what the processor makes of images, with the settings that it has for them in calls with text.
+
+        Source: transformers 5.23 processing_utils.py: ProcessorMixin.__call__.
+        """
+        known = self.processor.tokenizer.init_kwargs
+        settings = self.processor._merge_kwargs(tokenizer_init_kwargs=known, return_tensors="pt", **options)
+        made, _ = self.processor._process_images(samples, **settings["images_kwargs"])
+        names = {*self.processor.image_processor.model_input_names} - {*self.processor.unused_input_names}
+        return {name: value for name, value in made.items() if name in names}
 
     def _opened(self, path: str) -> Any:
         image = images.opened(path)
@@ -152,6 +170,12 @@ class Images:
             return image
         scale = math.sqrt(self.max_pixels / pixels)
         return image.resize((max(1, int(image.width * scale)), max(1, int(image.height * scale))))
+
+
+def _ids(out: Mapping[str, Any]) -> list[int]:
+    """Returns the tokens that a processor makes of a text; some return tensors, whatever is asked."""
+    ids: list[int] = np.asarray(out["input_ids"][0]).tolist()
+    return ids
 
 
 def _blank() -> Any:
@@ -163,7 +187,7 @@ def _blank() -> Any:
 def image_text(path: str, num_tokens: int) -> str:
     """Returns the size of an image, and the number of its tokens, in words."""
     image = images.opened(path)
-    return f"[{Path(path).name}: {image.width} × {image.height} pixels, {num_tokens:,} tokens]"
+    return f"[{Path(images.name_of(path)).name}: {image.width} × {image.height} pixels, {num_tokens:,} tokens]"
 
 
 def _image_of(offsets: Sequence[Span], replaced: Sequence[tuple[int, int, int, int]]) -> Iterator[int | None]:
@@ -187,25 +211,33 @@ def _moved(place: int, replaced: Sequence[tuple[int, int, int, int]]) -> int:
 def load_images(job: Job, source: str, tokenizer: Any) -> Images | None:
     """Returns the images of a model with a vision tower and a processor; None of a language model.
 
-    Raises InvalidConfig if the processor cannot be loaded.
+    Raises InvalidConfig if the processor cannot be loaded, EnvironmentProblem if it lacks a package.
     """
     lenient = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
     files = [cached_file(source, name, **lenient) for name in PROCESSOR_FILES]
     if not any(files[:2]):
         return None
     images.require_pillow()
+    config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
+    require_image_package(config.model_type)
     try:
         with _without_videos():
             load: Any = AutoProcessor.from_pretrained
             processor = load(source, trust_remote_code=job.trust_remote_code)
-    except (OSError, ValueError, ImportError, TypeError) as error:
+    except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
         raise cannot_load("processor", job, error) from error
     if getattr(processor, "image_processor", None) is None:
         return None
-    processor.tokenizer = tokenizer  # with the job's chat template
-    found = tuple(Path(file) for file in files if file is not None)
-    config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
-    return Images(processor=processor, max_pixels=job.max_pixels, positions=positions_of(config), files=found)
+    if job.chat_template is None and isinstance(processor.chat_template, str):
+        tokenizer.chat_template = processor.chat_template  # that of the tokenizer may know no images
+    processor.tokenizer = tokenizer
+    return Images(
+        family=config.model_type,
+        processor=processor,
+        max_pixels=job.max_pixels,
+        positions=positions_of(config),
+        files=tuple(Path(file) for file in files if file is not None),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,9 +259,9 @@ class ImageCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the tensors of `Collator`, of the images, and what of the tokens is an image, if the model asks."""
-        paths = [path for row in rows for path in row.get("images", ())]
-        batch = self.collator(rows) if paths else self._with_blank(rows)
-        batch |= self.images.pixels(paths) if paths else self.images.blank_pixels()
+        samples = [row["images"] for row in rows if row.get("images")]
+        batch = self.collator(rows) if samples else self._with_blank(rows)
+        batch |= self.images.pixels(samples) if samples else self.images.blank_pixels()
         types = next((name for name in _TYPES if name in self.parameters), None)
         if types is not None:
             batch[types] = self.images.types_of(batch["input_ids"])

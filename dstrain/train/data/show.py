@@ -114,7 +114,12 @@ def pieces(
     special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
     image_of = image_of or [None] * len(input_ids)
     kinds = [
-        (label != IGNORED, token in special, image, index if token in special and image is None else -1)
+        (
+            label != IGNORED,
+            image is None and token in special,
+            image,
+            index if image is None and token in special else -1,
+        )
         for index, (token, label, image) in enumerate(zip(input_ids, labels, image_of, strict=True))
     ]
     end, before = 0, ""

@@ -22,6 +22,9 @@ from dstrain.facts.data.turns import Conversation
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 
+_BATCH_ROWS = 64
+"""Rows of a data set of a hub that are in memory at a time; each may have images."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
@@ -155,7 +158,9 @@ def _hub_origin(source: DataSource, job: Job, *, training: bool) -> Origin:
 
     def numbered(_: Refuse, part: Part | None) -> Iterator[Sample]:
         chosen = dataset if part is None else dataset.select(range(part.start, part.end))
-        return _numbered(f"{name}: row", chosen, 1 if part is None else part.first)
+        tables = chosen.with_format("arrow").iter(_BATCH_ROWS)  # images as they are stored
+        rows = (row for table in tables for row in table.to_pylist())
+        return _numbered(f"{name}: row", rows, 1 if part is None else part.first)
 
     return Origin(
         name=name,

@@ -4,20 +4,48 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 from dstrain.facts.data import images
 
+_PROBE = "probe"
 
-def with_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a message as templates of vision-language models take it: a list of parts if it has images."""
+
+def with_parts(message: Mapping[str, Any], *, always: bool = False) -> Mapping[str, Any]:
+    """Returns a message as templates of vision-language models take it: a list of parts if it has images.
+
+    `always`: whether messages without images are lists, too.
+    """
     text, *rest = images.split(message["content"])
-    if not rest:
+    if not (rest or always):
         return message
     parts: list[dict[str, str]] = [{"type": "text", "text": text}]
     for piece in rest:
         parts += [{"type": "image"}, {"type": "text", "text": piece}]
     return {**message, "content": [part for part in parts if part.get("text") != ""]}
+
+
+def takes_only_parts(tokenizer: Any) -> bool:
+    """Returns whether the chat template of a tokenizer writes a text only if it is a part of a list.
+
+    Those of LLaVA-OneVision, Idefics 3 and SmolVLM do, and say nothing about others.
+    """
+    return _only_parts(tokenizer, str(tokenizer.chat_template))
+
+
+@lru_cache(maxsize=8)
+def _only_parts(tokenizer: Any, template: str) -> bool:
+    """Returns the same; `template` is that of the tokenizer, which jobs and tests replace."""
+    question = {"role": "user", "content": _PROBE}
+
+    def writes(message: Mapping[str, Any]) -> bool:
+        try:
+            return _PROBE in tokenizer.apply_chat_template([message], tokenize=False)
+        except Exception:  # a template is a program of the model's author and may raise anything
+            return False
+
+    return not writes(question) and writes(with_parts(question, always=True))
 
 
 def with_arguments(render: Callable[[list[list[Any]]], Any], chats: list[list[Any]]) -> Any:

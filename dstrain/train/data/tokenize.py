@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, islice
@@ -19,7 +19,7 @@ from dstrain.facts.data.turns import Conversation
 from dstrain.train.data.chat import Counts, Follower, Span, Text, Written, as_written
 from dstrain.train.data.habits import learn
 from dstrain.train.data.message_spans import OTHER_TEMPLATE, Messages
-from dstrain.train.data.template_messages import with_arguments, with_parts
+from dstrain.train.data.template_messages import takes_only_parts, with_arguments, with_parts
 
 if TYPE_CHECKING:
     from dstrain.train.data.images import Images
@@ -171,7 +171,7 @@ class Encoder:
         options = {"tokenize": False, "add_generation_prompt": prompt, "tools": tools, **self._options}
         texts: list[str] = with_arguments(
             lambda chats: list(self.tokenizer.apply_chat_template(chats, **options)),
-            [[with_parts(message) for message in messages] for messages in conversations],
+            [self._as_templates_take(messages) for messages in conversations],
         )
         return texts
 
@@ -189,10 +189,14 @@ class Encoder:
                 return_assistant_tokens_mask=True,
                 **{**self.tokenizer.special_tokens_map, **self._options},
             ),
-            [[dict(with_parts(message)) for message in messages]],
+            [[dict(message) for message in self._as_templates_take(messages)]],
         )
         (text,), (spans,) = rendered
         return text, spans
+
+    def _as_templates_take(self, messages: Messages) -> list[Mapping[str, Any]]:
+        only_parts = takes_only_parts(self.tokenizer)
+        return [with_parts(message, always=only_parts) for message in messages]
 
     @property
     def _options(self) -> dict[str, Any]:

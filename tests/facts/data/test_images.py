@@ -1,6 +1,8 @@
 """Images of a sample: where they are written, and the files that must exist."""
 
 import json
+from base64 import b64encode
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +10,8 @@ import pytest
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import check, parsed
-from dstrain.facts.data.rows import Sample
+from dstrain.facts.data.images import opened
+from dstrain.facts.data.rows import Sample, entries
 from dstrain.facts.data.sample_formats import PLAIN, require, to_sample, unused
 from dstrain.facts.data.turns import Conversation
 
@@ -30,6 +33,7 @@ def part(**values: Any) -> Row:
 
 
 TEXT = {"type": "text", "text": "What?"}
+URL = "data:image/png;base64,iVBORw0KGgo="
 
 
 @pytest.mark.parametrize(
@@ -43,6 +47,11 @@ TEXT = {"type": "text", "text": "What?"}
         (row([TEXT, {"type": "image_url", "image_url": {"url": "file:///d/x.png"}}]), "What?<image>", ["/d/x.png"]),
         (row([TEXT, {"type": "input_image", "image_url": "x.png"}]), "What?<image>", ["x.png"]),
         (row([part(), TEXT, part()], images=["x.png", "y.png"]), "<image>What?<image>", ["x.png", "y.png"]),
+        (row("a", images=[{"bytes": None, "path": "x.png"}]), "<image>a", ["x.png"]),
+        (row("a", images=[{"bytes": b"ab", "path": "x.png"}]), "<image>a", ["data:;base64,YWI="]),
+        (row("a", image=b"ab"), "<image>a", ["data:;base64,YWI="]),
+        (row([{"type": "image_url", "image_url": {"url": URL}}, TEXT]), "<image>What?", [URL]),
+        (row([part(image={"bytes": b"ab", "path": None}), TEXT]), "<image>What?", ["data:;base64,YWI="]),
         (row("the tag `<image>`", images=[]), "the tag `<image>`", []),
         ({"instruction": "a", "input": "<image>", "output": "b", "images": "x.png"}, "a\n<image>", ["x.png"]),
     ],
@@ -65,8 +74,11 @@ def test_images_are_marks_in_the_text_and_paths_in_their_order(given: Row, text:
         (row([{"type": "video", "video": "x.mp4"}]), "neither text nor an image"),
         (row("a", "<image>", images=["x.png"]), "turn 2, of the assistant: has an image"),
         (row("a", images=["https://host/x.png"]), '"images" is "https://host/x.png", not a file'),
-        (row("a", images=[{"bytes": "", "path": None}]), '"images" holds the content of an image'),
-        (row("a", images=[3]), '"images" is 3; it must be a path'),
+        (row("a", images=[{"bytes": "", "path": None}]), '"images" is {"bytes": "", "path": null}; it must be a path'),
+        (row("a", images=[3]), '"images" is 3; it must be a path, bytes or a data URL'),
+        (row("a", images=["data:image/png,abc"]), '"images" is "data:image/png,abc", a data URL without base64'),
+        (row("a", images=["iVBORw0KGgo" * 400]), '"images" is "iVBORw0KGgoiVBORw0KGgoiVBORw0KGgoiVB..., too long for'),
+        (row("a", images=[b"x" * (21 << 20)]), '"images" has 21.0 MiB; an image in a row has 20.0 MiB at most'),
         (row("a", images=["x.png"], image="x.png"), "images and image are both given"),
         (row("<video>", images=["x.png"]), '"<video>" stands for'),
     ],
@@ -105,3 +117,37 @@ def test_a_broken_image_is_found_where_all_are_opened(tmp_path: Path) -> None:
     first, second = caught.value.problem.splitlines()
     assert first.startswith(f'{data}:2: image "{tmp_path / "cut.png"}" cannot be read: ')
     assert second.startswith(f'{data}:3: image "{tmp_path / "text.png"}" cannot be read: cannot identify')
+
+
+def content_of(image: Any, kind: str) -> bytes:
+    stream = BytesIO()
+    image.save(stream, kind)
+    return stream.getvalue()
+
+
+def test_images_in_rows_are_read_as_those_in_files_and_broken_ones_are_named(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    content = content_of(image.new("RGB", (6, 4), "red"), "PNG")
+    url = f"data:image/png;base64,{b64encode(content).decode()}"
+    lines = tmp_path / "train.jsonl"
+    parts = [{"type": "image_url", "image_url": {"url": url}}, TEXT]
+    lines.write_text(f"{json.dumps(row(parts))}\n{json.dumps(row('a', images=[url[:-40]]))}\n")
+    with pytest.raises(InvalidConfig) as caught:
+        check(lines, PLAIN, opens_images=True)
+    assert caught.value.problem.startswith(f'{lines}:2: image "PNG in the row" cannot be read: ')
+    assert check(lines, PLAIN).has_images
+    data = tmp_path / "train.parquet"
+    rows = [row("a", images=[{"bytes": content, "path": "x.png"}]), row("b", images=[{"bytes": b"no", "path": None}])]
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), data)
+    first = next(iter(entries(data, None)))
+    assert isinstance(first, Sample)
+    sample = parsed(first, require(list(first.row), PLAIN))
+    assert isinstance(sample, Conversation)
+    assert opened(sample.images[0]).size == (6, 4)
+    with pytest.raises(InvalidConfig) as caught:
+        check(data, PLAIN, opens_images=True)
+    assert (
+        caught.value.problem == f'{data}: row 2: image "image in the row" cannot be read: cannot identify image file it'
+    )

@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 
 from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.config.lint.subject import JobContext
-from dstrain.errors import InvalidConfig, Place
+from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin, describe
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.vision_towers import IMAGE_PACKAGES
 from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile
 from dstrain.job.model_changes import Lora
@@ -108,12 +110,25 @@ def test_an_estimate_without_images_says_so(tmp_path: Path, packing: bool) -> No
         ({"packing": True, "family": "gemma3"}, "data: packing is true, which data with images do not support"),
         ({"tp": 2}, "data: tp is 2, which data with images do not support"),
         ({"has_processor": False}, "has no processor for them"),
+        (
+            {"family": "mllama"},
+            "data: mllama does not train on images: its layers attend to images through a mask of tiles",
+        ),
     ],
 )
 def test_data_with_images_are_refused_where_they_do_not_train(tmp_path: Path, job: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         images_of(tmp_path, **job)
     assert said in caught.value.problem
+
+
+@pytest.mark.parametrize(("family", "package"), IMAGE_PACKAGES.items())
+def test_a_family_whose_processor_needs_another_package_names_it(tmp_path: Path, family: str, package: str) -> None:
+    if find_spec(package) is not None:
+        assert images_of(tmp_path, family=family)
+        return
+    with pytest.raises(EnvironmentProblem, match=f"the processor of {family} needs {package}, which is not installed"):
+        images_of(tmp_path, family=family)
 
 
 def test_ligers_kernels_of_a_job_are_in_its_estimate() -> None:

@@ -1,5 +1,6 @@
 """Images in tokens: labels, the cut by seq_len, the micro-batch, and what `dstrain data show` shows."""
 
+from base64 import b64encode
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,41 @@ def test_a_batch_without_images_has_a_hidden_blank_one(job: Job, folder: Path, t
     mixed = collator([data.dataset[4], texts[0]])
     assert mixed["image_grid_thw"].tolist() == [[1, 6, 4], [1, 6, 10]]
     assert mixed["pixel_values"].dtype == torch.float32
+
+
+def in_row(file: Path, form: str) -> Any:
+    content = file.read_bytes()
+    if form == "data URL":
+        return f"data:image/png;base64,{b64encode(content).decode()}"
+    return {"bytes": content, "path": file.name}
+
+
+@pytest.mark.parametrize("form", ["data URL", "Parquet", "hub"])
+def test_images_in_rows_make_the_tokens_and_pixels_of_those_in_files(
+    job: Job, folder: Path, tokenizer: Any, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = [{**each, "images": [in_row(folder / name, form) for name in each["images"]]} for each in rows()[3:6]]
+    source = folder / "in_rows.jsonl" if form == "data URL" else folder / "in_rows.parquet"
+    if form == "data URL":
+        write(source, given)
+    else:
+        datasets.Dataset.from_list(given).to_parquet(source)
+    changed = replace(job, data=str(source))
+    if form == "hub":
+        features = datasets.Dataset.from_list(given).features | {"images": datasets.List(datasets.Image())}
+        split = datasets.Dataset.from_list(given, features=datasets.Features(features))
+        monkeypatch.setattr(datasets, "load_dataset", lambda _: {"train": split})
+        changed = replace(job, data="some/data")
+    data, expected = (prepared(each, folder, tokenizer) for each in (changed, job))
+    collate = collator_of(folder, tokenizer, packing=False)
+    batch, of_files = (
+        collate([dataset[start], dataset[start + 1], dataset[start + 2]])
+        for dataset, start in ((data.dataset, 0), (expected.dataset, 3))
+    )
+    assert all(value.equal(of_files[name]) for name, value in batch.items())
+    sample = shown(changed, changed.train_sources[0], encoder(folder, tokenizer), sample=1, limit=None).sample
+    text = "".join(piece.text for piece in sample.pieces)
+    assert f"[{'PNG' if form == 'data URL' else 'image'} in the row: 40 × 24 pixels, 15 tokens]" in text
 
 
 def test_images_are_shown_as_size_and_tokens(job: Job, folder: Path, tokenizer: Any) -> None:

@@ -1,0 +1,136 @@
+"""Families that read images: tokens and labels of samples, and losses on two ranks of which one has no image."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("PIL")
+
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText
+
+from dstrain.choices import Method
+from dstrain.facts.model.parts import Part, part_of
+from dstrain.job.schema import Job
+from dstrain.train.data.show import pieces
+from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.model import load_model
+from tests.train.engine import Engine
+from tests.train.family_images import RATE, SAMPLES, STEPS, conversation, encoder
+from tests.train.vision_families import FAMILIES, make_family
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM-4V's processor
+IMAGES = {"wide": (64, 32), "tall": (24, 48)}
+"""Name → width and height in pixels; some processors cut them into crops."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("families")
+    for (name, size), color in zip(IMAGES.items(), ("red", "blue"), strict=True):
+        image = Image.new("RGB", size, color)
+        image.paste("white", (4, 4, 16, 20))
+        image.save(folder / f"{name}.png")
+    for family in FAMILIES:
+        make_family(family, folder / family)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def losses(models: Path, engine: Engine) -> list[dict[str, list[float]]]:
+    """Rank → family → the losses of its steps."""
+    log = models / "ranks"
+    codes = engine.run("tests.train.family_images", models, log=log)
+    assert codes == [0, 0], Path(f"{log}.0").read_text()[-3000:]
+    return [json.loads((models / f"losses.{rank}.json").read_text()) for rank in range(2)]
+
+
+def by_hand(folder: Path, family: str, processor: Any, name: str) -> dict[str, Any]:
+    """Returns what the family's processor makes of a sample, with labels of the answer's tokens."""
+    question, answer, images = SAMPLES[name]
+    mark = FAMILIES[family].mark
+    prompt = f"<|im_start|>user\n{question.replace('<image>', mark)}<|im_end|>\n<|im_start|>assistant\n"
+    opened = [[Image.open(folder / f"{image}.png") for image in images]] if images else None
+
+    def inputs_of(text: str) -> Any:
+        return processor(text=[text], images=opened, return_tensors="pt", add_special_tokens=False)
+
+    inputs = inputs_of(f"{prompt}{answer}<|im_end|>\n")
+    labels = inputs["input_ids"].clone()
+    labels[:, : inputs_of(prompt)["input_ids"].shape[1]] = IGNORED
+    labels[:, -1:] = IGNORED
+    return {**inputs, "labels": labels}
+
+
+def image_token(folder: Path) -> int:
+    config = json.loads((folder / "config.json").read_text())
+    return int(config.get("image_token_id", config.get("image_token_index")))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_the_processor_and_only_answers_carry_loss(models: Path, family: str) -> None:
+    encodes = encoder(models, family)
+    assert encodes.images is not None
+    for name in SAMPLES:
+        (sample,) = encodes.encode([(name, conversation(models, name))])
+        expected = by_hand(models, family, encodes.images.processor, name)
+        assert sample.input_ids == expected["input_ids"][0].tolist()
+        assert sample.labels == expected["labels"][0].tolist()
+        pixels = {index for index, token in enumerate(sample.input_ids) if token == image_token(models / family)}
+        assert pixels <= {index for index, image in enumerate(sample.image_of) if image is not None}
+        assert bool(pixels) == bool(sample.images)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("family", ["idefics3", "internvl"])
+def test_adapters_are_those_of_the_language_model(models: Path, family: str) -> None:
+    job = Job(model=str(models / family), output_dir="o", method=Method.LORA)
+    model = load_model(job, job.model, {})
+    assert {part_of(name) for name, value in model.named_parameters() if value.requires_grad} == {Part.LANGUAGE_MODEL}
+
+
+def test_an_image_with_text_around_its_tokens_is_shown_as_one(models: Path) -> None:
+    encodes = encoder(models, "gemma3")
+    (sample,) = encodes.encode([("here", conversation(models, "wide"))])
+    shown = pieces(encodes.tokenizer, sample.input_ids, sample.labels, sample.images, sample.image_of)
+    assert [piece.text for piece in shown if "pixels" in piece.text] == ["[wide.png: 64 × 32 pixels, 10 tokens]"]
+
+
+@pytest.mark.parametrize("family", ["idefics3", "internvl"])
+def test_a_blank_image_is_not_cut_into_crops(models: Path, family: str) -> None:
+    images = encoder(models, family).images
+    assert images is not None
+    sides = images.blank_pixels()["pixel_values"].shape
+    assert (sides.numel(), images.blank_tokens(images.processor.tokenizer).count(image_token(models / family))) == (
+        3 * 32 * 32,
+        4,
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_losses_of_ranks_with_and_without_images_are_those_of_transformers(
+    models: Path, losses: list[dict[str, list[float]]], family: str
+) -> None:
+    encodes = encoder(models, family)
+    assert encodes.images is not None
+    model = AutoModelForImageTextToText.from_pretrained(models / family, dtype=torch.float32).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    for step, names_of in enumerate(STEPS):
+        optimizer.zero_grad()
+        for rank, names in enumerate(names_of):
+            samples = [by_hand(models, family, encodes.images.processor, name) for name in names]
+            counts = [int((sample["labels"][:, 1:] != IGNORED).sum()) for sample in samples]
+            each = [model(**sample).loss * count for sample, count in zip(samples, counts, strict=True)]
+            loss = sum(each) / sum(counts)
+            assert losses[rank][family][step] == pytest.approx(float(loss.detach()), rel=1e-4)
+            (loss / 2).backward()
+        optimizer.step()
+    trained = {part_of(name) for name, value in model.named_parameters() if not value.equal(start[name])}
+    assert trained == set(Part)
