@@ -19,6 +19,21 @@ from types import MappingProxyType
 MARK = "DSTRAIN_RUN_ID"
 """The environment variable that every process of a run inherits; its value is different for each start."""
 
+
+def mark_on(run: str, node: int) -> str:
+    """Returns the mark of a run's processes on one of its nodes, where each node has a launcher of its own."""
+    return f"{run}-{node}"
+
+
+def run_of(mark: str) -> str:
+    """Returns the run of a mark, which is the same on all nodes.
+
+    >>> run_of(mark_on("4fa0", 1)), run_of("4fa0")
+    ('4fa0', '4fa0')
+    """
+    return mark.partition("-")[0]
+
+
 SAVE_ON_TERM = "DSTRAIN_SAVE_ON_TERM"
 """The environment variable that makes ranks save a checkpoint and leave at SIGTERM, in place of leaving at once."""
 

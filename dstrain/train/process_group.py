@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 
 from dstrain.choices import Precision
 from dstrain.errors import EnvironmentProblem
-from dstrain.heartbeat import MARK, Phase, Sender
+from dstrain.heartbeat import MARK, Phase, Sender, run_of
 from dstrain.job.schema import Job
 from dstrain.monitor.collectives import Collectives
 from dstrain.train import out_of_memory
@@ -38,7 +38,7 @@ def meet(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:
     Raises:
         PortTaken: the store is that of another run.
     """
-    mark = os.environ.get(MARK, "")
+    mark = run_of(os.environ.get(MARK, ""))
     for store, rank, world_size in rendezvous(url.replace(_SCHEME, "env", 1), **options):
         if rank == 0:
             store.set(_RUN, mark)

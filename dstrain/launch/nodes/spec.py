@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dstrain.heartbeat import mark_on
 from dstrain.launch.nodes.connection import Channel
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
@@ -49,7 +50,7 @@ class LaunchSpec:
     def mark_of(self, node: Node) -> str:
         """Returns the mark of a node's processes; one launcher can give the ranks of all nodes the same one only."""
         is_shared = sum(other.command is not None for other in self.nodes) == 1
-        return self.mark if is_shared else f"{self.mark}-{node.number}"
+        return self.mark if is_shared else mark_on(self.mark, node.number)
 
 
 @dataclass
