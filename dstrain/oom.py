@@ -147,8 +147,8 @@ class Predicted:
     parts: Mapping[str, int]
     """Bytes of each part of the peak (`plan.memory.memory.Breakdown`)."""
     largest: tuple[NamedTensors, ...] = ()
-    """The largest tensors of the micro-batch at the peak; empty if it is in the optimizer step, where there are none,
-    or if the model's layer code is unknown to the plan."""
+    """The largest tensors of the micro-batch at the peak. Empty if the peak is in the optimizer step, or if the plan
+    does not know the model's layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

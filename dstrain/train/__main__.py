@@ -130,7 +130,10 @@ def _report(error: BaseException, run_dir: RunDir, rank: Rank) -> None:
     if "dstrain.train.setup" in sys.modules:
         from dstrain.train import out_of_memory
 
-        out_of_memory.record(error, run_dir, rank.index)
+        try:
+            out_of_memory.record(error, run_dir, rank.index)
+        except Exception:  # of a structure of the engine that is unknown; the sinks must finish all the same
+            traceback.print_exc()
 
 
 class AlreadyReported(Exception):
