@@ -113,6 +113,7 @@ def shrunk(tiny: Space, words: str) -> Point | None:
         configuration,
         precision=Precision.FP32,
         attn=Attention.SDPA,
+        activation_offload=False,  # of GPUs only: a CPU's are in host RAM
         sp=sp,
         ep=min(configuration.parallel.ep, nodes * per_node),
         hpz=min(zero.hpz, per_node),

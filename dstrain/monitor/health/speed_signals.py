@@ -114,7 +114,7 @@ def _lasting(
         least = min(recent[-_FEW:])
         if least < _STRAGGLER:
             least = min(recent) if len(recent) == _MANY else 0.0
-        if least > 3 * _LEAST_NOISE and least > 3 * _noise(of_rank):
+        if least > 3 * _LEAST_NOISE and math.log1p(least) > 3 * _noise(of_rank):
             lags[rank] = least
     return lags
 
@@ -142,8 +142,12 @@ def _own_lags(window: Mapping[str, Any]) -> list[float]:
 
 
 def _noise(lags: Sequence[float]) -> float:
-    """Returns the standard deviation of a rank's lag, by the MAD of its changes."""
-    return 1.4826 * median(abs(after - before) for before, after in pairwise(lags)) / math.sqrt(2)
+    """Returns the standard deviation of the logarithm of a rank's time to the fastest one's, by the MAD of its changes.
+
+    Times vary by a share of themselves: of a rank that takes four times as long, the lag varies four times as much.
+    """
+    changes = (abs(math.log1p(after) - math.log1p(before)) for before, after in pairwise(lags))
+    return 1.4826 * median(changes) / math.sqrt(2)
 
 
 def cpu_wait(history: History) -> float | None:
