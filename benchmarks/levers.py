@@ -2,6 +2,7 @@
 
 Examples: python benchmarks/levers.py
           python benchmarks/levers.py --only 1 5
+          python benchmarks/levers.py --questions
 
 A star marks a lever that the plan uses, ! a configuration that does not fit. What no rule allows beside the rest of the
 plan is left out, and so is what changes nothing. All figures are predicted.
@@ -20,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.questions import asked
+from benchmarks.questions import QUESTIONS, asked
 from dstrain.choices import Attention, LossKernel, Offload, Optimizer
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration, changed
@@ -117,10 +118,16 @@ def table(words: str) -> list[str]:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    everything = range(1, len(PAIRS) + 1)
-    parser.add_argument("--only", type=int, nargs="+", choices=everything, metavar="N", help="numbers of the pairs")
-    for number in parser.parse_args().only or everything:
-        print("\n".join(table(PAIRS[number - 1])), end="\n\n", flush=True)
+    parser.add_argument("--questions", action="store_true", help="ask those of questions.py in place of the pairs")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers of the pairs or questions")
+    options = parser.parse_args()
+    pairs = [question.words for question in QUESTIONS] if options.questions else PAIRS
+    everything = range(1, len(pairs) + 1)
+    numbers = options.only or everything
+    if wrong := sorted({*numbers} - {*everything}):
+        parser.error(f"--only {wrong[0]}: numbers go from 1 to {len(pairs)}")
+    for number in numbers:
+        print("\n".join(table(pairs[number - 1])), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,11 @@ SCATTER_RATIO = 0.15
 blocks happen to fit better. Source: tests/plan/search/test_bounds.py."""
 
 MOST_MISSES = 6
-"""Candidates for an alternative or a proposal that may turn out not to fit before no more are looked for; each takes a
-tenth of a second."""
+"""Candidates for an alternative that may turn out not to fit before no more are looked for; each takes a tenth of a
+second."""
+
+PROPOSAL_MISSES = 3
+"""Candidates for a proposal that may turn out not to fit before the one of least memory is taken."""
 
 Failures = dict[object, list[Appetite]]
 """Appetites of candidates, by their kind."""

@@ -13,7 +13,7 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
 from dstrain.plan.request import Request
-from dstrain.plan.search.search import fastest
+from dstrain.plan.search.search import fastest, least_plan
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 from dstrain.units import GIB, format_bytes
 
@@ -100,7 +100,7 @@ def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, R
         for method in (Method.LORA, Method.QLORA):
             yield "method", f"--method {method}", replace(request, method=method), cluster
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, workload.model.max_position_embeddings)
-    if _fastest(workload, replace(request, seq_len=min(seq_len, SHORTEST)), cluster) is None:
+    if least_plan(workload, replace(request, seq_len=min(seq_len, SHORTEST))) is None:
         return
     while seq_len > SHORTEST:
         seq_len //= 2

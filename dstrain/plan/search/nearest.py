@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
+from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.search.buffer_sizes import TIGHT
 from dstrain.plan.search.evaluator import MOST_MISSES, Evaluator, Shortage
 from dstrain.plan.search.search_space import Candidate, strategy_key
+
+LEAST_MISSES = 2
+"""Candidates of least memory that may turn out not to fit before none is expected to."""
 
 _Entry = tuple[Shortage, int, Candidate]
 """A candidate, how far it is from fitting, and its place: of equals, the first comes nearest."""
@@ -35,6 +41,18 @@ def nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list
         for candidate in found:
             evaluator.verify(candidate)
     return _seemingly_nearest(evaluator, [entry for entry in ordered if entry[2] in evaluator.exact], top)
+
+
+def least(evaluator: Evaluator, candidates: list[Candidate]) -> Estimate | None:
+    """Returns the first in the order of bounds that fits by its exact estimate, of the first LEAST_MISSES that seem to.
+
+    None if none of these does: what needs more is not expected to.
+    """
+    possible = [each for each in candidates if each.rung in (TIGHT, None) and evaluator.may_fit(each)]
+    possible.sort(key=lambda each: evaluator.bound(each).device_bytes(each.micro_batch, each.grad_accum))
+    seeming = (each for each in possible if evaluator.seems_to_fit(each, is_sure=True))
+    estimates = map(evaluator.verify, islice(seeming, LEAST_MISSES))
+    return next((estimate for estimate in estimates if estimate.fits), None)
 
 
 def _seemingly_nearest(evaluator: Evaluator, ordered: list[_Entry], top: int) -> list[Candidate]:

@@ -13,8 +13,8 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT
-from dstrain.plan.search.evaluator import MOST_MISSES, Evaluator, Key, usable_ratio
-from dstrain.plan.search.nearest import nearest
+from dstrain.plan.search.evaluator import MOST_MISSES, PROPOSAL_MISSES, Evaluator, Key, usable_ratio
+from dstrain.plan.search.nearest import least, nearest
 from dstrain.plan.search.search_space import Candidate, mechanisms, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
 
@@ -119,10 +119,10 @@ def _verified(
 
     The best and the fastest are looked for among all that may fit, until they are verified. Alternatives to the best,
     and a proposal for other machines or options, are looked for among those that fit by their quick estimates, until
-    MOST_MISSES of these turn out not to.
+    MOST_MISSES or PROPOSAL_MISSES of these turn out not to.
     """
     ordered = _Remembered(by_time(evaluator, candidates))
-    for _ in range(MOST_MISSES) if proposed_if else count():
+    for _ in range(PROPOSAL_MISSES) if proposed_if else count():
         ranked, fastest = _ranked(evaluator, ordered, 1, proposed_if or evaluator.seems_to_fit)
         if fastest is None:
             return [], None
@@ -153,17 +153,27 @@ class _Remembered:
 
 
 def fastest(workload: Workload, request: Request) -> Estimate | None:
-    """Returns the best plan that fits by its quick estimate too, or None if none is found (`MOST_MISSES`).
+    """Returns the best plan that fits by its quick estimate too, or the least one if few seem to; None if none fits.
 
     What fits with all that the allocator may hold besides live bytes comes first: it needs no replay.
     """
+    smallest = least_plan(workload, request)
+    if smallest is None:
+        return None
     evaluator = Evaluator(workload, usable_ratio(request))
     for fits in (evaluator.seems_to_hold_all, partial(evaluator.seems_to_fit, is_sure=True)):
         _, best, _ = _best(evaluator, request, 1, proposed_if=fits)
         if best:
             return evaluator.estimate(best[0])
         evaluator.forget_failures()
-    return None
+    return smallest
+
+
+def least_plan(workload: Workload, request: Request) -> Estimate | None:
+    """Returns the plan of least memory that fits, as far as few exact estimates tell (`nearest.LEAST_MISSES`)."""
+    evaluator = Evaluator(workload, usable_ratio(request))
+    requests = (request, *in_ram_too(workload, request))
+    return least(evaluator, [candidate for asked in requests for candidate in evaluator.space(asked)])
 
 
 def _ranked(

@@ -18,7 +18,7 @@ from dstrain.plan.estimate import assess
 from dstrain.plan.request import Request
 from dstrain.plan.search.evaluator import Evaluator
 from dstrain.plan.search.nearest import _bound
-from dstrain.plan.search.search import MOST_TIE_RATIO, TIE_RATIO, Ranking, search
+from dstrain.plan.search.search import MOST_TIE_RATIO, TIE_RATIO, Ranking, least_plan, search
 from dstrain.plan.search.search_space import global_batch, mechanisms, space, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
 from dstrain.units import GIB
@@ -56,7 +56,7 @@ def test_bounds_lose_nothing(options: dict[str, Any], wishes: dict[str, Any]) ->
     request = replace(request, **wishes)
     bounded = search(asked.workload, request)
     whole = search(asked.workload, request, exhaustive=True)
-    assert bounded.fits == whole.fits
+    assert bounded.fits == whole.fits == (least_plan(asked.workload, request) is not None)
     assert bounded.plans == whole.plans
     assert whole.num_excluded == 0
     assert bounded.num_estimated + bounded.num_excluded == whole.num_estimated
