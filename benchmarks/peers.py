@@ -1,12 +1,16 @@
 """CPU seconds per 1,000 tokens on two CPU ranks: dstrain, TRL with packing, LLaMA-Factory with neat packing.
 
 Example: python benchmarks/peers.py /tmp/peers --json benchmarks/results/peers-2-cores.json
+         python benchmarks/peers.py /tmp/peers --tools dstrain --experts 16 --rounds 24 --steps 3 --precisions fp32 \\
+             --json benchmarks/results/experts-2-cores.json
 
 Each tool trains the same tiny model on the same conversations with the same DeepSpeed configuration, in its own way and
 in an environment of its own, which is made from PyPI below the folder. All start together and then take turns, round by
 round, so that other load slows all of them equally. Counted are the CPU seconds of all ranks for 1,000 tokens
 that are not padding; `ratio` is dstrain's over a tool's. `held-out` is the loss of each model on the same samples after
-the last step. Of dstrain's CPU seconds, those of its monitoring are counted too.
+the last step. Of dstrain's CPU seconds, those of its monitoring are counted too. With `--experts` each layer of the
+model has that many, dstrain counts their tokens in every other round, and a line has the ratio of these rounds to the
+others.
 """
 
 from __future__ import annotations
@@ -37,10 +41,10 @@ from dstrain.train.data.tokenize import IGNORED
 
 HELD_OUT = 64
 """Samples of the demo's evaluation data."""
-_SUMMED = ("cpu_s", "monitor_cpu_s", "tokens", "positions", "targets")
+_SUMMED = ("cpu_s", "monitor_cpu_s", "experts_cpu_s", "tokens", "positions", "targets")
 SIZES = {
     "rounds": 5, "steps": 5, "warmup": 5, "seq_len": 512, "micro_batch": 2, "grad_accum": 1, "samples": 2000,
-    "hidden_size": 256, "layers": 4,
+    "hidden_size": 256, "layers": 4, "experts": 0,
 }  # fmt: skip
 
 
@@ -59,6 +63,8 @@ class Measured:
     """Seconds per 1,000 tokens."""
     monitor_share: float
     """Share of dstrain's monitoring in the CPU seconds of the ranks, 0…1."""
+    experts_share: float
+    """The same of counting the tokens of each expert; 0 in rounds that do not count."""
     launcher_cpu_s: float
     """CPU seconds of the launcher's processes per 1,000 tokens."""
     tokens_per_step: float
@@ -82,6 +88,7 @@ def measured(ranks: Sequence[Mapping[str, float]], steps: int, **names: Any) -> 
         cpu_s=total["cpu_s"] / thousands,
         wall_s=max(rank["wall_s"] for rank in ranks) / thousands,
         monitor_share=total["monitor_cpu_s"] / total["cpu_s"],
+        experts_share=total["experts_cpu_s"] / total["cpu_s"],
         launcher_cpu_s=ranks[0]["launcher_cpu_s"] / thousands,
         tokens_per_step=total["tokens"] / steps,
         filled=total["tokens"] / total["positions"],
@@ -100,7 +107,7 @@ def make_inputs(folder: Path, sizes: Mapping[str, int]) -> dict[str, Any]:
     tokenizer: Any = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = TAGGED  # the same text, with the answers marked, as TRL needs it
     tokenizer.save_pretrained(folder / "model")
-    shape = {"hidden_size": sizes["hidden_size"], "num_hidden_layers": sizes["layers"]}
+    shape = {"hidden_size": sizes["hidden_size"], "num_hidden_layers": sizes["layers"], "num_experts": sizes["experts"]}
     demo.make_model(tokenizer, **shape).save_pretrained(folder / "model")
     lines = (folder / "eval.jsonl").read_text(encoding="utf-8").splitlines()[:HELD_OUT]
     rows = []
@@ -153,6 +160,28 @@ def table(results: Sequence[Measured]) -> str:
     return "\n".join(lines)
 
 
+def counts(number: int) -> bool:
+    """Returns whether a round counts the tokens of experts: yes, no, no, yes, so that a drift cancels out."""
+    return number % 4 in (0, 3)
+
+
+def of_experts(results: Sequence[Measured]) -> str:
+    """Returns what counting experts takes: as measured in the rounds that count, and their ratio to the others.
+
+    The ratio is the median over groups of four rounds, which count and do not in turns.
+    """
+    lines = []
+    for stage in dict.fromkeys(one.zero_stage for one in results):
+        runs = [one for one in results if one.zero_stage == stage]
+        groups = [[one.cpu_s for one in runs[start : start + 4]] for start in range(0, len(runs) - 3, 4)]
+        ratio = median((first + fourth) / (second + third) for first, second, third, fourth in groups)
+        share = median(one.experts_share for one in runs if counts(one.number))
+        lines.append(
+            f"experts, ZeRO-{stage}: {share:.2%} of the CPU seconds, rounds that count over others {ratio:.3f}"
+        )
+    return "\n".join(lines)
+
+
 def write(path: Path, results: Sequence[Measured], made_with: Mapping[str, Any]) -> None:
     """Writes the measurements, and what they were made with."""
     report = {**made_with, "measured": [asdict(one) for one in results]}
@@ -180,6 +209,7 @@ def main() -> None:
         (base / "inputs").mkdir()
         inputs = make_inputs(base / "inputs", sizes)
         settings = {**inputs, **{name: sizes[name] for name in ("rounds", "steps", "warmup")}}
+        settings["counting_rounds"] = [*filter(counts, range(sizes["rounds"]))]
         cases = {}
         for stage in given.zero_stages:
             for precision in given.precisions:
@@ -195,6 +225,8 @@ def main() -> None:
         print(f"{name}: attention by {TOOLS[name].attention}")
     if own := [one.monitor_share for one in results if one.tool == "dstrain"]:
         print(f"monitoring: {median(own):.2%} of dstrain's CPU seconds ({min(own):.2%} to {max(own):.2%})")
+    if sizes["experts"]:
+        print(of_experts([one for one in results if one.tool == "dstrain"]))
 
 
 if __name__ == "__main__":

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
 
+from benchmarks.peers import Measured, of_experts
+
 ROOT = Path(__file__).resolve().parents[1]
-MEASURED: list[dict[str, Any]] = json.loads((ROOT / "benchmarks/results/peers-2-cores.json").read_text())["measured"]
+
+
+def measured(name: str) -> list[dict[str, Any]]:
+    """Returns the rounds of a result."""
+    report: dict[str, Any] = json.loads((ROOT / f"benchmarks/results/{name}-2-cores.json").read_text())
+    return list(report["measured"])
+
+
+MEASURED = measured("peers")
 TOOLS = ("dstrain", "trl", "llamafactory")
 CASES = tuple(dict.fromkeys((one["zero_stage"], one["precision"]) for one in MEASURED))
 
@@ -35,3 +46,15 @@ def test_a_row_is_what_was_measured(case: tuple[int, str], page: str, to: str) -
 @pytest.mark.parametrize("case", CASES)
 def test_every_tool_has_five_rounds(case: tuple[int, str]) -> None:
     assert [len(cpu_s(case, tool)) for tool in TOOLS] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("page", ["docs/monitoring.md", "docs/zh/monitoring.md"])
+def test_what_counting_experts_takes_is_what_was_measured(page: str) -> None:
+    lines = of_experts([Measured(**one) for one in measured("experts")]).splitlines()
+    assert len(lines) == 2
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for line in lines:
+        share, ratio = re.findall(r"\d\.\d+", line)
+        assert f"{share} %" in text
+        assert ratio in text
+        assert float(share) < 1, "percent"

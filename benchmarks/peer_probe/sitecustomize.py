@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 SETTINGS = "DSTRAIN_PEERS"
-"""Environment variable: JSON with `folder`, `warmup`, `steps`, `rounds`, `pad`, `held_out`, `parent` and `connects`."""
+"""Environment variable: JSON with `folder`, `warmup`, `steps`, `rounds`, `pad`, `held_out`, `parent`, `connects`
+and `counting_rounds`."""
 _POLL_S = 0.2
 _BATCH = 16
 _IGNORED = -100
@@ -32,8 +33,10 @@ class Probe:
     def __init__(self, settings: dict[str, Any]) -> None:
         self._settings = settings
         self._folder = Path(settings["folder"])
-        self._counted = {"tokens": 0, "positions": 0, "targets": 0, "monitor_cpu_s": 0.0}
+        self._counted = {"tokens": 0, "positions": 0, "targets": 0, "monitor_cpu_s": 0.0, "experts_cpu_s": 0.0}
         self._engine: Any = None
+        self.counts_experts = True
+        """Whether the round counts the tokens of experts."""
         self._began: dict[str, float] = {}
         self._loss = float("nan")
 
@@ -48,6 +51,10 @@ class Probe:
     def add_monitoring(self, seconds: float) -> None:
         """Adds CPU seconds that dstrain's monitoring took."""
         self._counted["monitor_cpu_s"] += seconds
+
+    def add_experts(self, seconds: float) -> None:
+        """Adds CPU seconds that counting experts took."""
+        self._counted["experts_cpu_s"] += seconds
 
     def log(self, logs: dict[str, Any]) -> None:
         """Keeps the loss that the tool logs."""
@@ -70,6 +77,7 @@ class Probe:
                 if not self._folder.exists():
                     sys.exit("the benchmark has ended")
                 time.sleep(_POLL_S)
+            self.counts_experts = number in self._settings["counting_rounds"]
             self._began = self._clocks()
 
     def _clocks(self) -> dict[str, float]:
@@ -192,6 +200,18 @@ def _time_callback(callback: Any, probe: Probe) -> None:
     _timed(callback.MetricsCallback, ("on_step_begin", "on_step_end", "on_log", "drain"), probe.add_monitoring)
 
 
+def _alternate_experts(loads: Any, probe: Probe) -> None:
+    """Counts experts in some of the rounds, and measures it."""
+    _timed(loads.ExpertLoads, ("_count", "close", "record"), probe.add_experts)
+    count = loads.ExpertLoads._count
+
+    def alternately(*arguments: Any) -> None:
+        if probe.counts_experts:
+            count(*arguments)
+
+    loads.ExpertLoads._count = alternately
+
+
 class _Finder(MetaPathFinder):
     """Calls an action after a module was imported."""
 
@@ -231,6 +251,7 @@ def _install(settings: dict[str, Any]) -> None:
         "transformers.trainer": lambda module: _watch(module, probe, connects=settings["connects"]),
         "dstrain.monitor.meter": lambda module: _time_meter(module, probe),
         "dstrain.monitor.callback": lambda module: _time_callback(module, probe),
+        "dstrain.monitor.expert_loads": lambda module: _alternate_experts(module, probe),
         "dstrain.monitor.collectives": lambda module: _time_collectives(module, probe),
     }
     sys.meta_path.insert(0, _Finder(actions))

@@ -119,6 +119,14 @@ class MetricsCallback(TrainerCallback):
         if peak is not None:
             self.peak_bytes = max(self.peak_bytes or 0, peak)
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Writes the load of each expert, on rank 0: with each checkpoint, since there are thousands of them."""
+        record = self._experts.record(self._last_step) if self._experts is not None else None
+        if self._metrics is not None and record is not None:
+            self._write(self._metrics, {"time_s": round(time.time(), 3), **record})
+
+    on_train_end = on_save
+
     def saved(self, seconds: float) -> None:
         """Takes the time of a checkpoint, for the next window."""
         now = time.monotonic()

@@ -6,11 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.monitor.best_model import BestModel, best_model
 from dstrain.monitor.comparison import comparisons, step_parts
 from dstrain.monitor.comparison_text import COLUMNS, rows_of, split_text
+from dstrain.monitor.expert_balance import LoadMap, newest
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.sinks.sink import REPORT, End, Table, markdown
@@ -37,13 +39,16 @@ class Ended:
     """Metrics of each evaluation."""
     findings: Sequence[Line] = ()
     """Warnings of the health rules."""
+    experts: LoadMap | None = None
+    """The load of each expert in the last window; None of a dense model."""
     best: BestModel | None = None
     """The best model, and whether the run stopped early; None if the job does not keep it, or the run failed."""
 
 
 def read_end(run_dir: RunDir, *, estimate: Estimate | None, cluster: Cluster | None) -> Ended:
     """Returns what a run has recorded, without warnings of an earlier run in the same folder."""
-    logged = current_steps(read_jsonl(run_dir.metrics))
+    lines = read_jsonl(run_dir.metrics)
+    logged = current_steps(lines)
     windows = [line for line in logged if "loss" in line]
     began = next((line["time_s"] for line in windows if "time_s" in line), 0.0)
     states: tuple[Mapping[str, int], ...] = ()
@@ -59,6 +64,7 @@ def read_end(run_dir: RunDir, *, estimate: Estimate | None, cluster: Cluster | N
         states=states,
         evaluations=[line for line in logged if "eval_loss" in line],
         best=best,
+        experts=newest([line for line in lines if line.get("time_s", began) >= began]),
         findings=[line for line in read_jsonl(run_dir.health) if line.get("time_s", began) >= began],
     )
 
@@ -84,13 +90,17 @@ def end_report(run: Ended, *, how: str) -> Table | None:
 def report_to(
     sinks: Sequence[Guarded], run_dir: RunDir, cluster: Cluster | None, *, estimate: Estimate | None, how: str
 ) -> None:
-    """Gives the sinks the report of a run; no error in it reaches training, such as that of a damaged file."""
-    report = None
+    """Gives the sinks the report of a run, and the load of its experts.
+
+    No error in it reaches training, such as that of a damaged file.
+    """
+    tables: list[Table] = []
     with suppress(Exception):
-        report = end_report(read_end(run_dir, estimate=estimate, cluster=cluster), how=how) if sinks else None
-    if report is not None:
-        for sink in sinks:
-            sink.show(report)
+        run = read_end(run_dir, estimate=estimate, cluster=cluster) if sinks else None
+        if run is not None and (report := end_report(run, how=how)) is not None:
+            tables = [*([run.experts.table(report.step)] if run.experts is not None else []), report]
+    for table, sink in product(tables, sinks):
+        sink.show(table)
 
 
 def _losses(run: Ended) -> str:

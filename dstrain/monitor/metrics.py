@@ -10,6 +10,7 @@ from typing import Any
 from dstrain.choices import Method, Precision
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.monitor.expert_balance import curves
 from dstrain.plan.speed.flops import flops_per_token
 
 
@@ -222,7 +223,7 @@ def without_nonfinite(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the values that a chart can show, NaN included."""
-    return {
+    """Returns the values that a chart can show, NaN included; figures of experts for each layer, too."""
+    return curves(values) | {
         name: value for name, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)
     }

@@ -14,6 +14,8 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
 from dstrain.launch.run import state
 from dstrain.launch.run.state import State
+from dstrain.monitor.expert_balance import LoadMap
+from dstrain.monitor.expert_balance import newest as newest_loads
 from dstrain.monitor.generated import GeneratedText, newest
 from dstrain.monitor.row_contents import as_trained, trained_contents
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
@@ -46,6 +48,8 @@ class Recorded:
     ds_config: Mapping[str, Any] | None
     windows: tuple[Line, ...]
     """Metrics of each logged window, without steps that a resume repeated."""
+    experts: LoadMap | None
+    """The load of each expert at the last checkpoint or at the end; None of a dense model, or before that."""
     peaks: tuple[float, ...]
     """The largest peak of each rank's GPU in bytes; empty if it was not measured, as on a CPU."""
     evaluations: tuple[Line, ...]
@@ -103,6 +107,7 @@ def read(run_dir: RunDir) -> Recorded:
         versions={name: value for name, value in _mapping(facts.get("versions")).items() if isinstance(value, str)},
         ds_config=reader.mapping(run_dir.ds_config) or None,
         windows=windows,
+        experts=newest_loads(_of_this_run(lines, logged, run)),
         peaks=peaks_by_rank(windows),
         evaluations=tuple(line for line in logged if "eval_loss" in line),
         findings=tuple(filter(_is_finding, _of_this_run(reader.lines(run_dir.health), logged, run))),

@@ -10,17 +10,21 @@ from typing import Any
 
 import pytest
 
+from dstrain.cli.output.heat_map import LEGEND
 from dstrain.cli.output.report_page import CHINESE
 from dstrain.job.monitor import HealthRule
 from dstrain.launch.run.state import GONE, Stage
 from dstrain.monitor.comparison import Part, Quantity
+from dstrain.monitor.expert_balance import EVENT, load_map
 from dstrain.oom import Part as Held
+from dstrain.records import to_data
 from dstrain.report.report import UNKNOWN
 from tests.cli.browser import assert_stands_alone, parsed, shown
 from tests.cli.conftest import Server
 from tests.report.runs import collectives, gpu_run, judged, night, out_of_memory
 
 Type = Callable[..., Any]
+Need = Callable[[object, str], None]
 EVIL = "</script><img src=x onerror=alert(1)>"
 PROBE = """<script>
 const { clientWidth, scrollWidth } = document.documentElement;
@@ -66,15 +70,33 @@ def test_an_out_of_memory_has_a_section_with_its_parts_and_changes(pages: Path) 
     assert not any("Out of GPU memory" in title for title in parsed(text_of(pages, "cpu")).texts["h2"])
 
 
-def test_loads_of_experts_have_a_curve(dstrain: Type, tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in (night(tmp_path / "night") / "metrics.jsonl").read_text().splitlines()]
-    text = "".join(
-        json.dumps({**line, "expert_load_cv": 0.3 + 0.01 * number}) + "\n" for number, line in enumerate(lines)
+def test_loads_of_experts_have_a_curve_and_a_map(dstrain: Type, need: Need, tmp_path: Path) -> None:
+    metrics = night(tmp_path / "night") / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    loads = load_map(
+        [[40 + (7 * layer + expert) % 5 for expert in range(127)] + [0] for layer in range(48)], range(48), 60
     )
-    (tmp_path / "night" / "metrics.jsonl").write_text(text)
-    assert dstrain("report", "night", "--html", "page.html").returncode == 0
-    captions = parsed((tmp_path / "page.html").read_text(encoding="utf-8")).texts["figcaption"]
-    assert any("Load of experts" in caption for caption in captions)
+    lines = [{**line, "expert_load_cv": 0.3 + 0.01 * number} for number, line in enumerate(lines)]
+    lines.append({"event": EVENT, "time_s": lines[-1]["time_s"], **to_data(loads)})
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    done = dstrain("report", "night", "--html", "page.html")
+    assert "48 of 6,144 experts got no token" in " ".join(done.stdout.split())
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    page = parsed(text)
+    assert_stands_alone(page)
+    captions = page.texts["figcaption"]
+    assert [caption.count("Load of experts") for caption in captions][-2:] == [1, 1]
+    paths = [values for tag, values in page.tags if tag == "path"]
+    cells = re.findall(r"M(\d+) (\d+)h(\d+)v1", "".join(str(one["d"]) for one in paths[: -len(LEGEND)]))
+    assert sum(int(count) for _, _, count in cells) == 48 * 128
+    assert len({(row, at) for at, row, _ in cells}) == len(cells), "no cell has two colors"
+    assert text[text.index("<details>") :].count("<tr><td>") >= 48
+    target = tmp_path / "narrow.html"
+    target.write_text(text + PROBE)
+    inner, view, scrolled, _ = (
+        parsed(shown(target, "", "--window-size=360,800", need=need).stdout).texts["title"][0].split("/")
+    )
+    assert (int(inner), scrolled) == (360, view), "the map is wider than the window"
 
 
 def test_the_curves_have_the_points_of_the_run(pages: Path) -> None:
@@ -123,9 +145,7 @@ def test_all_that_a_report_names_is_there_in_chinese() -> None:
 
 
 @pytest.mark.parametrize(("width", "is_dark"), [(360, False), (1920, True)])
-def test_a_browser_shows_it_at_any_width_in_light_and_dark(
-    pages: Path, width: int, is_dark: bool, need: Callable[[object, str], None]
-) -> None:
+def test_a_browser_shows_it_at_any_width_in_light_and_dark(pages: Path, width: int, is_dark: bool, need: Need) -> None:
     target = pages / f"{width}.html"
     target.write_text(text_of(pages, "both") + PROBE)
     scheme = f"--blink-settings=preferredColorScheme={0 if is_dark else 1}"

@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
-from dstrain.monitor.expert_loads import ExpertLoads, balance, routers_of
+from dstrain.monitor.expert_balance import EVENT, LoadMap, balance, curves, load_map, newest
+from dstrain.monitor.expert_loads import ExpertLoads, routers_of
+from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.train.router_loss import RouterLoss
 from tests.train.engine import Engine
 from tests.train.launching import codes, lines, losses, make_run, said
@@ -70,17 +73,40 @@ def test_every_router_is_counted_layer_by_layer(family: str, options: dict[str, 
     if found:
         assert found["experts"] == 6 * num_layers
         assert len(found["expert_load_cv_by_layer"]) == num_layers
+        assert found["expert_layers"] == [*range(2 - num_layers, 2)]
         assert 0 <= found["expert_load_cv"] <= found["expert_load_cv_worst_layer"] <= 5**0.5
         assert 1 <= found["expert_load_max_over_mean"] <= 6
+        record = newest([loads.record(7) or {}])
+        assert record is not None
+        assert [sum(layer) for layer in record.loads] == pytest.approx([6] * num_layers, abs=0.03)
+    assert loads.record(8) is None
     assert loads.close() == {}
 
 
 def test_balance_is_that_of_the_counts() -> None:
-    found = balance([[30, 10, 0, 0], [10, 10, 10, 10]])
+    found = balance([[30, 10, 0, 0], [10, 10, 10, 10]], (0, 1))
     assert found["dead_experts_by_layer"] == [2, 0]
     assert found["expert_load_max_over_mean"] == 3
     assert found["expert_load_cv_worst_layer"] == pytest.approx(1.5**0.5)
     assert found["expert_load_diversity_by_layer"][1] == pytest.approx(1)
+
+
+def test_figures_of_layers_are_curves_and_the_map_keeps_rare_experts() -> None:
+    counts = [[1, 1999, 0, 0], [500, 500, 500, 500]]
+    names = curves(balance(counts, (3, 11)))
+    assert len(names) == 4 * 2
+    assert (names["expert_load_max_over_mean/layer_03"], names["dead_experts/layer_11"]) == (3.998, 0)
+    loads = load_map(counts, (3, 11), 40)
+    assert loads.loads == ((0.01, 4.0, 0.0, 0.0), (1.0, 1.0, 1.0, 1.0))
+    assert "expert 1 of layer 3 is the busiest with 4.0 times the mean; 2 of 8 experts got no token" in loads.text
+    assert loads.rows[0][:4] == ("3", "1.73", "4.00", "1")
+
+
+def test_the_last_whole_map_counts() -> None:
+    whole = {"event": EVENT, "step": 4, "layers": [0], "loads": [[1.0, 1.0]]}
+    damaged = ({**whole, "loads": "x"}, {**whole, "layers": [0, 1]}, {**whole, "loads": [[0.0, 0.0]]})
+    assert newest([whole, *damaged, {"step": 5}]) == LoadMap(step=4, layers=(0,), loads=((1.0, 1.0),))
+    assert newest(damaged) is None
 
 
 def test_the_coefficient_weighs_a_mean_over_micro_batches() -> None:
@@ -142,7 +168,8 @@ def test_losses_and_norms_are_those_of_one_rank_on_two_that_accumulate_under_zer
     runs = []
     for ranks, micro_batch, grad_accum, stage in ((1, 4, 1, 2), (2, 1, 2, 3)):
         folder = tmp_path / f"{ranks} ranks"
-        make_run(folder, demo, zero={"stage": stage}, micro_batch=micro_batch, grad_accum=grad_accum, **shared)
+        kept = {"monitor": {"sinks": ["tensorboard"]}} if ranks == 2 else {}
+        make_run(folder, demo, zero={"stage": stage}, micro_batch=micro_batch, grad_accum=grad_accum, **shared, **kept)
         engine.train(folder, ranks=ranks)
         assert set(codes(folder)[-1]) == {0}, said(folder)[-3000:]
         runs.append(folder)
@@ -152,4 +179,19 @@ def test_losses_and_norms_are_those_of_one_rank_on_two_that_accumulate_under_zer
         assert there["grad_norm"] == pytest.approx(here["grad_norm"], rel=1e-3)
         assert there["expert_load_cv_by_layer"] == pytest.approx(here["expert_load_cv_by_layer"], abs=0.05)
         assert there["experts"] == 8
+    _assert_layers_reach_tensorboard(together, lines(together)[-1])
     assert json.loads((tmp_path / "model" / "config.json").read_text())["output_router_logits"] is False
+
+
+def _assert_layers_reach_tensorboard(run: Path, last: dict[str, Any]) -> None:
+    """Asserts that each layer has its curves, and that the end of the run has the map and its table."""
+    events = EventAccumulator(str(next((run / "tensorboard").iterdir()))).Reload()
+    for name in ("expert_load_cv", "expert_load_max_over_mean", "expert_load_diversity", "dead_experts"):
+        for layer, value in enumerate(last[f"{name}_by_layer"]):
+            assert events.Scalars(f"{name}/layer_{layer:02}")[-1].value == pytest.approx(value)
+    found = newest(read_jsonl(run / "metrics.jsonl"))
+    assert found is not None
+    assert (found.step, found.layers, len(found.loads[0])) == (last["step"], (0, 1), 4)
+    (text,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("expert_loads/text_summary"))
+    assert found.text in text
+    assert f"| 1 | {' | '.join(found.rows[1][1:])} |" in text

@@ -83,6 +83,8 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         yield "loss", loss_text(report)
     if (best := best_model(report.recorded.summary)) is not None:
         yield "best model", best.text
+    if report.recorded.experts is not None:
+        yield "experts", report.recorded.experts.text
     yield from (("sample", text) for text in _samples(report))
     yield from (("health", text) for text in _health(report))
     if report.quarters:
@@ -240,6 +242,7 @@ def document(report: Report) -> dict[str, Any]:
         "losses": report.losses,
         "evaluations": report.evaluations,
         "best": recorded.summary.get("best"),
+        "experts": asdict(recorded.experts) if recorded.experts else None,
         "samples": [asdict(one) for one in recorded.samples],
         "health": [asdict(mark) for mark in report.marks],
         **{name: list(getattr(report, name)) for name in lists},

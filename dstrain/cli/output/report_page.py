@@ -12,11 +12,13 @@ from dstrain.cli.output import out_of_memory as oom
 from dstrain.cli.output import report as text
 from dstrain.cli.output import report_table
 from dstrain.cli.output.curves import plot
+from dstrain.cli.output.heat_map import LEGEND, heat_map
 from dstrain.cli.output.page import render
 from dstrain.cli.output.plan_page import CHINESE as PLAN_CHINESE
 from dstrain.launch.run.state import GONE, Stage
 from dstrain.monitor.comparison import Part, Quantity
 from dstrain.monitor.comparison_text import NAMES, figure, measured_text, name_of, off_text
+from dstrain.monitor.expert_balance import COLUMNS
 from dstrain.monitor.windows import counted, series
 from dstrain.oom import Part as Held
 from dstrain.paths import shown
@@ -51,6 +53,7 @@ CHINESE: Mapping[str, str] = {
     Part.OPTIMIZER: "优化器状态", Part.TRANSIENT: "激活、logits 与缓冲区",
     Held.PARAMS: "参数", Held.GRADS: "梯度", Held.OPTIMIZER: "优化器状态", Held.OTHER: "激活、logits 与缓冲区",
     Held.CACHED: "PyTorch 缓存", Held.OUTSIDE: "PyTorch 之外", oom.TOTAL: "合计",
+    **dict(zip(COLUMNS, ("层", "标准差 / 平均", "最忙 / 平均", "最忙专家", "多样性", "无 token 的专家"), strict=True)),
     Stage.STARTING: "启动中", Stage.RUNNING: "训练中", Stage.ENDED: "已结束", Stage.SAVED: "已保存并退出",
     Stage.FAILED: "失败", Stage.STOPPED: "已停止", GONE: "进程消失", UNKNOWN: "状态未知",
 }
@@ -68,6 +71,7 @@ def page(reports: Sequence[Report]) -> str:
         "chinese": {str(key): name for key, name in CHINESE.items()},
         "colors": {str(part): color for part, color in zip(_PARTS, ("p0", "p1", "p2", "p5"), strict=True)},
         "step_colors": _STEP_COLORS,
+        "heat_legend": LEGEND,
     }
     return render("report", data)
 
@@ -95,6 +99,7 @@ def _run(report: Report) -> dict[str, Any]:
         "step": {"bars": [*_step_bars(report)], "parts": [str(one.part) for one in report.parts], "warm_up": warm_up},
         "traffic": text.traffic_text(report) if report.traffic else "",
         "plots": [asdict(each) | names for each, names in _plots(report)],
+        "experts": asdict(heat_map(recorded.experts)) if recorded.experts is not None else None,
         "bars": bars,
         "legend": [part for index, part in enumerate(_PARTS) if any(bar["shares"][index] for bar in bars)],
         "left_out_ranks": max(0, len(recorded.states) - MOST_RANKS),

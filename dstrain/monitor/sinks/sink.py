@@ -50,7 +50,7 @@ class Table:
     """Text and figures that a sink shows beside its curves."""
 
     name: str
-    """`report`, or `samples`."""
+    """`report`, `expert_loads` or `samples`."""
     step: int
     """The step that it is about."""
     text: str
@@ -87,7 +87,7 @@ class Sink(Protocol):
         """Adds one point to each curve."""
 
     def show(self, table: Table) -> None:
-        """Adds the report of the run, or generated texts: as text and as a table, if the sink can show them."""
+        """Adds a table, and its text, as far as the sink can show them."""
 
     def finish(self, end: str, error: str | None) -> None:
         """Flushes and closes; `end` is a value of `End`."""

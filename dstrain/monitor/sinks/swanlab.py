@@ -80,6 +80,8 @@ class SwanlabSink:
 def _section(name: str) -> str:
     if name.startswith("eval_"):
         return "eval"
+    if "expert" in name:
+        return "experts"
     return "train" if name in {"loss", "grad_norm", "learning_rate", "epoch"} else "speed"
 
 

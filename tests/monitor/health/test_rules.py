@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dstrain.job.monitor import HealthAction, HealthLimits, HealthRule
-from dstrain.monitor.expert_loads import balance
+from dstrain.monitor.expert_balance import balance
 from dstrain.monitor.health.history import Facts, History
 from dstrain.monitor.health.rules import RULES
 from dstrain.monitor.health.watch import Watch
@@ -275,7 +275,7 @@ def test_one_layer_of_48_whose_router_favors_few_experts_is_named(favored: int, 
     def balances(*, one: bool) -> Window:
         usual = [1000 + 10 * expert for expert in range(128)]
         few = [5000 if expert < favored else 50 if favored == 16 else 0 for expert in range(128)]
-        return {"loss": 1.0, **balance([few if one else usual, *[usual] * 47])}
+        return {"loss": 1.0, **balance([few if one else usual, *[usual] * 47], range(48))}
 
     watch = Watch({}, FACTS)
     assert told(watch, *[balances(one=False)] * 25) == []

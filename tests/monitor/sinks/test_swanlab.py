@@ -12,7 +12,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from dstrain.choices import SwanLabMode
+from dstrain.monitor.expert_balance import balance, load_map
 from dstrain.monitor.generated import GeneratedText, table
+from dstrain.monitor.metrics import scalars
 from dstrain.monitor.sinks.registry import End, Setup, open_sinks
 
 folder, mode, resumed = Path(sys.argv[1]), SwanLabMode(sys.argv[2]), sys.argv[3] == "resumed"
@@ -23,6 +25,9 @@ sinks = open_sinks(["swanlab"], setup, lambda line: print("SAID", line))
 for sink in sinks:
     for step in range(3):
         sink.log({"loss": 3.0 - step, "grad_norm": float("nan"), "tokens_per_s": 5}, step)
+    counts = [[30, 10], [20, 20]]
+    sink.log(scalars(balance(counts, (1, 2))), 2)
+    sink.show(load_map(counts, (1, 2), 2).table(2))
     sink.show(table([GeneratedText(step=2, prompt="Who | are you?", text="I am a\\nmodel.", tokens=7, seconds=0.5)]))
     sink.finish(End.SUCCESS)
 print("OPENED", len(sinks))
@@ -54,7 +59,10 @@ def test_offline_keeps_its_files_in_the_run_directory(tmp_path: Path) -> None:
     assert b"train/loss" in content
     assert b"speed/tokens_per_s" in content
     assert b"samples/text" in content
+    for name in (b"experts/expert_load_cv", b"expert_load_cv/layer_01", b"dead_experts/layer_02", b"expert_loads/text"):
+        assert name in content
     texts = [path.read_bytes() for path in file.parent.rglob("*") if path.is_file()]
+    assert any(b"| 1 | 0.50 | 1.50 | 0 |" in text for text in texts)
     assert any(b"| Who \\| are you? | I am a<br>model. | 7 |" in text for text in texts)
     for said in (b"qwen3-8b-lora-4x4090-zero2", b"8.19 B parameters", b"4x4090", b"num_gpus"):
         assert said in content or any(said in other.read_bytes() for other in file.parent.rglob("*") if other.is_file())
