@@ -132,7 +132,6 @@ LONG_FUNCTIONS = {
     "cli/gen_config.py:command": 45,
     "cli/lint.py:command": 46,
     "facts/cluster/cluster.py:describe": 43,
-    "facts/model/families.py:from_config": 42,
     "job/file.py:_absolute": 41,
     "launch/launch.py:plan_launch": 42,
     "launch/prepare/prepare.py:prepare": 42,

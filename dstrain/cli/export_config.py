@@ -37,7 +37,7 @@ def command(target: Target, job: Path, out: Path | None, force: bool, dry_run: b
     """Write a job as files of accelerate, PyTorch's FSDP2, torchrun or LLaMA-Factory, which need no dstrain.
 
     The first three train the same samples in the same order with the same losses: a script with Transformers alone, its
-    arguments, and a configuration. Exits with 3 if the job has something without counterpart, such as packing.
+    arguments, and a configuration. Exits with 3 if the job has something without counterpart, such as QLoRA.
 
     \b
     Example:

@@ -49,7 +49,7 @@ def with_frozen(model: ModelFacts, job: Job) -> ModelFacts:
         return in_part or is_frozen(name, freeze=freeze, train_only=train_only)
 
     def marked(group: TensorGroup) -> TensorGroup:
-        names = _names(group, model.num_hidden_layers)
+        names = _names(group, model)
         return replace(group, frozen=tuple(index for index, name in enumerate(names) if is_marked(name)))
 
     return replace(model, tensors=tuple(map(marked, model.tensors)))
@@ -75,8 +75,8 @@ def unplanned_parts(job: Job, model: ModelFacts) -> str | None:
     return None
 
 
-def _names(group: TensorGroup, num_layers: int) -> list[str]:
-    """Returns the names of a group's parameters, as Llama has them."""
+def _names(group: TensorGroup, model: ModelFacts) -> list[str]:
+    """Returns the names of a group's parameters; in layers of several kinds, their numbers are those of the first."""
     if not is_inside(group):
         return [group.name.replace("*", str(index)) for index in range(group.count)]
-    return [f"model.layers.{layer}.{group.name}" for layer in layers_of(group, num_layers)]
+    return [f"{model.layers_root}.{layer}.{group.name}" for layer in layers_of(group, model.num_hidden_layers)]

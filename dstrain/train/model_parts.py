@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection
 from typing import Any
 
@@ -10,6 +9,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
 from dstrain.plan import freezing
+from dstrain.plan.named_parts import unknown
 
 
 def freeze(model: Any, job: Job) -> None:
@@ -28,14 +28,10 @@ def freeze(model: Any, job: Job) -> None:
 def _freeze_by_name(model: Any, job: Job) -> None:
     """Freezes the parameters that a job names.
 
-    Raises InvalidConfig for a pattern that is in no name, and if nothing is left to train.
+    Raises InvalidConfig for a name that the model does not have, and if nothing is left to train.
     """
-    names = [name for name, _ in model.named_parameters()]
-    for key, patterns in (("freeze", job.freeze), ("train_only", job.train_only)):
-        for pattern in patterns:
-            if not any(re.search(pattern, name) for name in names):
-                hint = f"Names look like {', '.join(names[:: max(1, len(names) // 3)][:3])}."
-                raise InvalidConfig(f'{key} has "{pattern}", which is in no name of a parameter', hint=hint)
+    for missing in unknown(job, [name for name, _ in model.named_parameters()]):
+        raise InvalidConfig(missing.problem, hint=f"{missing.fix[0].upper()}{missing.fix[1:]}.")
     for name, parameter in model.named_parameters():
         if freezing.is_frozen(name, freeze=job.freeze, train_only=job.train_only):
             parameter.requires_grad_(False)

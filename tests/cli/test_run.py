@@ -81,9 +81,13 @@ def test_a_checkpoint_that_is_not_there_is_named(dstrain: Type, job: Path) -> No
     assert (done.returncode, "--set resume" in done.stderr) == (3, True)
 
 
-def test_lora_targets_that_the_model_does_not_have_are_named(dstrain: Type, job: Path) -> None:
+def test_names_that_the_model_does_not_have_are_errors_before_the_launch(dstrain: Type, job: Path) -> None:
     done = dstrain("run", "-n", "--set", "method=lora", "--set", "lora.targets=[nope]")
     assert (done.returncode, "q_proj" in done.stderr) == (3, True)
+    change(job, "output_dir:", "freeze: [embed, qproj]\noutput_dir:")
+    done = dstrain("run", "-n")
+    line = job.read_text()[: job.read_text().index("qproj")].count("\n") + 1
+    assert (done.returncode, f'job.yaml:{line}:17: DS227: freeze has "qproj"' in done.stderr) == (3, True)
 
 
 def _with_pdsh(folder: Path) -> Path:

@@ -1,9 +1,13 @@
-"""Packs short samples into rows, best fit first; no sample is split."""
+"""Packs short samples into rows, best fit first; no sample is split.
+
+It needs NumPy alone: `dstrain export-config` writes it beside the script that trains on the same rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +62,37 @@ def best_fit(counts: Mapping[int, int], capacity: int) -> list[RowKind]:
                     rooms |= 1 << left
             count -= count * partly
     return [kind for room in sorted(by_room) for kind in by_room[room]]
+
+
+def packed_rows(lengths: Any, capacity: int, *, seed: int | Sequence[int]) -> tuple[Any, Any]:
+    """Returns the samples of each row, row after row, and the place of each row's first one, with their number.
+
+    `lengths`: tokens of each sample, (samples,); rows have at most `capacity` tokens. Samples of equal length, the rows
+    and the samples within a row are in random order, the same for the same seed.
+    """
+    import numpy as np  # here: a plan counts rows without it
+
+    rng = np.random.default_rng(seed)
+    sizes, counts = np.unique(lengths, return_counts=True)
+    kinds = best_fit(dict(zip(sizes.tolist(), counts.tolist(), strict=True)), capacity)
+    index = np.int32 if len(lengths) < 2**31 else np.int64
+    drawn = rng.permutation(len(lengths)).astype(index)
+    by_length = drawn[np.argsort(lengths[drawn], kind="stable")]
+    taken = dict(zip(sizes.tolist(), (np.cumsum(counts) - counts).tolist(), strict=True))
+    members = np.empty(len(lengths), index)
+    widths = np.empty(sum(kind.num_rows for kind in kinds), np.int64)
+    done = row = 0
+    for kind in kinds:
+        columns = []
+        for length, count in kind.members:
+            end = taken[length] + count * kind.num_rows
+            columns.append(by_length[taken[length] : end].reshape(kind.num_rows, count))
+            taken[length] = end
+        block = rng.permuted(np.concatenate(columns, axis=1), axis=1)
+        members[done : done + block.size] = block.reshape(-1)
+        widths[row : row + kind.num_rows] = block.shape[1]
+        done, row = done + block.size, row + kind.num_rows
+    order = rng.permutation(len(widths))
+    starts = np.concatenate([[0], np.cumsum(widths[order])])
+    shift = (np.cumsum(widths) - widths)[order] - starts[:-1]
+    return members[np.repeat(shift, widths[order]) + np.arange(len(members))], starts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from dstrain.errors import InvalidConfig, did_you_mean
 from dstrain.facts.model import aliases, parameter_tensors, rope_scaling, vision_towers
@@ -36,6 +37,11 @@ class Family:
     """Returns the facts of the vision tower; the decoder is then under `text_config`."""
     windows: WindowRule | None = None
     """Which layers use sliding-window attention."""
+
+    @property
+    def layers_root(self) -> str:
+        """The name of the list of decoder layers."""
+        return "model.language_model.layers" if self.vision else "model.layers"
 
 
 _GEMMA3_TEXT = {
@@ -188,6 +194,7 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
     whole = Fields(name=name, values=config, defaults=family.defaults)
     text = whole.section("text_config") if family.vision else whole
     text.require(*_SIZES, "max_position_embeddings")
+    sizes: dict[str, Any] = {key: text.size(key) for key in _SIZES}
     tensors = tuple(family.tensors(whole))
     key_value_heads, key_width, value_width = _heads(text, tensors)
     sliding_window, num_windowed_layers = windows(text, family.windows)
@@ -195,15 +202,11 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
         name=name,
         source=source,
         model_type=str(config["model_type"]),
-        hidden_size=text.size("hidden_size"),
-        num_hidden_layers=text.size("num_hidden_layers"),
-        num_attention_heads=text.size("num_attention_heads"),
+        **sizes,
         num_key_value_heads=key_value_heads,
         head_dim=key_width,
         v_head_dim=value_width,
         rotary_dim=_rotary_dim(text, key_width),
-        intermediate_size=text.size("intermediate_size"),
-        vocab_size=text.size("vocab_size"),
         max_position_embeddings=rope_scaling.positions(text),
         sliding_window=sliding_window,
         num_windowed_layers=num_windowed_layers,
@@ -213,6 +216,7 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
         moe=_moe(text, family, tensors),
         vision=family.vision(whole) if family.vision else None,
         tensors=tensors,
+        layers_root=family.layers_root,
         rope_type=rope_scaling.rope_type(text),
     )
 

@@ -127,6 +127,8 @@ class ModelFacts:
     """None for a language model."""
     tensors: tuple[TensorGroup, ...]
     """Every parameter tensor; tied ones once."""
+    layers_root: str = "model.layers"
+    """The name of the list of decoder layers."""
     sliding_window: int | None = None
     """Window in tokens of the layers with sliding-window attention, or None."""
     num_windowed_layers: int = 0

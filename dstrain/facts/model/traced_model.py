@@ -53,6 +53,7 @@ def from_description(description: Description, *, name: str, source: str) -> Mod
         moe=_moe(description, groups),
         vision=_vision(description),
         tensors=groups,
+        layers_root=description.layers_root,
         num_scored_layers=description.num_scored_layers,
         linear_state_numel=description.linear_state_numel,
         has_sdpa=description.has_sdpa,

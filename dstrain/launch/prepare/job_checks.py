@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from dstrain.choices import Attention, LossKernel, Method, OnBadRow, Optimizer, Precision
+from dstrain.choices import Attention, LossKernel, OnBadRow, Optimizer, Precision
 from dstrain.config.lint.finding import Finding
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
@@ -35,7 +35,6 @@ from dstrain.launch.prepare.hostfile_findings import of_job
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.launch.prepare.packages import check_packages
 from dstrain.paths import shown
-from dstrain.plan.memory.params import adapted, linear_names
 from dstrain.plan.search.rules import broken
 from dstrain.rundir import damage
 
@@ -143,18 +142,6 @@ def check_gpu(file: JobFile, cluster: Cluster) -> None:
     if is_known and not runs_on(cluster.gpu, file.job.attn):
         raise InvalidConfig(
             f"{file.job.attn} does not run on {cluster.gpu.name}", place=file.locate(("attn",)), hint="attn: auto"
-        )
-
-
-def check_targets(file: JobFile, model: ModelFacts | None) -> None:
-    """Raises InvalidConfig if the model has none of the LoRA targets."""
-    job = file.job
-    if model is not None and job.method is not Method.FULL and not adapted(model, job.lora):
-        place, targets = file.locate(("lora", "targets")), ", ".join(job.lora.targets)
-        raise InvalidConfig(
-            f"no linear layer of {model.name} is named {targets}",
-            place=place,
-            hint=f"Its linear layers: {', '.join(linear_names(model))}.",
         )
 
 

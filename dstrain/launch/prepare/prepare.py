@@ -140,7 +140,6 @@ def _known(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[ModelFacts | N
     model, notes = _model_of(file.job)
     cluster, link_notes = _cluster(file, hosts, on_cpu=on_cpu)
     job_checks.check_machines(file, hosts, cluster, needs_gpus=machines.is_local(hosts) and not on_cpu)
-    job_checks.check_targets(file, model)
     job_checks.check_combinations(file, model, cluster)
     return model, cluster, [*notes, *link_notes]
 

@@ -6,13 +6,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
+from inspect import getsource
 from typing import Any
 
 from dstrain.choices import (
     Attention,
     DataFormat,
-    Interval,
     LossKernel,
     LossOn,
     Method,
@@ -27,8 +26,10 @@ from dstrain.config.templates.files import config_text
 from dstrain.config.templates.templates import render_script, render_yaml
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.data import best_fit
 from dstrain.job.schema import Job
 from dstrain.launch.scripts.dataset_info import EVALUATION, TRAINING, dataset_info
+from dstrain.launch.scripts.trainer_arguments import trainer_arguments
 
 
 class Target(StrEnum):
@@ -57,7 +58,7 @@ class Export:
 
 
 _PLAIN = (
-    *("sp", "tp", "ep", "packing", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
+    *("sp", "tp", "ep", "streaming", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
     *("task", "grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample"),
     *("adapter", "freeze", "train_only", "new_tokens"),
 )
@@ -78,7 +79,7 @@ def export(job: Job, config: Mapping[str, Any], hosts: Hosts, target: Target) ->
 
 
 def _require_counterparts(job: Job, target: Target) -> None:
-    own = {"packing"} if target is Target.LLAMAFACTORY else set()
+    own = set()
     if target is Target.LLAMAFACTORY and job.thinking is Thinking.OFF:
         own.add("thinking")
     if job.task is Task.PRETRAIN:
@@ -93,7 +94,7 @@ def _require_counterparts(job: Job, target: Target) -> None:
         keys.append("method")
     if keys:
         named = ", ".join(f"{key}: {_shown(getattr(job, key))}" for key in keys)
-        hint = "Export it to llamafactory." if set(keys) <= {"packing", "method"} else None
+        hint = "Export it to llamafactory." if keys == ["method"] else None
         hint = hint or "Set these keys to their defaults first."
         raise InvalidConfig(f"{target} has no counterpart of {named}", hint=hint)
     if job.loss_on is LossOn.LAST and target is not Target.LLAMAFACTORY:
@@ -149,6 +150,7 @@ def _notes(job: Job, hosts: Hosts, *, names_auto: bool = False) -> tuple[str, ..
         many: len(hosts.hosts) > 1,
         "attn: auto is written as sdpa, which every machine has": job.attn is Attention.AUTO and not names_auto,
         loss_note: job.liger or job.loss is not LossKernel.FULL,
+        _MASK_NOTE: job.packing and not job.attn.is_flash and not names_auto,
         "torch_compile is left out: Transformers' own key compiles the whole model, not its layers": job.torch_compile,
         "early_stopping, load_best and samples are left out": job.keeps_best or job.samples is not None,
         f"report_to names {', '.join(job.monitor.sinks)}; log in to them yourself": bool(job.monitor.sinks),
@@ -157,7 +159,7 @@ def _notes(job: Job, hosts: Hosts, *, names_auto: bool = False) -> tuple[str, ..
 
 
 def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
-    """Returns train.py, which is the same for all jobs, and its arguments."""
+    """Returns train.py, which is the same for all jobs, its arguments, and for packed rows the module that packs."""
     lora: dict[str, Any] = {
         "r": job.lora.rank,
         "lora_alpha": job.lora.alpha,
@@ -172,11 +174,12 @@ def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
         "validation_file": job.eval_data,
         "max_length": job.seq_len,
         "loss_on": job.loss_on.value,
+        "packing": job.packing or None,
         "dtype": _DTYPES[job.precision] if is_deepspeed else "float32",
         "attn_implementation": (Attention.SDPA if job.attn is Attention.AUTO else job.attn).value,
         "trust_remote_code": job.trust_remote_code,
         "lora": None if job.method is Method.FULL else lora,
-        **_arguments(job),
+        **trainer_arguments(job),
         "gradient_checkpointing": job.grad_ckpt,
         "gradient_checkpointing_kwargs": {"use_reentrant": False} if job.grad_ckpt else None,
         "warmup_steps": job.warmup_ratio if job.warmup_steps is None else job.warmup_steps,
@@ -189,46 +192,20 @@ def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
     return {
         "train.py": render_script("train.py.j2", {}),
         "train.json": json.dumps(given, indent=2, ensure_ascii=False) + "\n",
+        **({"packing.py": getsource(best_fit)} if job.packing else {}),
     }
 
 
 _WITHOUT_DEEPSPEED = (Target.FSDP2, Target.TORCHRUN)
+_MASK_NOTE = (
+    "attention over packed rows gets a mask of seq_len × seq_len, which dstrain run does without: it is slower, and "
+    "needs more memory; attn: flash_attention_2 needs none"
+)
 _DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
 
 
 def _targets(job: Job) -> Any:
     return "all-linear" if job.lora.targets == ("all-linear",) else list(job.lora.targets)
-
-
-def _arguments(job: Job) -> dict[str, Any]:
-    """Returns the settings that Transformers and LLaMA-Factory call the same."""
-    return {
-        "output_dir": Path(job.output_dir).name,
-        "per_device_train_batch_size": job.micro_batch,
-        "gradient_accumulation_steps": job.grad_accum,
-        "num_train_epochs": job.num_train_epochs,
-        "max_steps": -1 if job.max_steps is None else job.max_steps,
-        "optim": "adamw_8bit" if job.optimizer is Optimizer.ADAMW_8BIT else "adamw_torch_fused",
-        "learning_rate": job.learning_rate,
-        "lr_scheduler_type": job.lr_scheduler_type.value,
-        "weight_decay": job.weight_decay,
-        **{name: getattr(job, name) for name in ("adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "seed")},
-        "bf16": job.precision is Precision.BF16,
-        "fp16": job.precision is Precision.FP16,
-        "logging_steps": job.logging_steps,
-        "save_steps": job.save_steps,
-        "save_total_limit": job.save_total_limit,
-        "save_only_model": job.save_only_model or None,
-        "eval_strategy": _evaluates(job),
-        "eval_steps": job.eval_steps if _evaluates(job) == "steps" else None,
-        "eval_on_start": job.eval_on_start,
-        "per_device_eval_batch_size": job.eval_micro_batch or job.micro_batch,
-        "save_strategy": job.save_strategy.value,
-        "lr_scheduler_kwargs": dict(job.lr_scheduler_kwargs) or None,
-        "tf32": job.tf32 or None,
-        "dataloader_num_workers": job.dataloader_num_workers,
-        "report_to": [sink.value for sink in job.monitor.sinks] or "none",
-    }
 
 
 _ATTENTION = {Attention.FLASH_ATTENTION_3: "fa3", Attention.FLASH_ATTENTION_2: "fa2", Attention.EAGER: "disabled"}
@@ -272,7 +249,7 @@ def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
         "enable_thinking": False if job.thinking is Thinking.OFF else None,
         "flash_attn": "sdpa" if job.attn is Attention.SDPA else _ATTENTION.get(job.attn, "auto"),
         "disable_gradient_checkpointing": not job.grad_ckpt,
-        **_arguments(job),
+        **trainer_arguments(job),
         **({"warmup_ratio": job.warmup_ratio} if job.warmup_steps is None else {"warmup_steps": job.warmup_steps}),
         "val_size": job.val_split,
         "max_samples": job.max_samples,
@@ -281,13 +258,6 @@ def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
         "enable_liger_kernel": job.liger or None,
         "deepspeed": "ds_config.json",
     }
-
-
-def _evaluates(job: Job) -> str:
-    """Returns Transformers' strategy of evaluation."""
-    if job.eval_data is None and job.val_split is None:
-        return "no"
-    return "epoch" if job.eval_strategy is Interval.EPOCH else "steps" if job.eval_steps else "no"
 
 
 def _adapter(job: Job) -> dict[str, Any]:

@@ -88,7 +88,12 @@ def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
     if lora.targets == ("all-linear",):
         kinds = (Kind.ATTENTION,) if model.moe is not None else (Kind.ATTENTION, Kind.MLP)
         return [group for group in linears if group.kind in kinds]
-    return [group for group in linears if group.name.removesuffix(".weight").split(".")[-1] in lora.targets]
+    return [group for group in linears if is_target(group.name.removesuffix(".weight"), lora)]
+
+
+def is_target(name: str, lora: Lora) -> bool:
+    """Returns whether a target of an adapter is the end of a module's name: `q_proj` and `self_attn.q_proj` are."""
+    return any(f".{name}".endswith(f".{target}") for target in lora.targets)
 
 
 def kept_whole(model: ModelFacts, lora: Lora) -> list[TensorGroup]:

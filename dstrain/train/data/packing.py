@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dstrain.facts.data.best_fit import best_fit
+from dstrain.facts.data.best_fit import packed_rows
 from dstrain.train.data.shared_work import locked
 from dstrain.train.data.token_files import PATHS
 from dstrain.train.data.tokenize import IGNORED
@@ -92,37 +92,8 @@ def packed(lengths: Any, capacity: int, *, seed: int | Sequence[int]) -> Packing
     >>> sorted(sorted(row.tolist()) for row in packed(np.array([6, 5, 4, 3, 2]), 10, seed=0))
     [[0, 2], [1, 3, 4]]
     """
-    rng = np.random.default_rng(seed)
-    sizes, counts = np.unique(lengths, return_counts=True)
-    kinds = best_fit(dict(zip(sizes.tolist(), counts.tolist(), strict=True)), capacity)
-    index = np.int32 if len(lengths) < 2**31 else np.int64
-    drawn = rng.permutation(len(lengths)).astype(index)
-    by_length = drawn[np.argsort(lengths[drawn], kind="stable")]
-    taken = dict(zip(sizes.tolist(), (np.cumsum(counts) - counts).tolist(), strict=True))
-    members = np.empty(len(lengths), index)
-    widths = np.empty(sum(kind.num_rows for kind in kinds), np.int64)
-    done = row = 0
-    for kind in kinds:
-        columns = []
-        for length, count in kind.members:
-            end = taken[length] + count * kind.num_rows
-            columns.append(by_length[taken[length] : end].reshape(kind.num_rows, count))
-            taken[length] = end
-        block = rng.permuted(np.concatenate(columns, axis=1), axis=1)
-        members[done : done + block.size] = block.reshape(-1)
-        widths[row : row + kind.num_rows] = block.shape[1]
-        done, row = done + block.size, row + kind.num_rows
-    return _shuffled(members, widths, rng)
-
-
-def _shuffled(members: Any, widths: Any, rng: Any) -> Packing:
-    """Returns the rows in random order."""
-    order = rng.permutation(len(widths))
-    starts = np.concatenate([[0], np.cumsum(widths[order])])
-    shift = (np.cumsum(widths) - widths)[order] - starts[:-1]
-    places = np.repeat(shift, widths[order])
-    places += np.arange(len(members))
-    return Packing(members=members[places], starts=starts)
+    members, starts = packed_rows(lengths, capacity, seed=seed)
+    return Packing(members=members, starts=starts)
 
 
 def kept(folder: Path, lengths: Any, capacity: int, *, seed: int) -> Packing:

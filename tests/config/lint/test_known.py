@@ -536,6 +536,33 @@ def test_checkpoints_without_weights_are_told(tmp_path: Path) -> None:
     assert "DS910" not in [each.rule for each in found(zero3 % "true", job=asked)]
 
 
+@pytest.mark.parametrize(
+    ("lines", "place", "problem"),
+    [
+        ("freeze:\n- embed\n- mlpp\n", (8, 3), 'freeze has "mlpp", which is in no name of a parameter'),
+        ("method: lora\nlora:\n  targets: [q_proj, kproj]\n", (8, 21), 'lora: targets has "kproj", but no module'),
+        ("method: lora\nlora:\n  targets: [norm]\n", (8, 3), "no linear layer of qwen3-8b is named norm"),
+    ],
+)
+def test_names_that_the_model_does_not_have_are_errors(
+    tmp_path: Path, lines: str, place: tuple[int, int], problem: str
+) -> None:
+    facts = model("qwen3-8b")
+    said = one("DS227", found(ZERO2, job=job(tmp_path, lines), model=facts))
+    assert (said.place.line, said.place.column, said.severity) == (*place, Severity.ERROR)
+    assert said.problem.startswith(problem)
+
+
+def test_names_that_cannot_be_checked_are_told_once(tmp_path: Path) -> None:
+    asked = job(tmp_path, "freeze: [mlp]\ntrain_only: [norm]\n")
+    said = one("DS227", found(ZERO2, job=asked))
+    assert said.severity is Severity.WARNING
+    assert said.problem == (
+        "freeze, train_only cannot be checked: the names of Qwen/Qwen3-8B's parameters are not known here"
+    )
+    assert "DS227" not in [each.rule for each in found(ZERO2, job=job(tmp_path))]
+
+
 def test_keys_of_images_for_a_language_model_are_told(tmp_path: Path) -> None:
     asked = job(tmp_path, "max_pixels: 4096\nfreeze_vision_tower: false\n")
     told = [each for each in found(ZERO2, job=asked, model=model("qwen3-8b")) if each.rule == "DS909"]

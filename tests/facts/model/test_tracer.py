@@ -17,6 +17,7 @@ from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.model import tracer
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.parameter_names import names_of
 from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
 from dstrain.facts.model.traced_activations import ActivationProfile
 from dstrain.facts.model.traced_model import from_description
@@ -109,6 +110,7 @@ def test_a_known_family_is_described_as_it_is_known(answers: dict[tuple[str, int
     # of windows only the tape needs to know, which a traced model does without
     windows: dict[str, Any] = {"sliding_window": known.sliding_window, "num_windowed_layers": known.num_windowed_layers}
     assert replace(described, tensors=(), **windows) == replace(known, tensors=())
+    assert {parameter.name for parameter in description.parameters} <= set(names_of(known, "") or ())
 
 
 @pytest.mark.parametrize("name", IRREGULAR)
@@ -136,6 +138,7 @@ def test_a_model_is_traced_once_and_remembered(tmp_path: Path, monkeypatch: pyte
     first = trace_model(subject, way, name="small", source="some/small")
     assert first.traced is not None
     assert 'layers of model_type "gpt2" are not written in dstrain' in first.traced.note
+    assert {"transformer.h.6.attn.c_attn.weight", "transformer.ln_f.bias"} <= set(names_of(first, "") or ())
     assert len(list((tmp_path / "dstrain" / "traces").glob("*.json"))) == 2
     assert trace_model(subject, way, name="small", source="some/small", timeout_s=0.01) == first
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Optimizer, Task
+from dstrain.choices import Attention, Optimizer, Task
 from dstrain.config.imports.read import import_file
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.hostfile import expand
@@ -78,8 +78,8 @@ def test_llamafactorys_files_are_read_back_as_the_same_job(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("target", [Target.ACCELERATE, Target.FSDP2, Target.TORCHRUN])
 def test_what_a_plain_trainer_lacks_is_refused(tmp_path: Path, target: Target) -> None:
-    with pytest.raises(InvalidConfig, match="has no counterpart of sp: 2, packing: true"):
-        export(job_of(tmp_path, packing=True, sp=2), ZERO3, TWO, target)
+    with pytest.raises(InvalidConfig, match="has no counterpart of sp: 2, tiled_mlp: true"):
+        export(job_of(tmp_path, tiled_mlp=True, sp=2), ZERO3, TWO, target)
 
 
 @pytest.mark.parametrize("target", Target)
@@ -129,12 +129,24 @@ def test_preferences_are_not_exported_as_answers(tmp_path: Path, target: Target)
 
 
 def test_the_script_needs_no_dstrain(tmp_path: Path) -> None:
-    text = export(job_of(tmp_path), ZERO3, TWO, Target.TORCHRUN).files["train.py"]
-    imports = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    files = export(job_of(tmp_path, packing=True), ZERO3, TWO, Target.TORCHRUN).files
+    trees = [ast.parse(text) for name, text in files.items() if name.endswith(".py")]
+    imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
     assert {str(name).partition(".")[0] for name in names} - sys.stdlib_module_names == {
-        *("torch", "datasets", "transformers", "peft"),
+        *("torch", "datasets", "transformers", "peft", "numpy", "packing"),
     }
+    assert len(trees) == 2
+
+
+def test_packed_rows_are_those_of_a_run_and_their_mask_is_told(tmp_path: Path) -> None:
+    job = job_of(tmp_path, packing=True)
+    assert "packing.py" not in export(job_of(tmp_path), ZERO3, TWO, Target.TORCHRUN).files
+    made = export(job, ZERO3, TWO, Target.TORCHRUN)
+    assert any(note.startswith("attention over packed rows gets a mask") for note in made.notes)
+    flash = export(replace(job, attn=Attention.FLASH_ATTENTION_2), ZERO3, TWO, Target.TORCHRUN)
+    assert not any("gets a mask" in note for note in flash.notes)
+    assert not any("gets a mask" in note for note in export(job, ZERO3, TWO, Target.LLAMAFACTORY).notes)
 
 
 def test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1(
@@ -144,10 +156,9 @@ def test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1(
     shutil.copytree(made_demo, demo)
     lines = (demo / "train.jsonl").read_text().splitlines(keepends=True)
     (demo / "train.jsonl").write_text("".join(lines[:64]))
-    for stage, target in ((3, Target.FSDP2), (1, Target.TORCHRUN)):
-        run = make_run(
-            tmp_path / f"zero{stage}", demo, zero={"stage": stage}, precision="fp32", grad_accum=2, max_steps=4
-        )
+    for stage, target, packing in ((3, Target.FSDP2, False), (1, Target.TORCHRUN, True)):
+        settings: dict[str, Any] = {"precision": "fp32", "grad_accum": 2, "max_steps": 4, "packing": packing}
+        run = make_run(tmp_path / f"zero{stage}", demo, zero={"stage": stage}, **settings)
         engine.train(run)
         (run / "ds_config.json").write_text((run / "ds_config.resolved.json").read_text())
         request = json.loads((run / "request.json").read_text()) | {"env": {"DS_ACCELERATOR": "cpu"}}

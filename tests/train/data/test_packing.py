@@ -1,4 +1,7 @@
+import runpy
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,7 +12,12 @@ from hypothesis import strategies as st
 datasets = pytest.importorskip("datasets")
 torch = pytest.importorskip("torch")
 
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+from dstrain.facts.cluster.hostfile import expand  # noqa: E402
 from dstrain.facts.data.best_fit import best_fit  # noqa: E402
+from dstrain.job.schema import Job  # noqa: E402
+from dstrain.launch.scripts.exports import Target, export  # noqa: E402
 from dstrain.train import demo  # noqa: E402
 from dstrain.train.data import packing  # noqa: E402
 from dstrain.train.data.collate import Collator, taken_by  # noqa: E402
@@ -176,3 +184,27 @@ def test_a_mask_of_ones_would_let_samples_see_each_other() -> None:
         batch = collate([packed([first, [5] * 8], [[0, 1]])[0]])
         outputs.append(model(**batch, attention_mask=torch.ones_like(batch["input_ids"])).logits[0, 8:])
     assert not torch.equal(*outputs)
+
+
+def test_an_exported_script_refuses_a_model_that_mixes_the_samples_of_a_row(tmp_path: Path) -> None:
+    job = Job(model="m", output_dir="o", data="d", packing=True)
+    (tmp_path / "train.py").write_text(export(job, {}, expand("localhost:2", None), Target.TORCHRUN).files["train.py"])
+    script = SimpleNamespace(**runpy.run_path(str(tmp_path / "train.py")))
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, initializer_range=0.5, **sizes))
+    trainer = SimpleNamespace(
+        train_dataset=[{"input_ids": list(range(20))}],
+        data_collator=script.PackedCollator(model, 0),
+        compute_loss_context_manager=nullcontext,
+        _prepare_inputs=lambda inputs: inputs,
+    )
+    script.WholeSteps._require_isolation(trainer, model)
+    trainer._prepare_inputs = lambda inputs: {"input_ids": inputs["input_ids"], "labels": None}
+    with pytest.raises(SystemExit, match="mixes the samples of a packed row"):
+        script.WholeSteps._require_isolation(trainer, model)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+from dstrain.choices import Method
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules.jobs import in_job
 from dstrain.config.lint.subject import Subject
 from dstrain.facts.model.model_facts import why_unscored
+from dstrain.facts.model.parameter_names import names_of
 from dstrain.job import task_limits
+from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
+from dstrain.plan.named_parts import unknown, untargeted
 
 _STOPS = "the run stops before it loads the model"
+_STOPS_LOADED = "the run stops once the model is loaded"
+_MAY_STOP = "the run stops once the model is loaded if it has no such names"
 
 
 def _not_of_task(subject: Subject) -> Iterator[Fault]:
@@ -44,6 +51,35 @@ def _without_tower(subject: Subject) -> Iterator[Fault]:
             yield in_job(subject, key, problem, "it changes nothing, or stops the run", "remove the key")
 
 
+def _named_in_vain(subject: Subject) -> Iterator[Fault]:
+    """Reports patterns of parameters and modules of an adapter that are in no name of the model."""
+    job = subject.job.job if subject.job is not None else None
+    given = _named_keys(job) if job is not None else []
+    if subject.job is None or job is None or not given:
+        return
+    names = names_of(subject.model, job.model)
+    if names is None:
+        problem = f"{', '.join(given)} cannot be checked: the names of {job.model}'s parameters are not known here"
+        fix = "name a folder with its config.json or its weights to check them before the launch"
+        yield replace(in_job(subject, "model", problem, _MAY_STOP, fix), severity=Severity.WARNING)
+        return
+    missing = [*unknown(job, names)]
+    if not missing and job.method is not Method.FULL and subject.model is not None:
+        missing = [none] if (none := untargeted(subject.model, job.lora)) is not None else []
+    for found in missing:
+        place = subject.job.locate(found.keys)
+        yield Fault(place=place, problem=found.problem, effect=_STOPS_LOADED, fix=found.fix)
+
+
+def _named_keys(job: Job) -> list[str]:
+    """Returns the keys of a job that name parameters or modules."""
+    if job.method is Method.FULL:
+        return [key for key in ("freeze", "train_only") if getattr(job, key)]
+    plain = Lora()
+    keys = ("targets", "modules_to_save")
+    return [f"lora: {key}" for key in keys if getattr(job.lora, key) != getattr(plain, key)]
+
+
 RULES = (
     Rule(
         id="DS226",
@@ -51,6 +87,13 @@ RULES = (
         title="key that the task or the method does not support",
         find=_not_of_task,
         source="dstrain/job/task_limits.py",
+    ),
+    Rule(
+        id="DS227",
+        severity=Severity.ERROR,
+        title="name that no part of the model has",
+        find=_named_in_vain,
+        source="dstrain/train/model_parts.py; peft 0.21 tuners/tuners_utils.py: check_target_module_exists",
     ),
     Rule(
         id="DS908",

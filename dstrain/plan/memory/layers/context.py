@@ -19,7 +19,7 @@ from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.graph import Tape, Tensors
 from dstrain.plan.memory.layers.kernels import fused_parts
 from dstrain.plan.memory.layers.tensor import GradRelease, Param, Storage, Tensor
-from dstrain.plan.memory.params import is_inside, kept_whole
+from dstrain.plan.memory.params import is_inside, is_target, kept_whole
 from dstrain.plan.training_code import TrainingCode
 
 
@@ -210,11 +210,10 @@ class Context:
         return make(x, outputs, inputs, False)
 
     def _is_adapted(self, name: str) -> bool:
-        targets = self.variant.model.lora.targets
-        last = name.split(".")[-1]
-        if targets != ("all-linear",):
-            return last in targets
-        return name.startswith("self_attn.") if self.model.moe is not None else last != "lm_head"
+        lora = self.variant.model.lora
+        if lora.targets != ("all-linear",):
+            return is_target(name, lora)
+        return name.startswith("self_attn.") if self.model.moe is not None else name.split(".")[-1] != "lm_head"
 
     def _is_quantized(self, name: str) -> bool:
         return self.variant.model.method is Method.QLORA and name != "lm_head" and not name.startswith("model.visual")

@@ -1,0 +1,110 @@
+"""Finds what a job names and its model does not have: patterns of parameters, and modules of an adapter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import accumulate
+
+from dstrain.choices import Method
+from dstrain.errors import nearest
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.parts import Part, part_of
+from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
+from dstrain.plan.memory.params import adapted, linear_names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unknown:
+    """A name in a job that is in no name of its model."""
+
+    keys: tuple[str | int, ...]
+    """The keys that lead to it in the job."""
+    problem: str
+    fix: str
+    """What to write, with the closest names of the model, best first."""
+
+
+def unknown(job: Job, names: Sequence[str]) -> Iterator[Unknown]:
+    """Yields what a job names that is in none of the names of parameters.
+
+    `freeze` and `train_only` are regular expressions that may match anywhere in a name of a parameter;
+    `lora: targets` and `modules_to_save` are ends of the names of modules, the former outside the vision tower.
+    Source: peft 0.21 tuners/tuners_utils.py: check_target_module_exists; utils/other.py: _set_trainable.
+    """
+    if job.method is Method.FULL:
+        for key, patterns in (("freeze", job.freeze), ("train_only", job.train_only)):
+            for index, pattern in enumerate(patterns):
+                if not any(re.search(pattern, name) for name in names):
+                    yield _of_pattern((key, index), pattern, names)
+    else:
+        yield from unknown_modules(job.lora, names)
+
+
+def unknown_modules(lora: Lora, names: Sequence[str]) -> Iterator[Unknown]:
+    """Yields what an adapter names that no module of the model is named, as `unknown` does."""
+    language = modules(name for name in names if part_of(name) is Part.LANGUAGE_MODEL)
+    heads = () if "score" in language else ("lm_head",)  # a tied head has no parameter of its own
+    if lora.targets != Lora().targets:
+        yield from _missing("targets", lora.targets, (*language, *heads), dot=".")
+    yield from _missing("modules_to_save", lora.modules_to_save, (*modules(names), *heads), dot="")
+
+
+def untargeted(model: ModelFacts, lora: Lora) -> Unknown | None:
+    """Returns what is wrong if none of an adapter's targets is a linear layer, or None."""
+    if adapted(model, lora):
+        return None
+    problem = f"no linear layer of {model.name} is named {', '.join(lora.targets)}"
+    fix = f"write some of {', '.join(linear_names(model))}, or all-linear"
+    return Unknown(keys=("lora", "targets"), problem=problem, fix=fix)
+
+
+def modules(names: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of the modules that have parameters, and of those around them.
+
+    >>> modules(["model.norm.weight", "lm_head.weight"])
+    ('model', 'model.norm', 'lm_head')
+    """
+    owners = (accumulate(name.split(".")[:-1], lambda outer, inner: f"{outer}.{inner}") for name in names)
+    return tuple(dict.fromkeys(owner for nested in owners for owner in nested))
+
+
+def _missing(key: str, asked: Sequence[str], legal: Sequence[str], *, dot: str) -> Iterator[Unknown]:
+    """Yields those of the names of modules that end none of the legal ones, from a dot on if `dot` is one."""
+    for index, module in enumerate(asked):
+        if not any(f"{dot}{name}".endswith(f"{dot}{module}") for name in legal):
+            ends = {name.rpartition(".")[2] for name in legal}
+            last = sorted(end for end in ends if not end.isdigit() and (key != "targets" or "norm" not in end))
+            near = nearest(module.rpartition(".")[2], last)
+            problem = f'lora: {key} has "{module}", but no module of the model is named so'
+            instead = near or f"the end of a module's name: {', '.join(_closest(module, last, 8))}"
+            yield Unknown(keys=("lora", key, index), problem=problem, fix=f"write {instead}")
+
+
+def _of_pattern(keys: tuple[str | int, ...], pattern: str, names: Sequence[str]) -> Unknown:
+    words = " ".join(re.findall(r"[A-Za-z_]\w*", re.sub(r"\\[A-Za-z]", "", pattern)))
+    closest = ", ".join(_closest(words, _one_layer(names), 3))
+    return Unknown(
+        keys=keys,
+        problem=f'{keys[0]} has "{pattern}", which is in no name of a parameter',
+        fix=f"write a regular expression that is in a name; the closest are {closest}",
+    )
+
+
+def _closest(words: str, names: Sequence[str], count: int) -> list[str]:
+    return sorted(names, key=lambda name: -_likeness(words, name))[:count]
+
+
+def _one_layer(names: Sequence[str]) -> list[str]:
+    """Returns whole names, without those that differ from an earlier one by numbers alone."""
+    firsts = {re.sub(r"\.\d+(?=\.)", ".*", name): name for name in reversed(names)}
+    return [name for name in firsts.values() if not any(other.endswith(f".{name}") for other in firsts.values())]
+
+
+def _likeness(words: str, name: str) -> float:
+    """Returns how much of a pattern's words is in a name, a little less for longer names."""
+    blocks = SequenceMatcher(None, words, name, autojunk=False).get_matching_blocks()
+    return sum(block.size**2 for block in blocks) - len(name) / 1000
