@@ -1,4 +1,4 @@
-"""The exam of the health rules: recorded runs with a known cause of trouble, and what the rules say of them."""
+"""The exam of the health rules, and the gallery: recorded runs with a known cause, and what is said of them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from benchmarks.health_exam.gallery import write
 from benchmarks.health_exam.score import FOLDER, UNEXAMINED, WITHIN, Result, false_per_1000, replay
 from benchmarks.health_exam.traces import CAUSES, JOB, LATE, all_traces
+from benchmarks.health_exam.whole_runs import FOLDER as WHOLE
+from benchmarks.health_exam.whole_runs import WHOLE_RUNS, WholeRun
 from dstrain.job.monitor import HealthRule
 
 GALLERY = Path(__file__).parent.parent / "docs" / "gallery"
@@ -57,9 +59,26 @@ def test_there_is_at_most_one_false_warning_in_a_thousand_steps() -> None:
 def test_the_gallery_is_what_its_command_writes(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     shown = [result(name) for name, trace in TRACES.items() if trace.cause is not None and trace.half == 0]
     update = request.config.getoption("--update")
-    pages = write(shown, GALLERY if update else tmp_path)
+    pages = write(shown, WHOLE_RUNS, GALLERY if update else tmp_path)
     assert {page.name for page in pages} == {page.name for page in GALLERY.iterdir()}
-    for page, run in zip(pages, shown, strict=True):
+    for page in pages:
         assert page.read_text() == (GALLERY / page.name).read_text(), "run pytest --update"
+    for page, run in zip(pages[: len(shown)], shown, strict=True):
         assert run.named is not None
         assert run.named.rule in page.read_text()
+
+
+def test_every_whole_run_is_kept() -> None:
+    assert {path.stem for path in WHOLE.iterdir()} == {one.name for one in WHOLE_RUNS}
+
+
+@pytest.mark.parametrize("run", WHOLE_RUNS, ids=lambda run: run.name)
+def test_the_page_of_a_whole_run_says_what_is_wrong_and_what_to_change(run: WholeRun) -> None:
+    page = (GALLERY / f"{run.name}.html").read_text()
+    assert [text for text in run.says if text not in page] == []
+
+
+@pytest.mark.parametrize(("page", "to"), [("docs/health.md", "gallery"), ("docs/zh/health.md", "../gallery")])
+def test_every_page_of_the_gallery_is_listed_with_its_cause(page: str, to: str) -> None:
+    text = (GALLERY.parents[1] / page).read_text()
+    assert [path.name for path in GALLERY.iterdir() if f"({to}/{path.name})" not in text] == []

@@ -3,9 +3,11 @@
 Examples: python -m benchmarks.health_exam            (replays the recorded runs: seconds)
           python -m benchmarks.health_exam --record   (records them again: a quarter of an hour on two idle cores)
           python -m benchmarks.health_exam --record --only slow-rank
+          python -m benchmarks.health_exam --record --only small-bucket   (one of the whole runs)
           python -m benchmarks.health_exam --gallery docs/gallery   (writes the report page of a run with each cause)
 
-Ranks that record ask for real-time scheduling, which root gets: other processes of the machine wait meanwhile.
+Ranks that record ask for real-time scheduling, which root gets: other processes of the machine wait meanwhile. Those of
+whole runs do not.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from benchmarks.health_exam.score import (
     unexamined_table,
 )
 from benchmarks.health_exam.traces import all_traces
+from benchmarks.health_exam.whole_runs import WHOLE_RUNS
 
 
 def describe(title: str, results: Sequence[Result]) -> None:
@@ -47,17 +50,20 @@ def main() -> None:
     parser.add_argument("--gallery", type=Path, help="folder for the report page of a run with each cause")
     given = parser.parse_args()
     traces = [trace for trace in all_traces() if trace.name.startswith(given.only)]
+    whole = [one for one in WHOLE_RUNS if one.name.startswith(given.only)]
     if given.record:
         from benchmarks.health_exam.record import record
+        from benchmarks.health_exam.whole_runs import record as record_whole
 
         FOLDER.mkdir(exist_ok=True)
         record(traces, FOLDER, pause_s=given.pause, say=lambda text: print(text, flush=True))
+        record_whole(whole, lambda text: print(text, flush=True))
     results = [replay(trace) for trace in traces]
     if given.gallery is not None:
         from benchmarks.health_exam.gallery import write
 
         first = [result for result in results if result.trace.cause is not None and result.trace.half == 0]
-        for path in write(first, given.gallery):
+        for path in write(first, whole, given.gallery):
             print(path)
         return
     for half, title in ((0, "the first runs"), (1, "the second runs")):

@@ -1,6 +1,7 @@
 """Writes the report page of a recorded run for each cause, with what the health rules say of it and what was planned.
 
-On a CPU that is memory alone: no time is planned there, and PyTorch counts no peak, which the page says.
+On a CPU that is memory alone: no time is planned there, and PyTorch counts no peak, which the page says. Of whole runs
+the page is that of `dstrain report --html`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 from benchmarks.health_exam.score import FACTS, FOLDER, Result
 from benchmarks.health_exam.traces import JOB
+from benchmarks.health_exam.whole_runs import WholeRun
 from dstrain.choices import Precision
 from dstrain.cli.output import report_page
 from dstrain.facts.cluster.cluster import Origin, describe
@@ -32,15 +34,14 @@ _BEGAN_S = 1_790_000_000.0
 """When each run is said to have begun, in seconds since the epoch, so that pages are the same each time."""
 
 
-def write(results: Sequence[Result], folder: Path) -> list[Path]:
-    """Writes a page for each result, named after its cause, and returns the paths."""
+def write(results: Sequence[Result], whole: Sequence[WholeRun], folder: Path) -> list[Path]:
+    """Writes a page for each result, named after its cause, and for each whole run, and returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     pages = []
     with tempfile.TemporaryDirectory() as temporary:
-        for result in results:
-            cause = result.trace.cause
-            assert cause is not None
-            run = _run_directory(result, Path(temporary) / result.trace.name.rpartition("-")[0])
+        home = Path(temporary)
+        runs = [_run_directory(result, home / result.trace.name.rpartition("-")[0]) for result in results]
+        for run in [*runs, *(one.write(home / one.name) for one in whole)]:
             path = folder / f"{run.path.name}.html"
             text = report_page.page([report(read(run), now=_BEGAN_S + 3600)])
             path.write_text(text.replace(temporary, ""), encoding="utf-8")

@@ -13,8 +13,8 @@ from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload, measured_workload
-from dstrain.job.monitor import HealthRule
 from dstrain.job.schema import Job
+from dstrain.monitor.advice import Advice, faster, gain, larger_bucket, more_workers
 from dstrain.monitor.comparison import (
     Comparison,
     Difference,
@@ -23,12 +23,10 @@ from dstrain.monitor.comparison import (
     communication_s,
     comparisons,
     differences,
-    middle,
     planned_speed,
     step_parts,
 )
-from dstrain.monitor.comparison_text import TIME_NOTES, difference_text, split_text, table
-from dstrain.monitor.health.speed_rules import SPEED_RULES
+from dstrain.monitor.comparison_text import difference_text, split_text, table
 from dstrain.monitor.metrics import without_nonfinite
 from dstrain.monitor.planned_links import link_seconds
 from dstrain.monitor.row_contents import as_trained, contents_text, trained_contents
@@ -41,30 +39,12 @@ from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.search.out_of_memory import Shortage, fixes
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
-from dstrain.units import format_bytes, format_seconds
+from dstrain.units import format_bytes
 
 FEWEST_STEPS, LATEST_STEPS = 20, 50
 """Steps of a start before the verdict: at least, and at most while steps warm up."""
 MEMORY_RANGE = 1 - USABLE_GPU_RATIO
 """The share by which memory may differ from the plan: what plans leave free of a GPU."""
-SLOW_LINK = SPEED_RULES[HealthRule.BUS_BANDWIDTH].warn
-"""Share of the planned bandwidth below which links are the cause."""
-_WORKERS = (2, 4, 8, 16)
-"""Processes of the data loader that are proposed, each time the next more."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Advice:
-    """What to change."""
-
-    setting: str
-    """The line to change, as it is written."""
-    gain: str
-    """What it brings, in words."""
-    step_ratio: float | None = None
-    """How much longer a step takes, as a share of what it takes now; None if that is unknown."""
-    device_bytes_per_gpu: int | None = None
-    """Predicted memory of a GPU; None if that does not change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,14 +144,14 @@ def judge(run: FirstSteps, *, steps: int, estimate: Estimate) -> Verdict:
     cause = max(beyond, key=lambda each: abs(each.share), default=None)
     advice, note = None, ""
     if cause is None:
-        note = _as_planned(run)
+        advice, note = larger_bucket(run, estimate), _as_planned(run)
     elif cause.share < 0:
         note = "the plan is too cautious: `dstrain calibrate` lets the next one use what this run measured"
     elif cause.part is Part.DATA_WAIT:
-        advice = _more_workers(run, cause)
+        advice = more_workers(run, run.job.dataloader_num_workers, cause)
     elif cause.is_time:
-        advice, note = _faster(run, cause, estimate)
-        note = note and f"{note}; to save: {_gain(run, cause)[0]}"
+        advice, note = faster(run, cause, estimate)
+        note = note and f"{note}; to save: {gain(run, cause)[0]}"
     else:
         advice, note = _less_memory(run, estimate)
     return Verdict(
@@ -202,49 +182,6 @@ def _as_planned(run: FirstSteps) -> str:
         return f"no time is planned {why}; {what} ({memory})"
     time = f"time ± {100 * speed.uncertainty_ratio:.0f} %"
     return f"as planned: nothing differs by more than the range of the plan, {time}, {memory}"
-
-
-def _more_workers(run: FirstSteps, cause: Difference) -> Advice | None:
-    """Returns more processes for the data loader; None if there are many already."""
-    now, (gain, ratio) = run.job.dataloader_num_workers, _gain(run, cause)
-    more = next((count for count in _WORKERS if count > now), None)
-    if more is None:
-        return None
-    return Advice(setting=f"dataloader_num_workers: {more} in the job (now {now})", gain=gain, step_ratio=ratio)
-
-
-def _gain(run: FirstSteps, cause: Difference) -> tuple[str, float]:
-    """Returns what a change saves at most, what a part takes beyond the plan: in words, and as a share of a step."""
-    saved, step_s = cause.measured - cause.planned, sum(part.measured for part in step_parts(run))
-    text = f"up to {format_seconds(saved)} of a step of {format_seconds(step_s)} ({100 * saved / step_s:.0f} %)"
-    return text, -saved / step_s
-
-
-_SMALL_MESSAGE = 2**22
-"""Mean bytes of a collective below which its start takes more than its bytes, on links of tens of GB/s."""
-_BUCKETS = (50_000_000, 200_000_000, 500_000_000)
-"""Elements of a bucket that are proposed, each time the next more; the last is DeepSpeed's default."""
-
-
-def _faster(run: FirstSteps, cause: Difference, estimate: Estimate) -> tuple[Advice | None, str]:
-    """Returns what to change for a part of the time that is longer than planned, or a note."""
-    if cause.part in TIME_NOTES:
-        return None, TIME_NOTES[cause.part]
-    share = middle(run.windows, "bus_share")
-    if share is not None and share < SLOW_LINK:
-        return None, f"links reach {share:.0%} of what the plan expects: `dstrain doctor --network` measures them"
-    zero = estimate.configuration.zero
-    nbytes, calls = middle(run.windows, "comm_bytes"), middle(run.windows, "comm_calls")
-    more = next((size for size in _BUCKETS if size > zero.reduce_bucket_size), None)
-    if nbytes and calls and nbytes / calls < _SMALL_MESSAGE and more is not None and zero.stage in (1, 2, 3):
-        gain, ratio = _gain(run, cause)
-        why = f"{calls:,.0f} collectives of {format_bytes(nbytes / calls)} on average become fewer and larger"
-        setting = f"zero_optimization.reduce_bucket_size: {more} in ds_config.json (now {zero.reduce_bucket_size})"
-        return Advice(setting=setting, gain=f"{gain}: {why}", step_ratio=ratio), ""
-    if zero.stage > 0 and not zero.overlap_comm:
-        gain = f"up to {format_seconds(cause.measured)} of a step hide behind the backward pass"
-        return Advice(setting="zero_optimization.overlap_comm: true in ds_config.json (now false)", gain=gain), ""
-    return None, "more tokens between collectives hide them: a larger micro_batch, or grad_accum under ZeRO-1"
 
 
 def _less_memory(run: FirstSteps, estimate: Estimate) -> tuple[Advice | None, str]:

@@ -251,7 +251,8 @@ def _missing(recorded: Recorded, advisories: object) -> list[str]:
     """Returns what cannot be said of a run, and why."""
     estimate, cluster = recorded.estimate, recorded.cluster
     on_cpu = cluster is not None and cluster.gpu.is_cpu
-    found = []
+    unchecked = "the checks before the first step were off (preflight: false); they try the heaviest micro-batch"
+    found = [unchecked] if recorded.job is not None and not recorded.job.preflight else []
     if estimate is None:
         found.append("no plan was recorded, so nothing is compared with it")
     elif on_cpu:

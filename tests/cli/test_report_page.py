@@ -131,7 +131,8 @@ def test_there_is_a_bar_for_the_plan_and_each_rank(pages: Path) -> None:
 
 def test_checks_the_first_steps_and_the_parts_of_a_step_are_there(pages: Path) -> None:
     texts = parsed(text_of(pages, "gpu")).texts
-    assert any("✗ first loss" in item for item in texts["li"])
+    assert any("✗ first loss" in item for item in texts["b"]), "a check that did not pass stands out"
+    assert not any("worst batch" in item for item in texts["b"])
     assert any("to change: dataloader_num_workers: 2" in item for item in texts["p"])
     assert any("all_gather 27.9 GiB" in item for item in texts["p"])
     page = text_of(pages, "gpu")

@@ -165,6 +165,48 @@ def test_ranks_on_a_cpu_compare_bytes_only_and_say_so(tmp_path: Path) -> None:
     assert "model states per rank" in text(verdict, steps)
 
 
+def small_reductions(folder: Path, *, latency_s: float | None, calls: float) -> Path:
+    """Returns a run on two CPU ranks whose reductions were counted, with a bucket of 1,000 elements."""
+    place = RunDir(night(folder))
+    facts, plan = (json.loads(path.read_text()) for path in (place.facts, place.plan))
+    facts["cluster"]["intra_link"]["latency_s"] = latency_s
+    plan["configuration"]["reduce_bucket_size"] = 1000
+    reduced = {"comm/all_reduce_calls": calls, "comm/all_reduce_bytes": 4.2e6, "comm/all_reduce_s": 0.09}
+    lines = read_jsonl(place.metrics)
+    for line in lines:
+        if "loss" in line:
+            line |= reduced | {"comm_s_by_rank": [0.1, 0.1], "step_s": 0.2}
+    place.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for path, data in ((place.facts, facts), (place.plan, plan)):
+        path.write_text(json.dumps(data))
+    return folder
+
+
+def test_small_reductions_are_answered_by_measured_latency_where_no_time_is_planned(tmp_path: Path) -> None:
+    verdict, _, steps = judged(small_reductions(tmp_path / "run", latency_s=3e-4, calls=102.0))
+    assert steps.estimate is not None
+    assert verdict.cause is None
+    assert verdict.advice is not None
+    whole = steps.estimate.num_trainable_params
+    assert verdict.advice.setting == f"zero_optimization.reduce_bucket_size: {whole} in ds_config.json (now 1000)"
+    fewer = steps.estimate.configuration.step.grad_accum
+    least = (102 - fewer) * 3e-4
+    assert verdict.advice.step_ratio == pytest.approx(-least / 0.2)
+    assert verdict.advice.gain == (
+        f"{least:.2f} s ({100 * least / 0.2:.0f} %) to 0.09 s (45 %) of a step of 0.20 s: 102 reductions of 40.2 KiB on"
+        f" average become {fewer}; each takes at least 0.3 ms, however small (`dstrain doctor --network`)"
+    )
+    assert verdict.note.startswith("no time is planned on a CPU")
+
+
+@pytest.mark.parametrize(("latency_s", "calls"), [(None, 102.0), (3e-5, 102.0), (3e-4, 7.0)])
+def test_reductions_that_take_little_or_unknown_time_are_left_alone(
+    tmp_path: Path, latency_s: float | None, calls: float
+) -> None:
+    verdict, _, _ = judged(small_reductions(tmp_path / "run", latency_s=latency_s, calls=calls))
+    assert verdict.advice is None
+
+
 def test_a_verdict_is_a_line_of_the_metrics_that_is_no_step(tmp_path: Path) -> None:
     verdict, _, _ = judged(gpu_run(tmp_path / "run", slower=1.5, waits=1 / 3))
     data = json.loads(json.dumps(verdict.to_data()))

@@ -227,3 +227,13 @@ def test_runs_side_by_side_show_the_settings_that_differ(tmp_path: Path) -> None
     rows = {row[0]: row[1:] for row in table(reports)}
     assert rows["learning_rate"] == ["0.02", "0.01"]
     assert rows["hand edits"] == ["2", "2"]
+
+
+def test_a_run_without_checks_before_its_first_step_says_so(tmp_path: Path) -> None:
+    folder = night(tmp_path / "night")
+    asked = json.loads((folder / "request.json").read_text())
+    words = "the checks before the first step were off (preflight: false)"
+    for is_on in (True, False):
+        (folder / "request.json").write_text(json.dumps(asked | {"preflight": is_on}))
+        missing = report(read(RunDir(folder)), now=0).missing
+        assert any(text.startswith(words) for text in missing) is not is_on

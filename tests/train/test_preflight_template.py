@@ -90,7 +90,7 @@ def test_a_template_that_the_model_does_not_know_is_told_before_the_first_step(
     (found,) = [each for each in load_json(Preflight, RunDir(run).preflight).checks if each.name is CheckName.TEMPLATE]
     assert not found.passed
     assert found.text.startswith("answers of 8 conversations have a loss of ")
-    assert "the model does not know it; without chat_template in the job it trains in its own" in found.text
+    assert "the model does not know it; remove chat_template from the job, and it trains in its own" in found.text
     assert f"✗ chat template: {found.text}" in said(run)
 
 

@@ -80,6 +80,7 @@ def _run(report: Report) -> dict[str, Any]:
     """Returns all that the page shows of one run."""
     recorded = report.recorded
     estimate, script = recorded.estimate, recorded.run_dir.start_script
+    checks = recorded.preflight.checks if recorded.preflight else ()
     bars, warm_up = list(islice(_bars(report), MOST_RANKS + 1)), counted(recorded.windows).warm_up_steps
     return {
         "name": shown(str(recorded.run_dir.path)),
@@ -94,7 +95,7 @@ def _run(report: Report) -> dict[str, Any]:
         ],
         "differs": _difference(report),
         "oom": _out_of_memory(report),
-        "checks": [check.line for check in recorded.preflight.checks] if recorded.preflight else [],
+        "checks": [{"line": check.line, "has_failed": check.passed is False} for check in checks],
         "first": text.first_text(report),
         "step": {"bars": [*_step_bars(report)], "parts": [str(one.part) for one in report.parts], "warm_up": warm_up},
         "traffic": text.traffic_text(report) if report.traffic else "",

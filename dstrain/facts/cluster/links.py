@@ -24,6 +24,8 @@ class Link:
     """Peak bytes per second of one GPU, in one direction."""
     source: str
     """The source of the figure."""
+    latency_s: float | None = None
+    """Time of the smallest all-reduce of all ranks over it; None if it was not measured. Plans do not use it."""
 
 
 _PCIE = "PCI-SIG: {0} GT/s × 16 lanes × 128/130 / 8 bits"

@@ -58,7 +58,7 @@ class MeasuredLinks:
     intra_bus_bytes_per_s: Rate | None = None
     """The same inside the slowest host; None if every host has one GPU."""
     latency_s: Rate | None = None
-    """Time of the smallest all-reduce over all ranks; the planner does not use it."""
+    """Time of the smallest all-reduce over all ranks, for the verdict on small buckets; the planner does not use it."""
 
     @property
     def source(self) -> str:
@@ -166,16 +166,19 @@ def save(entry: MeasuredLinks, path: str = DEFAULT_PATH) -> Path:
 def with_links(cluster: Cluster, measured: MeasuredLinks) -> Cluster:
     """Returns the cluster with measured links; a given link between nodes stays."""
     if measured.intra_bus_bytes_per_s is not None:
-        link = _link(cluster.intra_link, measured.intra_bus_bytes_per_s, measured)
+        latency_s = measured.latency_s if measured.inter_bus_bytes_per_s is None else None  # else of all hosts' ranks
+        link = _link(cluster.intra_link, measured.intra_bus_bytes_per_s, measured, latency_s)
         cluster = replace(cluster, intra_link=link, intra_link_origin=Origin.MEASURED)
     if measured.inter_bus_bytes_per_s is not None and cluster.inter_link_origin is not Origin.GIVEN:
-        link = _link(cluster.inter_link, measured.inter_bus_bytes_per_s / measured.gpus_per_node, measured)
+        rate = measured.inter_bus_bytes_per_s / measured.gpus_per_node
+        link = _link(cluster.inter_link, rate, measured, measured.latency_s)
         cluster = replace(cluster, inter_link=link, inter_link_origin=Origin.MEASURED)
     return cluster
 
 
-def _link(link: Link, bytes_per_s: float, measured: MeasuredLinks) -> Link:
-    return Link(name=nominal_name(link) + _SUFFIX, bytes_per_s=bytes_per_s, source=measured.source)
+def _link(link: Link, bytes_per_s: float, measured: MeasuredLinks, latency_s: float | None) -> Link:
+    name = nominal_name(link) + _SUFFIX
+    return Link(name=name, bytes_per_s=bytes_per_s, source=measured.source, latency_s=latency_s)
 
 
 def nominal_name(link: Link) -> str:

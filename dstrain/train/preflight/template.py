@@ -98,7 +98,7 @@ class Losses:
             return Found(passed=True, text=f"{text}: the model knows neither", figures=figures)
         if not self.is_higher:
             return Found(passed=True, text=text, figures=figures)
-        why = "the model does not know it; without chat_template in the job it trains in its own"
+        why = "the model does not know it; remove chat_template from the job, and it trains in its own"
         return Found(passed=False, text=f"{text}: {why}", figures=figures)
 
 

@@ -136,6 +136,14 @@ def test_links_are_as_measured_for_each_gpu() -> None:
     assert (found.intra_link.bytes_per_s, found.intra_link_origin) == (330e9, Origin.MEASURED)
 
 
+def test_the_latency_of_all_ranks_belongs_to_the_link_between_the_farthest() -> None:
+    measured = replace(ENTRY, latency_s=4e-5)
+    nodes = with_links(cluster(), measured)
+    assert (nodes.inter_link.latency_s, nodes.intra_link.latency_s) == (4e-5, None)
+    one_node = with_links(cluster(), replace(measured, inter_bus_bytes_per_s=None))
+    assert one_node.intra_link.latency_s == 4e-5
+
+
 def test_a_link_that_was_given_stays() -> None:
     found = with_links(cluster("roce100"), ENTRY)
     assert (found.inter_link.name, found.inter_link_origin) == ("roce100", Origin.GIVEN)

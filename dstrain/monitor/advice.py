@@ -1,0 +1,131 @@
+"""Says what to change for a part of a step's time, and what that saves at most."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.job.monitor import HealthRule
+from dstrain.monitor.comparison import Difference, Measured, Part, middle, step_parts
+from dstrain.monitor.comparison_text import TIME_NOTES
+from dstrain.monitor.health.speed_rules import SPEED_RULES
+from dstrain.monitor.traffic import Kind
+from dstrain.plan.estimate_records import Estimate
+from dstrain.units import format_bytes, format_seconds
+
+SLOW_LINK = SPEED_RULES[HealthRule.BUS_BANDWIDTH].warn
+"""Share of the planned bandwidth below which links are the cause."""
+_WORKERS = (2, 4, 8, 16)
+"""Processes of the data loader that are proposed, each time the next more."""
+_SMALL_MESSAGE = 2**22
+"""Mean bytes of a collective below which its start takes more than its bytes, on links of tens of GB/s."""
+_BUCKETS = (50_000_000, 200_000_000, 500_000_000)
+"""Elements of a bucket that are proposed, each time the next more; the last is DeepSpeed's default."""
+_REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+"""What DeepSpeed reduces gradients with: the first under ZeRO-1 and 2, the second under ZeRO-3.
+Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: allreduce_and_scatter; stage3.py: __avg_scatter_grads"""
+_WORTH_A_CHANGE = SPEED_RULES[HealthRule.DATA_WAIT].warn
+"""Share of a step that a larger bucket has to save at most to be proposed: that from which waiting for data is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to change."""
+
+    setting: str
+    """The line to change, as it is written."""
+    gain: str
+    """What it brings, in words."""
+    step_ratio: float | None = None
+    """How much longer a step takes, as a share of what it takes now; None if that is unknown."""
+    device_bytes_per_gpu: int | None = None
+    """Predicted memory of a GPU; None if that does not change."""
+
+
+def more_workers(run: Measured, now: int, cause: Difference) -> Advice | None:
+    """Returns more processes for the data loader; None if there are many already."""
+    text, ratio = gain(run, cause)
+    more = next((count for count in _WORKERS if count > now), None)
+    if more is None:
+        return None
+    return Advice(setting=f"dataloader_num_workers: {more} in the job (now {now})", gain=text, step_ratio=ratio)
+
+
+def gain(run: Measured, cause: Difference) -> tuple[str, float]:
+    """Returns what a change saves at most, what a part takes beyond the plan: in words, and as a share of a step."""
+    saved, step_s = cause.measured - cause.planned, sum(part.measured for part in step_parts(run))
+    text = f"up to {format_seconds(saved)} of a step of {format_seconds(step_s)} ({100 * saved / step_s:.0f} %)"
+    return text, -saved / step_s
+
+
+def faster(run: Measured, cause: Difference, estimate: Estimate) -> tuple[Advice | None, str]:
+    """Returns what to change for a part of the time that is longer than planned, or a note."""
+    if cause.part in TIME_NOTES:
+        return None, TIME_NOTES[cause.part]
+    share = middle(run.windows, "bus_share")
+    if share is not None and share < SLOW_LINK:
+        return None, f"links reach {share:.0%} of what the plan expects: `dstrain doctor --network` measures them"
+    zero = estimate.configuration.zero
+    nbytes, calls = middle(run.windows, "comm_bytes"), middle(run.windows, "comm_calls")
+    more = _next_bucket(estimate)
+    if nbytes and calls and nbytes / calls < _SMALL_MESSAGE and more is not None and zero.stage in (1, 2, 3):
+        text, ratio = gain(run, cause)
+        why = f"{calls:,.0f} collectives of {format_bytes(nbytes / calls)} on average become fewer and larger"
+        return Advice(setting=_bucket_setting(estimate, more), gain=f"{text}: {why}", step_ratio=ratio), ""
+    if zero.stage > 0 and not zero.overlap_comm:
+        hidden = f"up to {format_seconds(cause.measured)} of a step hide behind the backward pass"
+        return Advice(setting="zero_optimization.overlap_comm: true in ds_config.json (now false)", gain=hidden), ""
+    return None, "more tokens between collectives hide them: a larger micro_batch, or grad_accum under ZeRO-1"
+
+
+def larger_bucket(run: Measured, estimate: Estimate) -> Advice | None:
+    """Returns a larger bucket if starting reductions of gradients takes a notable part of a step; None if not.
+
+    Needs no planned time: reductions are counted, and each takes at least the latency of the links, which `dstrain
+    doctor --network` measures. Fewer of them save at most what the rank that waits least waits for collectives.
+    """
+    zero, latency_s, more = estimate.configuration.zero, _latency_s(run.cluster), _next_bucket(estimate)
+    calls, nbytes, seconds = (_of_reductions(run, name) for name in ("calls", "bytes", "s"))
+    step_s = middle(run.windows, "step_s")
+    if zero.stage == 0 or latency_s is None or more is None or not calls or not step_s:
+        return None
+    waits = sum(part.measured for part in step_parts(run) if part.part is Part.COMMUNICATION)
+    fewer = -(-_reduced(estimate) // more) * (1 if zero.stage == 1 else estimate.configuration.step.grad_accum)
+    most = min(seconds, waits)
+    least = min((calls - fewer) * latency_s, most)
+    if least < _WORTH_A_CHANGE * step_s:
+        return None
+    saved = " to ".join(f"{format_seconds(one)} ({100 * one / step_s:.0f} %)" for one in (least, most))
+    why = f"{calls:,.0f} reductions of {format_bytes(nbytes / calls)} on average become {fewer:,}; each takes at least"
+    why += f" {1000 * latency_s:.2g} ms, however small (`dstrain doctor --network`)"
+    text = f"{saved} of a step of {format_seconds(step_s)}: {why}"
+    return Advice(setting=_bucket_setting(estimate, more), gain=text, step_ratio=-least / step_s)
+
+
+def _of_reductions(run: Measured, figure: str) -> float:
+    """Returns the number, the bytes or the seconds of a step's reductions of gradients; 0 if they were not counted."""
+    return sum(middle(run.windows, f"comm/{kind}_{figure}") or 0.0 for kind in _REDUCTIONS)
+
+
+def _latency_s(cluster: Cluster | None) -> float | None:
+    """Returns the time of the smallest all-reduce of all ranks; None if nobody measured it."""
+    if cluster is None:
+        return None
+    return (cluster.intra_link if cluster.num_nodes == 1 else cluster.inter_link).latency_s
+
+
+def _reduced(estimate: Estimate) -> int:
+    """Returns the elements of gradients that a rank reduces at a time."""
+    return estimate.num_trainable_params // estimate.configuration.parallel.tp
+
+
+def _next_bucket(estimate: Estimate) -> int | None:
+    """Returns the next larger bucket, which holds all gradients at most; None if there is none."""
+    now = estimate.configuration.zero.reduce_bucket_size
+    more = next((min(size, max(2, _reduced(estimate))) for size in _BUCKETS if size > now), None)
+    return more if more is not None and more > now else None
+
+
+def _bucket_setting(estimate: Estimate, more: int) -> str:
+    now = estimate.configuration.zero.reduce_bucket_size
+    return f"zero_optimization.reduce_bucket_size: {more} in ds_config.json (now {now})"
