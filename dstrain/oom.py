@@ -173,10 +173,10 @@ class ProposedChange:
         """The keys of ds_config.json with their values; empty if none changes."""
         return ", ".join(f"{key}: {json.dumps(value)}" for key, value in self.ds_config.items())
 
-    def typed(self, *, resumes: bool) -> str:
-        """Returns what to type, to go on from the newest checkpoint if there is one."""
+    def typed(self, *, resumes: bool, command: str = "dstrain run") -> str:
+        """Returns what to type, to go on from the newest checkpoint if there is one; `command` starts the run."""
         sets = [*self.set, *(["resume=auto"] if resumes else [])]
-        command = " ".join(["dstrain run", *(f"--set {item}" for item in sets)])
+        command = " ".join([command, *(f"--set {item}" for item in sets)])
         return f"in ds_config.json {self.keys}; then {command}" if self.ds_config else command
 
     @property

@@ -35,6 +35,27 @@ def python(*words: str, program: str = sys.executable) -> list[str]:
     return [program, "-P", *words]
 
 
+_EMPTY_IS_UNSET = (
+    *("DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR", "OMP_NUM_THREADS", "NO_COLOR", "HF_HOME", "HF_HUB_CACHE"),
+    *("SLURM_JOB_ID", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "MASTER_ADDR"),
+)
+"""Variables of which an empty value means nothing, but that libraries read as a value: DeepSpeed knows no accelerator
+of that name, PyTorch builds its extensions in the current folder. An empty CUDA_VISIBLE_DEVICES hides all GPUs."""
+
+
+def ignore_empty(environ: MutableMapping[str, str]) -> None:
+    """Removes variables that are set to nothing, as `export DS_ACCELERATOR=` leaves them.
+
+    >>> environ = {"DS_ACCELERATOR": "", "CUDA_VISIBLE_DEVICES": ""}
+    >>> ignore_empty(environ)
+    >>> environ
+    {'CUDA_VISIBLE_DEVICES': ''}
+    """
+    for name in _EMPTY_IS_UNSET:
+        if environ.get(name) == "":
+            del environ[name]
+
+
 def prefer_own_programs(environ: MutableMapping[str, str]) -> None:
     """Makes the programs beside this Python, such as ninja, found; those of a virtual environment come first.
 

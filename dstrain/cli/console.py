@@ -13,7 +13,16 @@ from rich.console import Console
 
 from dstrain.errors import DstrainError
 
-talk = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+
+class PlainConsole(Console):
+    """A console that leaves it to `main` how the command ends whose reader is gone; Rich's ends with exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises the BrokenPipeError again."""
+        raise  # Rich calls it while it handles one
+
+
+talk = PlainConsole(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 """Talk: choices, reasons, progress, errors. Plain text where stderr is not a terminal or NO_COLOR is set."""
 
 COLUMNS = 80

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import io
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 import click
 from click.shell_completion import CompletionItem
@@ -83,17 +86,22 @@ def cli() -> None:
       dstrain gen-config --gpus 16 --model qwen3-32b --data train.jsonl
       dstrain run
     """
+    from dstrain.paths import ignore_empty  # help does not need it
+
+    ignore_empty(os.environ)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line. dstrain's errors become a message and an exit code; anything else is a bug and keeps its
     traceback."""
     collect_seldom()
-    for stream in (sys.stdout, sys.stderr):
+    stdout = sys.stdout
+    for stream in (stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # for terminals that are not UTF-8
     try:
         code = cli.main(arguments, prog_name="dstrain", standalone_mode=False)
+        sys.stdout.flush()  # a reader that is gone is noticed here, not at exit
         sys.exit(code if isinstance(code, int) else 0)
     except click.ClickException as error:
         error.show()
@@ -104,14 +112,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, click.Abort):
         sys.exit(130)
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of the output is gone
-        sys.exit(1)
+        _die_of_closed_pipe()
+    except SystemExit:
+        if sys.stdout is not stdout:  # Click has met the closed pipe, and replaced the streams
+            _die_of_closed_pipe()
+        raise
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _complain(EnvironmentProblem(f"the output cannot be written: {error.strerror}"))
         sys.stdout = None  # otherwise Python writes again at exit
         sys.exit(EnvironmentProblem.exit_code)
+
+
+def _die_of_closed_pipe() -> NoReturn:
+    """Ends as other programs do whose reader is gone, as that of `dstrain plan | head -1`: by SIGPIPE, silently."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGPIPE)
+    sys.exit(128 + signal.SIGPIPE)  # the signal was blocked
 
 
 def _complain(error: DstrainError) -> None:

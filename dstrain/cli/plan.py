@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 from rich.text import Text
 
-from dstrain.cli.console import answer_json, say_lines, width, wrapped
+from dstrain.cli.console import PlainConsole, answer_json, say_lines, width, wrapped
 from dstrain.cli.options import data_lengths
 from dstrain.cli.options.planning import DATA, HTML, is_generated, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
@@ -69,7 +68,7 @@ def command(top: int, verbose: bool, html: Path | None, as_json: bool, **options
 
 def _print(plans: Survey, inputs: PlanInputs, data: Sequence[str], *, verbose: bool) -> None:
     """Prints table and reasons to stdout, and bars if verbose; colors only on a terminal and without NO_COLOR."""
-    page = Console(file=sys.stdout, highlight=False, soft_wrap=True, emoji=False)
+    page = PlainConsole(file=sys.stdout, highlight=False, soft_wrap=True, emoji=False)
     columns, in_colour = width(page), page.is_terminal and not page.no_color
     bars: list[Text | str] = [*bar_lines(plans, inputs.workload.cluster, in_colour=in_colour), ""] if verbose else []
     about_data = [wrapped(line, columns) for line in data]

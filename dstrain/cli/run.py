@@ -28,6 +28,7 @@ from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import Hosts, expand
 from dstrain.heartbeat import Phase
 from dstrain.job.file import read_job
+from dstrain.launch.again import words_of
 from dstrain.launch.environment import refuse_secrets
 from dstrain.launch.launch import Launch, plan_launch
 from dstrain.launch.nodes.launchers import LAUNCHERS
@@ -83,7 +84,7 @@ class Options:
     metavar="NAME",
     help=f"Launcher for several nodes: {', '.join(LAUNCHERS)}.  [default: pdsh, else ssh]",
 )
-@click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: 29500, or a free one]")
+@click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: one that is free]")
 @click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="Rule of lint to skip, such as DS802.")
 @click.option("--check-images", is_flag=True, help="Read every image of the data, not only find it.")
 @click.option(
@@ -199,12 +200,16 @@ def time_limits(options: Options) -> Timeouts:
 
 def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
     """Runs the job to its end, restarts included."""
-    run_dir = launch.prepared.run_dir
     spares = tuple(host.name for host in expand(options.spares, 1, "--spare").hosts) if options.spares else ()
-    timeouts = time_limits(options)
-    policy = Policy(max_restarts=options.max_restarts, on_oom=options.on_oom, spares=spares, timeouts=timeouts)
+    policy = Policy(
+        max_restarts=options.max_restarts,
+        on_oom=options.on_oom,
+        spares=spares,
+        timeouts=time_limits(options),
+        command=words_of(sys.argv[1:], options.job),
+    )
     with (
-        noting_signals(state.run_log(run_dir), saves_on_term=options.save_on_term) as stop_requests,
+        noting_signals(state.run_log(launch.prepared.run_dir), saves_on_term=options.save_on_term) as stop_requests,
         Screen() as screen,
     ):
         notices = _notices(launch.prepared, screen)
@@ -251,9 +256,7 @@ def launch_of(
     prepared = prepare(
         job, os.environ, ignored=options.ignored, hosts=hosts, changes=adaptation.changes, opens_images=opens_images
     )
-    port, named = ports.wanted_port(options.master_port, os.environ)
-    if prepared.is_local:
-        port = ports.port(options.master_port, os.environ)
+    port, named = (ports.local_port if prepared.is_local else ports.wanted_port)(options.master_port, os.environ)
     return plan_launch(
         prepared,
         master_port=port,

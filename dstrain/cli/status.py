@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from dstrain.cli.console import answer, answer_json
+from dstrain.launch.again import resumed
 from dstrain.launch.failure.last_metrics import last_metrics, metrics_words
 from dstrain.launch.run import state
 from dstrain.launch.run.state import GONE, LIVING, Stage, State
@@ -58,6 +59,7 @@ def document(run_dir: RunDir, run: State) -> dict[str, Any]:
         "damaged": [] if state.is_alive(run, run_dir) else list(newest.skipped),
         "last": last_metrics(run_dir),
         "failure": failure,
+        "resume": resumed(run.command),
         "agents": state.watch_words(run_dir, run.began),
     }
 
@@ -91,5 +93,5 @@ def _lines(status: dict[str, Any]) -> list[str]:
     if status["failure"]:
         lines += ["", status["failure"].rstrip()]
     elif status["stage"] == GONE:
-        lines += ["", "`dstrain run --set resume=auto` resumes from the newest checkpoint."]
+        lines += ["", f"`{status['resume']}` resumes from the newest checkpoint."]
     return lines

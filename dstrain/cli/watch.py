@@ -7,10 +7,9 @@ import time
 from pathlib import Path
 
 import click
-from rich.console import Console
 from rich.live import Live
 
-from dstrain.cli.console import answer, width
+from dstrain.cli.console import PlainConsole, answer, width
 from dstrain.cli.output.report import verdict
 from dstrain.cli.output.watch import findings, frame, news
 from dstrain.launch.run import state
@@ -47,13 +46,13 @@ def command(run_dir: Path, every: float) -> None:
       ssh gpu01 dstrain watch /data/output
     """
     place = state.folder_of(run_dir)
-    console = Console(file=sys.stdout, highlight=False, emoji=False)
+    console = PlainConsole(file=sys.stdout, highlight=False, emoji=False)
     last = _draw(place, every, console) if console.is_terminal else _print(place, every)
     if not last.is_good:
         raise click.exceptions.Exit(1)
 
 
-def _draw(place: RunDir, every: float, console: Console) -> Report:
+def _draw(place: RunDir, every: float, console: PlainConsole) -> Report:
     """Draws the view again and again, and returns the last report."""
     with Live(console=console, auto_refresh=False) as live:
         while True:

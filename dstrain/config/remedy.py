@@ -42,9 +42,9 @@ class Remedy:
         """What it costs, in words."""
         return self.proposed.price
 
-    def typed(self, *, resumes: bool) -> str:
+    def typed(self, *, resumes: bool, command: str = "dstrain run") -> str:
         """Returns what to type, to go on from the newest checkpoint if there is one."""
-        return self.proposed.typed(resumes=resumes)
+        return self.proposed.typed(resumes=resumes, command=command)
 
     @property
     def settings(self) -> str:

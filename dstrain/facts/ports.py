@@ -28,18 +28,19 @@ def wanted_port(named: int | None, environment: Mapping[str, str]) -> tuple[int,
     return int(text), "MASTER_PORT"
 
 
-def port(named: int | None, environment: Mapping[str, str]) -> int:
-    """Returns the port of rank 0 on this machine: as requested, else 29500, else any free port.
+def local_port(named: int | None, environment: Mapping[str, str]) -> tuple[int, str | None]:
+    """Returns the port of rank 0 on this machine and its source: as requested, else any free port, so that runs that
+    start at the same time get different ones.
 
     Raises EnvironmentProblem if the requested port is in use.
     """
     number, where = wanted_port(named, environment)
-    if is_free(number):
-        return number
-    if where is not None:
+    if where is None:
+        with socket.create_server(("", 0)) as free:
+            return int(free.getsockname()[1]), None
+    if not is_free(number):
         raise EnvironmentProblem(f"{where}: port {number} is in use on this machine", hint=in_use_hint(number))
-    with socket.create_server(("", 0)) as free:
-        return int(free.getsockname()[1])
+    return number, where
 
 
 def in_use_hint(number: int) -> str:

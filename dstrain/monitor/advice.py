@@ -1,31 +1,54 @@
-"""Says what to change for a part of a step's time, and what that saves at most."""
+"""What to change after the first steps, and what it brings."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, Protocol
 
+from dstrain.config.remedy import Remedy, remedy
+from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload, measured_workload
 from dstrain.job.monitor import HealthRule
-from dstrain.monitor.comparison import Difference, Measured, Part, middle, step_parts
+from dstrain.job.schema import Job
+from dstrain.monitor.comparison import Difference, Measured, Part, communication_s, middle, step_parts
 from dstrain.monitor.comparison_text import TIME_NOTES
 from dstrain.monitor.health.speed_rules import SPEED_RULES
 from dstrain.monitor.traffic import Kind
+from dstrain.monitor.windows import Line
+from dstrain.oom import Phase
+from dstrain.plan.configuration import changed
+from dstrain.plan.estimate import USABLE_GPU_RATIO, assess
 from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.memory.outside import outside_bytes
+from dstrain.plan.search.out_of_memory import Shortage, fixes
 from dstrain.units import format_bytes, format_seconds
 
+MEMORY_RANGE = 1 - USABLE_GPU_RATIO
+"""The share by which memory may differ from the plan: what plans leave free of a GPU."""
 SLOW_LINK = SPEED_RULES[HealthRule.BUS_BANDWIDTH].warn
 """Share of the planned bandwidth below which links are the cause."""
 _WORKERS = (2, 4, 8, 16)
 """Processes of the data loader that are proposed, each time the next more."""
-_SMALL_MESSAGE = 2**22
-"""Mean bytes of a collective below which its start takes more than its bytes, on links of tens of GB/s."""
-_BUCKETS = (50_000_000, 200_000_000, 500_000_000)
-"""Elements of a bucket that are proposed, each time the next more; the last is DeepSpeed's default."""
-_REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
-"""What DeepSpeed reduces gradients with: the first under ZeRO-1 and 2, the second under ZeRO-3.
-Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: allreduce_and_scatter; stage3.py: __avg_scatter_grads"""
-_WORTH_A_CHANGE = SPEED_RULES[HealthRule.DATA_WAIT].warn
-"""Share of a step that a larger bucket has to save at most to be proposed: that from which waiting for data is."""
+
+
+class Judged(Measured, Protocol):
+    """A run whose plan is judged, with the job that may be changed."""
+
+    @property
+    def job(self) -> Job:
+        """The job."""
+
+    @property
+    def ds_config(self) -> Mapping[str, Any]:
+        """The DeepSpeed configuration."""
+
+    @property
+    def model(self) -> ModelFacts | None:
+        """None if its family is unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,23 +65,34 @@ class Advice:
     """Predicted memory of a GPU; None if that does not change."""
 
 
-def more_workers(run: Measured, now: int, cause: Difference) -> Advice | None:
+def more_workers(run: Judged, cause: Difference) -> Advice | None:
     """Returns more processes for the data loader; None if there are many already."""
-    text, ratio = gain(run, cause)
+    now, (gain, ratio) = run.job.dataloader_num_workers, most_saved(run, cause)
     more = next((count for count in _WORKERS if count > now), None)
     if more is None:
         return None
-    return Advice(setting=f"dataloader_num_workers: {more} in the job (now {now})", gain=text, step_ratio=ratio)
+    return Advice(setting=f"dataloader_num_workers: {more} in the job (now {now})", gain=gain, step_ratio=ratio)
 
 
-def gain(run: Measured, cause: Difference) -> tuple[str, float]:
+def most_saved(run: Judged, cause: Difference) -> tuple[str, float]:
     """Returns what a change saves at most, what a part takes beyond the plan: in words, and as a share of a step."""
     saved, step_s = cause.measured - cause.planned, sum(part.measured for part in step_parts(run))
     text = f"up to {format_seconds(saved)} of a step of {format_seconds(step_s)} ({100 * saved / step_s:.0f} %)"
     return text, -saved / step_s
 
 
-def faster(run: Measured, cause: Difference, estimate: Estimate) -> tuple[Advice | None, str]:
+_SMALL_MESSAGE = 2**22
+"""Mean bytes of a collective below which its start takes more than its bytes, on links of tens of GB/s."""
+_BUCKETS = (50_000_000, 200_000_000, 500_000_000)
+"""Elements of a bucket that are proposed, each time the next more; the last is DeepSpeed's default."""
+_REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
+"""What DeepSpeed reduces gradients with: the first under ZeRO-1 and 2, the second under ZeRO-3.
+Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: allreduce_and_scatter; stage3.py: __avg_scatter_grads"""
+_WORTH_A_CHANGE = SPEED_RULES[HealthRule.DATA_WAIT].warn
+"""Share of a step that a larger bucket has to save at most to be proposed: that from which waiting for data is."""
+
+
+def faster(run: Judged, cause: Difference, estimate: Estimate) -> tuple[Advice | None, str]:
     """Returns what to change for a part of the time that is longer than planned, or a note."""
     if cause.part in TIME_NOTES:
         return None, TIME_NOTES[cause.part]
@@ -69,16 +103,15 @@ def faster(run: Measured, cause: Difference, estimate: Estimate) -> tuple[Advice
     nbytes, calls = middle(run.windows, "comm_bytes"), middle(run.windows, "comm_calls")
     more = _next_bucket(estimate)
     if nbytes and calls and nbytes / calls < _SMALL_MESSAGE and more is not None and zero.stage in (1, 2, 3):
-        text, ratio = gain(run, cause)
+        gain, ratio = most_saved(run, cause)
         why = f"{calls:,.0f} collectives of {format_bytes(nbytes / calls)} on average become fewer and larger"
-        return Advice(setting=_bucket_setting(estimate, more), gain=f"{text}: {why}", step_ratio=ratio), ""
+        return Advice(setting=_bucket_setting(estimate, more), gain=f"{gain}: {why}", step_ratio=ratio), ""
     if zero.stage > 0 and not zero.overlap_comm:
-        hidden = f"up to {format_seconds(cause.measured)} of a step hide behind the backward pass"
-        return Advice(setting="zero_optimization.overlap_comm: true in ds_config.json (now false)", gain=hidden), ""
+        return _overlapped(run, cause, estimate)
     return None, "more tokens between collectives hide them: a larger micro_batch, or grad_accum under ZeRO-1"
 
 
-def larger_bucket(run: Measured, estimate: Estimate) -> Advice | None:
+def larger_bucket(run: Judged, estimate: Estimate) -> Advice | None:
     """Returns a larger bucket if starting reductions of gradients takes a notable part of a step; None if not.
 
     Needs no planned time: reductions are counted, and each takes at least the latency of the links, which `dstrain
@@ -129,3 +162,85 @@ def _next_bucket(estimate: Estimate) -> int | None:
 def _bucket_setting(estimate: Estimate, more: int) -> str:
     now = estimate.configuration.zero.reduce_bucket_size
     return f"zero_optimization.reduce_bucket_size: {more} in ds_config.json (now {now})"
+
+
+def _overlapped(run: Judged, cause: Difference, estimate: Estimate) -> tuple[Advice | None, str]:
+    """Returns what `overlap_comm` brings: what the plan says that it hides, more of it the longer collectives take.
+
+    The share that is hidden is the plan's; a note if it hides nothing, or if its buffers do not fit.
+    """
+    setting = "zero_optimization.overlap_comm: true in ds_config.json (now false)"
+    before, step_s = estimate.speed, sum(part.measured for part in step_parts(run))
+    if run.model is None or run.cluster is None or before is None:
+        return Advice(setting=setting, gain=f"up to {format_seconds(cause.measured)} of a step"), ""
+    workload = measured_workload(run.model, run.cluster)
+    after = assess(workload, changed(estimate.configuration, overlap_comm=True))
+    if not after.fits:
+        return None, f"overlap_comm needs {format_bytes(after.memory.device_bytes_per_gpu)} of a GPU and does not fit"
+    hidden = 0.0 if after.speed is None else 1 - communication_s(after.speed) / communication_s(before)
+    saved = min(hidden * cause.measured, step_s)
+    if saved <= 0:
+        return None, "overlap_comm hides nothing, by the plan: a larger micro_batch, or grad_accum under ZeRO-1"
+    gain = (
+        f"about {format_seconds(saved)} of a step of {format_seconds(step_s)} ({saved / step_s:.0%}) hide behind the"
+        f" backward pass: {hidden:.0%} of the waiting, by the plan"
+    )
+    return Advice(
+        setting=setting,
+        gain=gain.replace("%", " %"),
+        step_ratio=-saved / step_s,
+        device_bytes_per_gpu=after.memory.device_bytes_per_gpu,
+    ), ""
+
+
+def less_memory(run: Judged, estimate: Estimate) -> tuple[Advice | None, str]:
+    """Returns the fastest change that fits with what was measured, and a note if none is needed or known.
+
+    The planner searches as after an out-of-memory: a second or two, once, and only if less than a tenth is free.
+    """
+    if run.model is None or run.cluster is None or run.cluster.gpu.is_cpu:
+        return None, ""
+    workload = measured_workload(run.model, run.cluster)
+    short = _shortage(run.windows, workload, estimate)
+    if short is None:
+        return None, ""
+    total = run.cluster.gpu.memory_bytes
+    free = short.limit_bytes - short.needed_bytes
+    if free >= MEMORY_RANGE * total:
+        return None, f"it fits all the same: {format_bytes(free)} of {format_bytes(total)} are free"
+    tight = f"only {format_bytes(max(0, free))} of {format_bytes(total)} are free"
+    stages = (1, 2) if estimate.configuration.zero.stage in (1, 2) else (estimate.configuration.zero.stage,)
+    with suppress(DstrainError):
+        for fix in fixes(workload, estimate, short, stages=stages):
+            block = run.model.moe.block_class if run.model.moe is not None and run.job.ep == 1 else None
+            return _advice(remedy(fix, estimate.configuration, run.ds_config, moe_block=block), tight), ""
+    return None, tight
+
+
+def _shortage(windows: Sequence[Line], workload: Workload, estimate: Estimate) -> Shortage | None:
+    """Returns what PyTorch's allocator held and could hold, of the fullest rank; None if it was not measured."""
+    held, outside = (_most(windows, name) for name in ("reserved_bytes_by_rank", "outside_bytes_by_rank"))
+    if held is None:
+        return None
+    planned = outside_bytes(workload.cluster, estimate.configuration, workload.measured)
+    total = workload.cluster.gpu.memory_bytes
+    return Shortage(
+        phase=Phase.FORWARD,
+        limit_bytes=total - (planned if outside is None else outside),
+        needed_bytes=held,
+        predicted_bytes=estimate.memory.device_bytes_per_gpu - planned,
+    )
+
+
+def _most(windows: Sequence[Line], name: str) -> int | None:
+    values = [value for window in windows for value in window.get(name) or () if isinstance(value, int | float)]
+    return round(max(values)) if values else None
+
+
+def _advice(change: Remedy, why: str) -> Advice:
+    return Advice(
+        setting=change.settings,
+        gain=f"{', '.join(part for part in (change.words, change.price) if part)} ({why} now)",
+        step_ratio=change.step_ratio,
+        device_bytes_per_gpu=change.device_bytes_per_gpu,
+    )

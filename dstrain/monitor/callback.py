@@ -83,7 +83,8 @@ class MetricsCallback(TrainerCallback):
             records = read_jsonl(self._metrics.path)
             earlier = current_steps(records)
             if records and records[-1].get("event") == "resume":
-                self._watch.history.resume(current_steps(records[:-1]), step=state.global_step)
+                repeats = records[-1].get("ranks") == records[-1].get("from_ranks")
+                self._watch.history.resume(current_steps(records[:-1]), step=state.global_step, repeats=repeats)
             self._tokens_before = next((int(line["tokens_seen"]) for line in earlier[::-1] if "tokens_seen" in line), 0)
         self._first_step = state.global_step
         self.meter.restart()

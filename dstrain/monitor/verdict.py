@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dstrain.config.remedy import Remedy, remedy
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.workload import Workload, measured_workload
 from dstrain.job.schema import Job
-from dstrain.monitor.advice import Advice, faster, gain, larger_bucket, more_workers
+from dstrain.monitor.advice import MEMORY_RANGE, Advice, faster, larger_bucket, less_memory, more_workers, most_saved
 from dstrain.monitor.comparison import (
     Comparison,
     Difference,
@@ -32,19 +30,12 @@ from dstrain.monitor.planned_links import link_seconds
 from dstrain.monitor.row_contents import as_trained, contents_text, trained_contents
 from dstrain.monitor.traffic import Expected
 from dstrain.monitor.windows import VERDICT, Line, counted, settled, states_by_rank
-from dstrain.oom import Phase
-from dstrain.plan.estimate import USABLE_GPU_RATIO
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.memory.outside import outside_bytes
-from dstrain.plan.search.out_of_memory import Shortage, fixes
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
-from dstrain.units import format_bytes
 
 FEWEST_STEPS, LATEST_STEPS = 20, 50
 """Steps of a start before the verdict: at least, and at most while steps warm up."""
-MEMORY_RANGE = 1 - USABLE_GPU_RATIO
-"""The share by which memory may differ from the plan: what plans leave free of a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +139,12 @@ def judge(run: FirstSteps, *, steps: int, estimate: Estimate) -> Verdict:
     elif cause.share < 0:
         note = "the plan is too cautious: `dstrain calibrate` lets the next one use what this run measured"
     elif cause.part is Part.DATA_WAIT:
-        advice = more_workers(run, run.job.dataloader_num_workers, cause)
+        advice = more_workers(run, cause)
     elif cause.is_time:
         advice, note = faster(run, cause, estimate)
-        note = note and f"{note}; to save: {gain(run, cause)[0]}"
+        note = note and f"{note}; to save: {most_saved(run, cause)[0]}"
     else:
-        advice, note = _less_memory(run, estimate)
+        advice, note = less_memory(run, estimate)
     return Verdict(
         step=int(run.windows[-1]["step"]),
         steps=steps,
@@ -182,56 +173,3 @@ def _as_planned(run: FirstSteps) -> str:
         return f"no time is planned {why}; {what} ({memory})"
     time = f"time ± {100 * speed.uncertainty_ratio:.0f} %"
     return f"as planned: nothing differs by more than the range of the plan, {time}, {memory}"
-
-
-def _less_memory(run: FirstSteps, estimate: Estimate) -> tuple[Advice | None, str]:
-    """Returns the fastest change that fits with what was measured, and a note if none is needed or known.
-
-    The planner searches as after an out-of-memory: a second or two, once, and only if less than a tenth is free.
-    """
-    if run.model is None or run.cluster is None or run.cluster.gpu.is_cpu:
-        return None, ""
-    workload = measured_workload(run.model, run.cluster)
-    short = _shortage(run.windows, workload, estimate)
-    if short is None:
-        return None, ""
-    total = run.cluster.gpu.memory_bytes
-    free = short.limit_bytes - short.needed_bytes
-    if free >= MEMORY_RANGE * total:
-        return None, f"it fits all the same: {format_bytes(free)} of {format_bytes(total)} are free"
-    tight = f"only {format_bytes(max(0, free))} of {format_bytes(total)} are free"
-    stages = (1, 2) if estimate.configuration.zero.stage in (1, 2) else (estimate.configuration.zero.stage,)
-    with suppress(DstrainError):
-        for fix in fixes(workload, estimate, short, stages=stages):
-            block = run.model.moe.block_class if run.model.moe is not None and run.job.ep == 1 else None
-            return _advice(remedy(fix, estimate.configuration, run.ds_config, moe_block=block), tight), ""
-    return None, tight
-
-
-def _shortage(windows: Sequence[Line], workload: Workload, estimate: Estimate) -> Shortage | None:
-    """Returns what PyTorch's allocator held and could hold, of the fullest rank; None if it was not measured."""
-    held, outside = (_most(windows, name) for name in ("reserved_bytes_by_rank", "outside_bytes_by_rank"))
-    if held is None:
-        return None
-    planned = outside_bytes(workload.cluster, estimate.configuration, workload.measured)
-    total = workload.cluster.gpu.memory_bytes
-    return Shortage(
-        phase=Phase.FORWARD,
-        limit_bytes=total - (planned if outside is None else outside),
-        needed_bytes=held,
-        predicted_bytes=estimate.memory.device_bytes_per_gpu - planned,
-    )
-
-
-def _most(windows: Sequence[Line], name: str) -> int | None:
-    values = [value for window in windows for value in window.get(name) or () if isinstance(value, int | float)]
-    return round(max(values)) if values else None
-
-
-def _advice(change: Remedy, why: str) -> Advice:
-    return Advice(
-        setting=change.settings,
-        gain=f"{', '.join(part for part in (change.words, change.price) if part)} ({why} now)",
-        step_ratio=change.step_ratio,
-        device_bytes_per_gpu=change.device_bytes_per_gpu,
-    )

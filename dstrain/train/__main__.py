@@ -24,7 +24,7 @@ from dstrain.monitor.metrics import without_nonfinite
 from dstrain.monitor.signals import leave_on_sigterm
 from dstrain.monitor.sinks.jsonl import JsonlFile
 from dstrain.monitor.sinks.sink import End
-from dstrain.paths import prefer_own_programs, write_atomic
+from dstrain.paths import ignore_empty, prefer_own_programs, write_atomic
 from dstrain.records import from_data, load_json
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
@@ -160,7 +160,7 @@ def _train(
     callback = LeavingCallback(leaving, heartbeat, setup.group)
     trainer.add_callback(callback)
     if rank.is_first and resume is not None:
-        JsonlFile(inputs.run_dir.metrics).append({"event": "resume", "from_step": resume.step})
+        JsonlFile(inputs.run_dir.metrics).append(resume.event(rank.world_size))
     trainer.train(resume_from_checkpoint=str(resume.checkpoint) if resume else None)
     if callback.has_left:
         rank.say(f"saved checkpoint-{trainer.state.global_step} and left, as asked")
@@ -210,6 +210,7 @@ def run(arguments: Sequence[str]) -> int:
         print("usage: python -m dstrain.train RUN_DIR", file=sys.stderr)
         return 2
     folder = Path(arguments[0])
+    ignore_empty(os.environ)
     is_mpi = ranks.adopt_mpi(os.environ)
     rank = ranks.from_environment(os.environ)
     if is_mpi:

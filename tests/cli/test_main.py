@@ -76,6 +76,20 @@ def test_a_full_disk_is_one_clear_error() -> None:
     assert "Traceback" not in done.stderr
 
 
+PLAN = "plan --model qwen3-8b --gpus 8 --gpu h100"
+
+
+@pytest.mark.parametrize("words", ["schema", "run --help", "explain overlap_comm --json", PLAN])
+def test_a_reader_that_is_gone_ends_any_command_silently_by_sigpipe(words: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    line = [sys.executable, "-m", "dstrain.cli", *words.split()]
+    options: dict[str, Any] = {"stdout": write, "stderr": subprocess.PIPE, "text": True, "timeout": 60}
+    done = subprocess.run(line, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [

@@ -70,7 +70,7 @@ def test_a_killed_rank_is_named_with_its_host_and_the_run_goes_on_from_its_check
     assert "rank 1 on node1 failed first" in ended.said
     assert "SIGKILL): killed, likely because the host ran out of memory" in ended.said
     assert "Last metrics: step" in ended.said
-    assert f"`dstrain run --set resume=auto` continues from step {step}" in ended.said or step % 4 == 0
+    assert f" --set resume=auto` continues from step {step}" in ended.said or step % 4 == 0
     assert light_job.place.failure.read_text().startswith("rank 1 on node1 failed first")
     assert light_job.left_over() == []
     assert light_job.goes_on().code == 0

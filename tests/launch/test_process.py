@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from dstrain.facts.cluster.hostfile import Host, Hosts
-from dstrain.facts.ports import port
+from dstrain.facts.ports import local_port
 from dstrain.heartbeat import MARK, Phase, Receiver
 from dstrain.launch.command import LaunchSite, launch_hostfile, local
 from dstrain.launch.environment import launcher_environment, python_path
@@ -76,7 +76,7 @@ def launch(
     run_dir = RunDir(folder)
     (folder / "behaviour").write_text(behaviour)
     run_dir.hostfile.write_text(launch_hostfile(HOSTS, ids=None, is_local=True))
-    master_port = port(None, {})
+    master_port, _ = local_port(None, {})
     site = LaunchSite(
         hosts=HOSTS, run_dir=run_dir, python=sys.executable, master_port=master_port, module="tests.launch.ranks"
     )

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import TrainerControl, TrainerState
 
@@ -119,6 +120,19 @@ def test_a_resumed_run_compares_its_first_loss_with_the_same_steps_before(tmp_pa
     watcher.on_train_begin(arguments, TrainerState(max_steps=10, global_step=2), TrainerControl())
     log(watcher, 3, loss=1.5)
     assert [line for line in said if "differs by 25.0% from that of the same steps before" in line]
+
+
+@pytest.mark.parametrize(("ranks", "compares"), [(2, True), (1, False)])
+def test_another_number_of_ranks_does_not_repeat_losses_exactly(tmp_path: Path, ranks: int, compares: bool) -> None:
+    said: list[str] = []
+    watcher = callback(tmp_path, said)
+    before = [{"step": step, "loss": 2.0} for step in (1, 2, 3)]
+    records = [*before, {"event": "resume", "from_step": 2, "ranks": ranks, "from_ranks": 2}]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    arguments: Any = None
+    watcher.on_train_begin(arguments, TrainerState(max_steps=10, global_step=2), TrainerControl())
+    log(watcher, 3, loss=1.99)
+    assert any("of the same steps before" in line for line in said) is compares
 
 
 def test_forward_passes_are_timed_and_the_slowest_does_not_count() -> None:

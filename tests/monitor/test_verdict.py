@@ -13,14 +13,17 @@ from dstrain.job.schema import Job
 from dstrain.monitor.comparison import Part, Quantity
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.monitor.verdict import FirstSteps, Verdict
-from dstrain.records import from_data
+from dstrain.plan.configuration import changed
+from dstrain.plan.estimate import assess
+from dstrain.plan.estimate_records import Estimate
+from dstrain.records import from_data, load_json, to_json
 from dstrain.rundir import RunDir
 from dstrain.units import GIB
 from tests.cases import ask
 from tests.report.runs import collectives, gpu_run, night
 
 
-def judged(folder: Path, *, changed: dict[str, Any] | None = None, **job: Any) -> tuple[Verdict, int, FirstSteps]:
+def judged(folder: Path, *, seen: dict[str, Any] | None = None, **job: Any) -> tuple[Verdict, int, FirstSteps]:
     """Returns the verdict on a recorded run, the step after which it is given, and what gives it."""
     place = RunDir(folder)
     model = ask(model="qwen3-8b", gpus=8, gpu="h100").workload.model
@@ -30,7 +33,7 @@ def judged(folder: Path, *, changed: dict[str, Any] | None = None, **job: Any) -
     steps = FirstSteps(run_dir=place, job=asked, ds_config={}, model=model, cluster=cluster)
     verdicts = []
     for line in read_jsonl(place.metrics):
-        window = {**line, **(changed or {})}
+        window = {**line, **(seen or {})}
         if "loss" in line and (found := steps.see(window, steps=line["step"])) is not None:
             verdicts.append((found, line["step"]))
     ((verdict, step),) = verdicts
@@ -132,6 +135,30 @@ def test_many_small_collectives_are_answered_with_a_larger_bucket(tmp_path: Path
     assert verdict.advice.step_ratio == pytest.approx(-saved / step_s)
 
 
+def without_overlap(folder: Path, **changes: Any) -> Path:
+    """Makes the plan of a run one without `overlap_comm`."""
+    place = RunDir(folder)
+    workload = ask(model="qwen3-8b", gpus=8, gpu="h100").workload
+    planned = load_json(Estimate, place.plan)
+    place.plan.write_text(to_json(assess(workload, changed(planned.configuration, overlap_comm=False, **changes))))
+    return folder
+
+
+def test_overlap_comm_is_proposed_with_what_it_brings_by_the_plan(tmp_path: Path) -> None:
+    folder = without_overlap(gpu_run(tmp_path / "run", slower=1.5, more=collectives(least=14.0)))
+    verdict, _, _ = judged(folder)
+    assert verdict.cause is not None
+    assert verdict.cause.part is Part.COMMUNICATION
+    assert verdict.advice is not None
+    assert verdict.advice.setting.startswith("zero_optimization.overlap_comm: true")
+    ratio, step_s = verdict.advice.step_ratio, sum(one.measured for one in verdict.parts)
+    assert ratio is not None
+    assert -verdict.cause.measured / step_s < ratio < 0
+    assert verdict.advice.gain.startswith(
+        f"about {-ratio * step_s:.2f} s of a step of {step_s:.2f} s ({-ratio:.0%}"[:-1]
+    )
+
+
 def test_a_faster_run_than_planned_is_worth_a_calibration(tmp_path: Path) -> None:
     verdict, _, _ = judged(gpu_run(tmp_path / "run", slower=0.7))
     assert verdict.advice is None
@@ -140,7 +167,7 @@ def test_a_faster_run_than_planned_is_worth_a_calibration(tmp_path: Path) -> Non
 
 def test_memory_beyond_the_plan_that_fits_needs_no_change(tmp_path: Path) -> None:
     held = {"reserved_bytes_by_rank": [50 * GIB] * 8, "outside_bytes_by_rank": [2 * GIB] * 8}
-    verdict, _, _ = judged(gpu_run(tmp_path / "run", more_bytes=8 * GIB), changed=held)
+    verdict, _, _ = judged(gpu_run(tmp_path / "run", more_bytes=8 * GIB), seen=held)
     assert verdict.cause is not None
     assert (verdict.cause.part, verdict.advice) == (Part.TRANSIENT, None)
     assert verdict.note.startswith("it fits all the same: ")
@@ -148,7 +175,7 @@ def test_memory_beyond_the_plan_that_fits_needs_no_change(tmp_path: Path) -> Non
 
 def test_memory_that_leaves_less_than_a_tenth_is_answered_by_the_planner(tmp_path: Path) -> None:
     held = {"reserved_bytes_by_rank": [75 * GIB] * 8, "outside_bytes_by_rank": [2 * GIB] * 8}
-    verdict, _, steps = judged(gpu_run(tmp_path / "run", more_bytes=8 * GIB), changed=held)
+    verdict, _, steps = judged(gpu_run(tmp_path / "run", more_bytes=8 * GIB), seen=held)
     assert steps.cluster is not None
     assert verdict.advice is not None
     assert verdict.advice.device_bytes_per_gpu is not None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dstrain.errors import DstrainError, Interrupted, RunFailed
 from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.launch.again import RUN, line_of, resumed
 from dstrain.launch.failure.exit_codes import decode, signal_of
 from dstrain.launch.failure.first_failure import (
     Death,
@@ -33,14 +34,16 @@ def explain(
     hosts: Hosts,
     run_dir: RunDir,
     again: str | None = None,
+    command: Sequence[str] = RUN,
     evidence: Sequence[str] = (),
     remedies: Sequence[str] = (),
 ) -> DstrainError:
-    """Returns the error to raise for a run that did not succeed; `again` says how to try again, if not by a resume.
+    """Returns the error to raise for a run that did not succeed; `again` says how to try again, if not by a resume with
+    the words of `command`.
 
     `evidence` is what else is known about the cause, and `remedies` what to type about it, in place of general advice.
     """
-    again = again or _resumed(run_dir)
+    again = again or _resumed(run_dir, command)
     if outcome.stopped_by is not None:
         problem = f"stopped ({outcome.stopped_by}); no rank is left running"
         if outcome.lost:
@@ -185,14 +188,14 @@ def _launcher_sentence(outcome: Outcome, *, started: bool) -> str:
     return f"the launcher failed{when}: {decode(outcome.code)}"
 
 
-def _resumed(run_dir: RunDir) -> str:
+def _resumed(run_dir: RunDir, command: Sequence[str]) -> str:
     """Returns how to start again from the newest checkpoint."""
     newest = run_dir.newest_checkpoint(for_resume=True)
     if newest.folder:
-        return f"`dstrain run --set resume=auto` continues from step {newest.step}."
+        return f"`{resumed(command)}` continues from step {newest.step}."
     if run_dir.whole_checkpoints():
         return "Its checkpoints hold the weights alone (save_only_model): set another output_dir to start over."
-    return "No complete checkpoint exists yet: `dstrain run` starts over."
+    return f"No complete checkpoint exists yet: `{line_of(command)}` starts over."
 
 
 def _mtime(path: Path) -> float:

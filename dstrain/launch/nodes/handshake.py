@@ -35,10 +35,12 @@ def require_compatible(
     on_cpu: bool,
     files: Mapping[str, int] = MappingProxyType({}),
     may_be_apart: bool = False,
+    keeps_best: bool = False,
 ) -> None:
     """Raises EnvironmentProblem, with every reason at once, if the nodes cannot run together.
 
-    `files` is what ranks read, with the bytes here; `may_be_apart` where the run directory was copied to other nodes.
+    `files` is what ranks read, with the bytes here; `may_be_apart` where the run directory was copied to other nodes,
+    but not if the run `keeps_best`, the checkpoint of its best evaluation, which stays on one disk.
     """
     problems = _unfit(hellos, port, on_cpu=on_cpu)
     if problems:
@@ -57,6 +59,11 @@ def require_compatible(
         raise EnvironmentProblem(
             f"{run_dir.path} on {', '.join(apart)} is not the run directory of this machine",
             hint="Put output_dir on a file system that all nodes share, or let --sync copy code and run directory.",
+        )
+    if apart and keeps_best:
+        raise EnvironmentProblem(
+            f"the best checkpoint stays on a disk that all nodes share, but {', '.join(apart)} has one of its own",
+            hint="Put output_dir on a file system that all nodes share, or load_best: false, without early_stopping.",
         )
 
 

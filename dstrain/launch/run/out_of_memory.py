@@ -13,6 +13,7 @@ from dstrain.config.remedy import Remedy, remedy
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.workload import Workload
+from dstrain.launch.again import RUN, line_of
 from dstrain.launch.prepare.lint_job import read_text
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.oom import Allocator, NamedTensors, OutOfMemory, Part, PartBytes, Phase, Predicted
@@ -49,8 +50,8 @@ class Diagnosis:
     record: OutOfMemory
     """All of that as data: what is in `oom.json`."""
 
-    def hint(self, *, resumes: bool) -> list[str]:
-        """Returns the lines that say what to type."""
+    def hint(self, *, resumes: bool, command: Sequence[str] = RUN) -> list[str]:
+        """Returns the lines that say what to type, given the words that start the run."""
         lines = []
         if self.others_bytes:
             lines.append(
@@ -62,9 +63,9 @@ class Diagnosis:
         lines += ["Changes that fit, by the plan and by what was measured:"]
         for number, one in enumerate(self.remedies, 1):
             price = f": {one.price}" if one.price else ""
-            lines += [f"  {number}. {one.words}{price}", f"     {one.typed(resumes=resumes)}"]
+            lines += [f"  {number}. {one.words}{price}", f"     {one.typed(resumes=resumes, command=line_of(command))}"]
         if self.remedies[0].keeps_batch:
-            lines.append("`dstrain run --on-oom adapt` takes the first by itself.")
+            lines.append(f"`{line_of(command, '--on-oom', 'adapt')}` takes the first by itself.")
         return lines
 
 

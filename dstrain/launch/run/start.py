@@ -114,6 +114,7 @@ def _meet(launch: Launch, hellos: Mapping[Node, Hello]) -> dict[Node, dict[str, 
         on_cpu=prepared.on_cpu,
         files=handshake.files_of(prepared.job),
         may_be_apart=launch.syncs,
+        keeps_best=prepared.job.keeps_best,
     )
     with_ranks = {node: hello for node, hello in hellos.items() if node.num_ranks}
     if launch.launcher is not None and not LAUNCHERS[launch.launcher].has_one_environment:

@@ -15,6 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
+from dstrain.launch.again import RUN
 from dstrain.launch.nodes.process_tree import look
 from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.paths import shown, write_atomic
@@ -64,12 +65,14 @@ class State:
     """Progress of the ranks before their first step; None if nothing was reported yet."""
     exit_code: int | None = None
     """Exit code of `dstrain run`."""
+    command: tuple[str, ...] = RUN
+    """The words that start it again (`again.words_of`)."""
 
 
 class StateWriter:
     """Keeps the state file of this process's run up to date."""
 
-    def __init__(self, run_dir: RunDir) -> None:
+    def __init__(self, run_dir: RunDir, command: tuple[str, ...] = RUN) -> None:
         self._run_dir = run_dir
         self.step: int | None = None
         """Optimizer steps done."""
@@ -82,6 +85,7 @@ class StateWriter:
             start_ticks=process.start if process else 0,
             began=now,
             beat=now,
+            command=command,
         )
 
     def write(self, **changes: object) -> None:

@@ -13,6 +13,7 @@ from dstrain.config.remedy import UNADAPTED, Adaptation, Remedy
 from dstrain.errors import DstrainError, RunFailed, SavedAndLeft
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.heartbeat import Phase
+from dstrain.launch.again import RUN, resumed
 from dstrain.launch.failure.hang import start_line
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.failure.report import explain
@@ -47,6 +48,8 @@ class Policy:
     spares: tuple[str, ...] = ()
     """Hosts that replace lost ones."""
     timeouts: Timeouts = TIMEOUTS
+    command: tuple[str, ...] = RUN
+    """The words that start the run again (`again.words_of`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +92,7 @@ class Supervisor:
     def drive(self, launch: Launch) -> None:
         """Runs to the end. Raises RunFailed, Interrupted or SavedAndLeft if the training did not finish."""
         run_dir = launch.prepared.run_dir
-        writer = StateWriter(run_dir)
+        writer = StateWriter(run_dir, self._policy.command)
         run_dir.failure.unlink(missing_ok=True)
         run_dir.stop_wish.unlink(missing_ok=True)
         try:
@@ -151,7 +154,7 @@ class Supervisor:
         except Unreachable as error:
             return error.hosts, error
         if outcome.left_at is not None and outcome.stopped_by is None and not outcome.deaths:
-            raise _left(outcome, prepared.run_dir)
+            raise _left(outcome, prepared.run_dir, self._policy.command)
         if outcome.succeeded:
             return (), None
         if outcome.is_port_taken and launch.takes_another_port and self._ports < _MOST_PORTS:
@@ -164,14 +167,15 @@ class Supervisor:
     def _explained(self, outcome: Outcome, prepared: PreparedRun) -> DstrainError:
         self._diagnosis = None if outcome.stopped_by is not None else diagnose(prepared)
         if self._diagnosis is None:
-            return explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir)
+            return explain(outcome, hosts=prepared.hosts, run_dir=prepared.run_dir, command=self._policy.command)
         resumes = prepared.run_dir.newest_checkpoint(for_resume=True).folder is not None
         return explain(
             outcome,
             hosts=prepared.hosts,
             run_dir=prepared.run_dir,
+            command=self._policy.command,
             evidence=self._diagnosis.evidence,
-            remedies=self._diagnosis.hint(resumes=resumes),
+            remedies=self._diagnosis.hint(resumes=resumes, command=self._policy.command),
         )
 
     def _tell_start(self, line: str, writer: StateWriter) -> None:
@@ -265,8 +269,8 @@ def replaced(hosts: Hosts, gone: Sequence[str], spares: list[str]) -> Replaced |
     return Replaced(hosts=replace(hosts, hosts=tuple(kept)), changes=changes) if kept else None
 
 
-def _left(outcome: Outcome, run_dir: RunDir) -> SavedAndLeft:
+def _left(outcome: Outcome, run_dir: RunDir, command: Sequence[str]) -> SavedAndLeft:
     return SavedAndLeft(
         f"saved {run_dir.path / f'checkpoint-{outcome.left_at}'} and left, as asked",
-        hint="`dstrain run --set resume=auto` continues from there.",
+        hint=f"`{resumed(command)}` continues from there.",
     )

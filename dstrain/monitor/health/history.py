@@ -76,16 +76,17 @@ class History:
         """Largest peak of each rank so far, in bytes."""
         self._average = self._best = math.nan
 
-    def resume(self, lines: Iterable[Mapping[str, Any]], *, step: int) -> None:
+    def resume(self, lines: Iterable[Mapping[str, Any]], *, step: int, repeats: bool = True) -> None:
         """Takes over what an earlier start logged: the loss and gradients up to a step, and the losses to repeat.
 
-        Speed and memory begin anew: a run may be resumed on other machines.
+        Speed and memory begin anew: a run may be resumed on other machines. Another number of ranks draws other random
+        numbers and sums in another order, so that it does not repeat losses.
         """
         lines = [line for line in lines if isinstance(line.get("loss"), float)]
         for line in lines:
             if line["step"] <= step:
                 self.add({name: line[name] for name in _RESUMED if line.get(name) is not None})
-        if any(line["step"] == step for line in lines):  # otherwise windows begin elsewhere than before
+        if repeats and any(line["step"] == step for line in lines):  # otherwise windows begin elsewhere than before
             self._earlier_losses = {line["step"]: line["loss"] for line in lines if line["step"] > step}
 
     def add(self, values: Mapping[str, Any]) -> None:

@@ -21,8 +21,14 @@ class Resume:
 
     checkpoint: Path
     step: int
+    world_size: int
+    """Number of ranks that wrote it."""
     data: str | None
     """Digest of its training data; None in checkpoints of earlier versions."""
+
+    def event(self, ranks: int) -> dict[str, Any]:
+        """Returns the line of `metrics.jsonl` with which a number of ranks resumes from it."""
+        return {"event": "resume", "from_step": self.step, "ranks": ranks, "from_ranks": self.world_size}
 
 
 def choose(run_dir: RunDir, wanted: str, *, world_size: int, is_apart: bool = False) -> Resume | None:
@@ -57,7 +63,7 @@ def choose(run_dir: RunDir, wanted: str, *, world_size: int, is_apart: bool = Fa
             f"{folder} was written by {record['world_size']} ranks and must be converted for {world_size}",
             hint=f"dstrain run converts it; by hand: python -m dstrain.train.checkpoints.universal_checkpoint {folder}",
         )
-    return Resume(checkpoint=folder, step=record["step"], data=record.get("data"))
+    return Resume(checkpoint=folder, step=record["step"], world_size=record["world_size"], data=record.get("data"))
 
 
 def _record(checkpoint: Path) -> dict[str, Any]:

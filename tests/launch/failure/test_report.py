@@ -8,6 +8,7 @@ import pytest
 
 from dstrain.errors import RunFailed
 from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.launch.again import words_of
 from dstrain.launch.failure.exit_codes import decode, signal_of
 from dstrain.launch.failure.first_failure import Death, advice, failing_order, first_traceback, traceback_of
 from dstrain.launch.failure.outcome import Lost, Outcome
@@ -99,13 +100,14 @@ def test_a_failure_names_rank_host_code_evidence_logs_and_the_next_step(tmp_path
     whole.mkdir()
     (whole / COMPLETE).write_text('{"step": 20, "world_size": 4, "zero_stage": 2}')
     found = outcome(tmp_path, {2: "hello\nOSError: No space left on device"}, deaths=(Death(rank=2, code=-9, at=1),))
-    error = explain(found, hosts=HOSTS, run_dir=run_dir)
+    command = words_of(["run", "--set", "seed=3", "--set", "resume=auto"], Path("my job.yaml"))
+    error = explain(found, hosts=HOSTS, run_dir=run_dir, command=command)
     assert error.problem.startswith("rank 2 on gpu02 failed first: code -9 (SIGKILL)")
     assert "hello" in error.problem
     assert f"Logs: {run_dir.logs} (above: 20260101000000_rank2.log)" in error.problem
     assert error.hint is not None
     assert "A disk is full" in error.hint
-    assert "`dstrain run --set resume=auto` continues from step 20." in error.hint
+    assert "`dstrain run 'my job.yaml' --set seed=3 --set resume=auto` continues from step 20." in error.hint
     assert isinstance(error, RunFailed)
     assert error.rank_exit_code == -9
 

@@ -39,6 +39,15 @@ def test_a_node_without_a_package_of_the_job_is_named_before_the_launch() -> Non
         require_compatible(hellos, RunDir(Path("/run")), 29500, on_cpu=False)
 
 
+def test_the_best_checkpoint_of_nodes_with_disks_of_their_own_is_refused_before_the_launch() -> None:
+    hellos = {node(number): replace(hello(number), shares_run_dir=not number) for number in range(2)}
+    asked: dict[str, Any] = {"on_cpu": False, "may_be_apart": True}
+    require_compatible(hellos, RunDir(Path("/run")), 29500, **asked)
+    with pytest.raises(EnvironmentProblem, match="all nodes share, but gpu1 has one of its own") as caught:
+        require_compatible(hellos, RunDir(Path("/run")), 29500, keeps_best=True, **asked)
+    assert "load_best: false" in str(caught.value.hint)
+
+
 def test_only_packages_that_the_job_needs_are_compared() -> None:
     plain = Job(model="m", data="d", output_dir="o")
     assert of_ranks(plain, None) == ()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
-from dstrain.facts.ports import port
+from dstrain.facts.ports import DEFAULT_PORT, local_port
 from dstrain.facts.this_machine import names
 from dstrain.launch.prepare.preflight import check
 from dstrain.rundir import RunDir
@@ -39,16 +39,22 @@ def test_a_named_port_in_use_is_refused_and_an_unnamed_one_is_replaced() -> None
         taken.listen(1)
         number = int(taken.getsockname()[1])
         with pytest.raises(EnvironmentProblem, match=f"--master-port: port {number} is in use"):
-            port(number, {})
+            local_port(number, {})
         with pytest.raises(EnvironmentProblem, match=f"MASTER_PORT: port {number} is in use"):
-            port(None, {"MASTER_PORT": str(number)})
-        assert port(None, {}) != number
-    assert port(number, {}) == number
+            local_port(None, {"MASTER_PORT": str(number)})
+        assert local_port(None, {})[0] != number
+    assert local_port(number, {}) == (number, "--master-port")
+
+
+def test_runs_that_start_at_the_same_time_without_a_named_port_get_different_ones() -> None:
+    ports = [local_port(None, {}) for _ in range(4)]  # each is free again when the next one is chosen
+    assert {where for _, where in ports} == {None}
+    assert len({number for number, _ in ports} - {DEFAULT_PORT}) > 1
 
 
 def test_a_master_port_that_is_no_port_is_quoted() -> None:
     with pytest.raises(InvalidConfig, match='MASTER_PORT is "http"'):
-        port(None, {"MASTER_PORT": "http"})
+        local_port(None, {"MASTER_PORT": "http"})
 
 
 def test_this_machine_knows_its_name_and_loopback_address() -> None:
