@@ -80,7 +80,6 @@ def _run(report: Report) -> dict[str, Any]:
     """Returns all that the page shows of one run."""
     recorded = report.recorded
     estimate, script = recorded.estimate, recorded.run_dir.start_script
-    checks = recorded.preflight.checks if recorded.preflight else ()
     bars, warm_up = list(islice(_bars(report), MOST_RANKS + 1)), counted(recorded.windows).warm_up_steps
     return {
         "name": shown(str(recorded.run_dir.path)),
@@ -95,7 +94,7 @@ def _run(report: Report) -> dict[str, Any]:
         ],
         "differs": _difference(report),
         "oom": _out_of_memory(report),
-        "checks": [{"line": check.line, "has_failed": check.passed is False} for check in checks],
+        "checks": recorded.preflight.checks if recorded.preflight else (),
         "first": text.first_text(report),
         "step": {"bars": [*_step_bars(report)], "parts": [str(one.part) for one in report.parts], "warm_up": warm_up},
         "traffic": text.traffic_text(report) if report.traffic else "",
