@@ -179,7 +179,7 @@ def main() -> None:
         base = Path(name)
         (base / "inputs").mkdir()
         inputs = make_inputs(base / "inputs", sizes)
-        settings = {**inputs, **{name: sizes[name] for name in ("rounds", "steps", "warmup")}}
+        settings = {**inputs, "monitoring": "timed", **{name: sizes[name] for name in ("rounds", "steps", "warmup")}}
         cases = {}
         for stage in given.zero_stages:
             for precision in given.precisions:
