@@ -129,15 +129,15 @@ def _trainer_arguments(case: Case, output: str) -> dict[str, Any]:
     }
 
 
-def by_dstrain(case: Case, program: str) -> list[str]:
-    """Returns `dstrain run`, on the job that `gen-config` has written."""
+def by_dstrain(case: Case, program: str, **more: Any) -> list[str]:
+    """Returns `dstrain run`, on the job that `gen-config` has written, with keys that differ."""
     settings: dict[str, Any] = {
         "max_steps": case.steps,
         "save_steps": 10**6,
         "learning_rate": LEARNING_RATE,
         "warmup_ratio": 0,
     }
-    settings |= {"lr_scheduler_type": "linear", "logging_steps": case.logging_steps, "monitor.sinks": "[]"}
+    settings |= {"lr_scheduler_type": "linear", "logging_steps": case.logging_steps, "monitor.sinks": "[]"} | more
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     return [program, "-P", "-m", "dstrain.cli", "run", str(case.folder / "job.yaml"), *words]
 

@@ -210,6 +210,7 @@ def main() -> None:
         inputs = make_inputs(base / "inputs", sizes)
         settings = {**inputs, **{name: sizes[name] for name in ("rounds", "steps", "warmup")}}
         settings["counting_rounds"] = [*filter(counts, range(sizes["rounds"]))]
+        settings = {**inputs, "monitoring": "timed", **{name: sizes[name] for name in ("rounds", "steps", "warmup")}}
         cases = {}
         for stage in given.zero_stages:
             for precision in given.precisions:

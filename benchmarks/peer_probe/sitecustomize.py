@@ -1,8 +1,8 @@
 """Measures the steps of any tool that trains with Transformers' Trainer: Python imports this file in every rank.
 
-`benchmarks/peers.py` puts its folder on PYTHONPATH. The same lines run in each tool, with its own release of
-Transformers. Steps are measured in rounds, and before each a rank waits for its tool's turn. After the last step the
-model is evaluated on the same samples, whatever the tool reports as its loss.
+`benchmarks/peers.py` and `benchmarks/overhead.py` put its folder on PYTHONPATH. The same lines run in each tool, with
+its own release of Transformers. Steps are measured in rounds, and before each a rank waits for its tool's turn. After
+the last step the model is evaluated on the same samples, whatever the tool reports as its loss.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -22,6 +22,9 @@ from typing import Any
 SETTINGS = "DSTRAIN_PEERS"
 """Environment variable: JSON with `folder`, `warmup`, `steps`, `rounds`, `pad`, `held_out`, `parent`, `connects`
 and `counting_rounds`."""
+"""Environment variable: JSON with `folder`, `warmup`, `steps`, `rounds`, `pad`, `held_out`, `parent`, `connects` and
+`monitoring`: of dstrain's, `timed` counts the CPU seconds, `on` leaves it as it is, `off` removes it. `nice` is that of
+the rank's threads in its rounds, 0 without it."""
 _POLL_S = 0.2
 _BATCH = 16
 _IGNORED = -100
@@ -67,6 +70,7 @@ class Probe:
         if number < 0 or rest:
             return
         if number > 0:
+            _schedule(0)
             found = {name: value - self._began[name] for name, value in self._clocks().items()}
             if number == self._settings["rounds"]:
                 rows = json.loads(Path(self._settings["held_out"]).read_text(encoding="utf-8"))
@@ -78,6 +82,7 @@ class Probe:
                     sys.exit("the benchmark has ended")
                 time.sleep(_POLL_S)
             self.counts_experts = number in self._settings["counting_rounds"]
+            _schedule(self._settings.get("nice", 0))
             self._began = self._clocks()
 
     def _clocks(self) -> dict[str, float]:
@@ -98,6 +103,18 @@ class Probe:
             ticks += int(fields[11]) + int(fields[12])
             process = int(fields[1])
         return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _schedule(nice: int) -> None:
+    """Gives this rank's threads, and the session they share the cores as, a nice value, if it may.
+
+    Source: sched(7), the autogroup feature.
+    """
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(nice), encoding="utf-8")
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, int(thread.name), nice)
 
 
 def _held_out_loss(engine: Any, rows: Sequence[dict[str, list[int]]]) -> float:
@@ -210,6 +227,18 @@ def _alternate_experts(loads: Any, probe: Probe) -> None:
             count(*arguments)
 
     loads.ExpertLoads._count = alternately
+def _remove_meter(meter: Any) -> None:
+    for name in ("count", "begin_step", "end_step", "pause", "restart"):
+        setattr(meter.Meter, name, lambda *_, **__: None)
+    meter.Meter.forward = meter.Meter.aside = lambda *_, **__: nullcontext()
+    meter.Meter.timed = lambda _, batches: batches
+    meter._counts = lambda _: meter.Counts()
+
+
+def _remove_callback(callback: Any) -> None:
+    for name in ("on_train_begin", "on_optimizer_step", "on_step_begin", "on_step_end", "on_log", "saved"):
+        setattr(callback.MetricsCallback, name, lambda *_, **__: None)
+    callback.MetricsCallback.drain = lambda _: {}
 
 
 class _Finder(MetaPathFinder):
@@ -247,12 +276,22 @@ class _Then(Loader):
 
 def _install(settings: dict[str, Any]) -> None:
     probe = Probe(settings)
+    monitoring: dict[str, dict[str, Callable[[Any], None]]] = {
+        "timed": {
+            "dstrain.monitor.meter": lambda module: _time_meter(module, probe),
+            "dstrain.monitor.callback": lambda module: _time_callback(module, probe),
+            "dstrain.monitor.collectives": lambda module: _time_collectives(module, probe),
+        },
+        "on": {},
+        "off": {"dstrain.monitor.meter": _remove_meter, "dstrain.monitor.callback": _remove_callback},
+    }
     actions: dict[str, Callable[[Any], None]] = {
         "transformers.trainer": lambda module: _watch(module, probe, connects=settings["connects"]),
         "dstrain.monitor.meter": lambda module: _time_meter(module, probe),
         "dstrain.monitor.callback": lambda module: _time_callback(module, probe),
         "dstrain.monitor.expert_loads": lambda module: _alternate_experts(module, probe),
         "dstrain.monitor.collectives": lambda module: _time_collectives(module, probe),
+        **monitoring[settings["monitoring"]],
     }
     sys.meta_path.insert(0, _Finder(actions))
 
