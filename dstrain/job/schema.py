@@ -248,6 +248,11 @@ class Job:
         """Ranks that train on the same micro-batch: those of a sequence- or tensor-parallel group."""
         return self.sp * self.tp
 
+    @property
+    def router_loss(self) -> bool | None:
+        """Whether the loss that balances experts is computed; None: as the model's config.json has it."""
+        return None if self.router_aux_loss_coef is None else self.router_aux_loss_coef > 0
+
     def samples_per_step(self, num_ranks: int) -> int:
         """Returns the samples of one step."""
         return self.micro_batch * self.grad_accum * self.data_parallel(num_ranks)

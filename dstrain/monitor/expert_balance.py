@@ -61,10 +61,10 @@ class LoadMap:
         busiest, layer = max((max(loads), -layer) for layer, loads in zip(self.layers, self.loads, strict=True))
         expert = self.loads[self.layers.index(-layer)].index(busiest)
         dead = sum(load == 0 for loads in self.loads for load in loads)
-        return (
-            f"step {self.step:,}: expert {expert} of layer {-layer} is the busiest with {busiest:.1f} times the mean; "
-            f"{dead or 'none'} of {sum(map(len, self.loads)):,} experts got no token"
-        )
+        total = f"{sum(map(len, self.loads)):,}"
+        rest = f"{dead:,} of {total} experts got no token" if dead else f"all {total} experts got tokens"
+        where = f"expert {expert} of layer {-layer}"
+        return f"step {self.step:,}: {where} is the busiest with {busiest:.1f} times the mean; {rest}"
 
     @property
     def rows(self) -> tuple[tuple[str, ...], ...]:

@@ -107,6 +107,8 @@ class Kernels:
     """Whether Liger's kernels replace norms, rotary embedding and gated MLP, as far as it has them for the family."""
     loss: LossKernel = LossKernel.FULL
     """How the loss is computed."""
+    router_loss: bool = False
+    """Whether the loss that balances experts is computed; families without one ignore it."""
     torch_compile: bool = False
     """Whether torch.compile compiles the decoder layers; the plan counts neither its gain nor its memory."""
 
@@ -243,8 +245,7 @@ class Configuration:
         """Makes records write a configuration as `flat` has it, and read it back; old ones lack choices."""
         from pydantic_core import core_schema
 
-        parts = {part for part, _ in choices().values()}
-        kinds = {part: get_type_hints(type(getattr(DEFAULTS, part)) if part else cls) for part in parts}
+        kinds = {part: get_type_hints(type(getattr(DEFAULTS, part)) if part else cls) for part, _ in choices().values()}
         legal = {
             name: core_schema.typed_dict_field(handler.generate_schema(kinds[part][choice]), required=False)
             for name, (part, choice) in choices().items()

@@ -79,6 +79,8 @@ class Request:
     """Whether torch.compile compiles the decoder layers; never chosen."""
     loss: LossKernel | None = None
     """How the loss is computed; None: with the least memory."""
+    router_loss: bool | None = None
+    """Whether the loss that balances experts is computed; None: where the model's config.json asks for it."""
     activation_offload: bool | None = None
     """Whether checkpointed layer inputs wait in host RAM; None: chosen."""
     double_quant: bool = True
@@ -109,8 +111,13 @@ class Request:
         return self.attn in (None, Attention.AUTO)
 
     def of_model(self, model: ModelFacts) -> Configuration:
-        """Returns `configuration`, with the attention that every machine has if it is open: sdpa, or else eager."""
+        """Returns `configuration`, with what is open of the attention and the loss of routers.
+
+        The attention is then the one that every machine has: sdpa, or else eager.
+        """
         asked = self.configuration
+        if self.router_loss is None and model.moe is not None and model.moe.asks_for_router_loss:
+            asked = changed(asked, router_loss=True)
         return changed(asked, attn=Attention.EAGER) if self.has_open_attention and not model.has_sdpa else asked
 
     @property

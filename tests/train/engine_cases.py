@@ -60,6 +60,15 @@ SPARSE = {
     "norm_topk_prob": True,
 }
 """A mixture of experts."""
+BALANCED = {
+    **SPARSE,
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_experts": 64,
+    "moe_intermediate_size": 16,
+    "output_router_logits": True,
+}
+"""One with the loss that balances experts, whose tensors are a large part of its memory."""
 
 
 SEEING = {
@@ -174,6 +183,7 @@ CASES = (
     case("accumulating, tiny bucket", 2, grad_accum=3, seq_len=64, reduce_bucket_size=100_000),
     case("fp32 accumulation", 2, **FP32),
     case("mixture of experts", 2, model=SPARSE),
+    case("experts in balance, checkpointing", 2, model=BALANCED, seq_len=512, router_loss=True, **CKPT),
     case("adapters, checkpointing", 2, **FULL_LORA, **CKPT),
     case("optimizer on the host", 2, seq_len=64, **CPU),
     case("optimizer on the host, accumulating", 2, grad_accum=2, **CPU),

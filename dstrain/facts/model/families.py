@@ -274,6 +274,7 @@ def _moe(text: Fields, family: Family, tensors: tuple[TensorGroup, ...]) -> Moe 
         shared_intermediate_size=shared.shape[0] if shared else 0,
         num_moe_layers=gate_up.count,
         block_class=family.moe_block,
+        asks_for_router_loss=text.flag("output_router_logits"),
     )
 
 

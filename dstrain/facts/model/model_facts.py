@@ -68,6 +68,8 @@ class Moe:
     """Number of layers with experts; the others are dense."""
     block_class: str
     """Class of the MoE block in Transformers, a leaf module for ZeRO-3."""
+    asks_for_router_loss: bool = False
+    """Whether config.json asks for the loss that balances experts (`output_router_logits`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

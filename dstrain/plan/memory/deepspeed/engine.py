@@ -136,6 +136,7 @@ NAMES = {
     "forward end": "forward",
     "head forward": "forward",
     "loss forward": "loss forward",
+    "router loss forward": "loss forward",
     "loss backward": "loss backward",
     "head backward": "head backward",
     "vision forward": "forward",

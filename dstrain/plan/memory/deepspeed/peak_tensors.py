@@ -18,6 +18,7 @@ _OUTSIDE = {
     "vision forward": "vision tower",
     "head forward": "lm_head",
     "loss forward": "loss",
+    "router loss forward": "loss of routers",
     "loss backward": "loss, backward",
     "head backward": "lm_head, backward",
     "layer backward": "layer, backward",

@@ -29,7 +29,8 @@ class Instant:
     """Peak of live bytes beyond parameters at one named instant, by part."""
 
     name: str
-    """`forward`, `loss forward`, `loss backward`, `head backward`, `layer backward` or `embedding backward`."""
+    """`forward`, `loss forward`, `router loss forward`, `loss backward`, `head backward`, `layer backward` or
+    `embedding backward`."""
     activations: int
     """Saved tensors, working tensors, and their gradients."""
     logits: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import add
@@ -48,6 +48,18 @@ def moments_at_edges(
         *chain.from_iterable(_moved(parts.forward[place.played], place) for place in places),
         *_moved(parts.outside["between"], _Place(-1, -1, last)),
         *chain.from_iterable(_moved(parts.backward[place.played], place) for place in reversed(places)),
+        *parts.outside["after"],
+    ]
+
+
+def only_layers(moments: list[Moment], numbers: Sequence[int]) -> list[Moment]:
+    """Returns the moments outside of the layers, and those of some layers."""
+    parts = _parts(moments)
+    return [
+        *parts.outside["before"],
+        *chain.from_iterable(parts.forward[number] for number in numbers),
+        *parts.outside["between"],
+        *chain.from_iterable(parts.backward[number] for number in reversed(numbers)),
         *parts.outside["after"],
     ]
 

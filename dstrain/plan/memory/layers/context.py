@@ -148,6 +148,7 @@ class Context:
         "model",
         "moment",
         "outside",
+        "router_logits",
         "rows",
         "sin",
         "tape",
@@ -171,6 +172,8 @@ class Context:
         """Whether the current operations are those of one tile of an MLP."""
         self.kept_tensors: list[Tensor] = []
         """Tensors that a caller's frame keeps alive until the loss exists."""
+        self.router_logits: list[Tensor] = []
+        """Logits of each layer's router, if the loss that balances experts is computed of them."""
 
     def trains_whole(self, kind: Kind) -> bool:
         """Returns whether the embedding or the head trains: with everything, or beside an adapter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dstrain.choices import LOGITS_PER_TILE, LossKernel
 from dstrain.facts.model.model_facts import Kind
-from dstrain.plan.memory.layers import ops, products
+from dstrain.plan.memory.layers import moe, ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Param, Part, Tensor
@@ -34,6 +34,7 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
         LossKernel.TILED: _tiled,
     }[run.kernels.loss if variant.kernels.liger and variant.kernels.loss is LossKernel.LIGER else variant.kernels.loss]
     result = made(run, hidden, head, scales) if model.num_scores is None else logits(run, hidden, head, scales=False)
+    result = moe.balancing_loss(run, result)
     run.kept_tensors.clear()
     tape.part = outer
     return result

@@ -14,6 +14,9 @@ from dstrain.plan.memory.layers.tensor import Param, Tensor
 INDEX = 8
 """Bytes of an index."""
 
+ROUTER_LOSS = "router loss forward"
+"""The instant at which the loss that balances experts is computed."""
+
 Routing = tuple[Tensor, Tensor, Tensor]
 """Logits, which the block's frame holds, the weight of each expert picked for a token, and which experts they are."""
 Router = Callable[[Context, Tensor], Routing]
@@ -114,6 +117,8 @@ def softmax_router(run: Context, x: Tensor, *, normalises: bool = True, narrows:
     """
     tape, item = run.tape, run.variant.item
     logits = _router_logits(run, x, item)
+    if run.variant.kernels.router_loss and not tape.is_recomputing:
+        run.router_logits.append(logits)
     probabilities = ops.softmax(tape, ops.cast(tape, logits, ops.FP32))
     weights, indices = _top_k(run, probabilities)
     if normalises:
@@ -122,6 +127,42 @@ def softmax_router(run: Context, x: Tensor, *, normalises: bool = True, narrows:
         weights = ops.cast(tape, weights, item)
     del probabilities
     return logits, weights, indices
+
+
+def balancing_loss(run: Context, loss: Tensor) -> Tensor:
+    """Adds the loss that balances experts to that of tokens: for each layer, the softmax of its router's logits, which
+    the backward pass needs, in fp32 for its sum, and the experts picked once more.
+
+    Logits go with the model's outputs, before the backward pass, which has the gradients of all of them first.
+    Source: Transformers 5.23 modeling_mixtral.py: load_balancing_loss_func.
+    """
+    tape, rows = run.tape, run.rows
+    if not run.router_logits:
+        return loss
+    tape.ledger.enter(ROUTER_LOSS)
+    mask = tape.new(rows, ops.FP32) if run.variant.has_mask and not run.variant.batch.packing else None
+    total = None
+    for logits in run.router_logits:
+        probabilities = ops.softmax(tape, logits)
+        picked = _top_k(run, probabilities)
+        counted = tape.new(picked[1].numel, ops.FP32)
+        wide = ops.cast(tape, probabilities, ops.FP32)
+        summed = _summed(run, wide if mask is None else ops.mul(tape, wide, mask))
+        del wide, counted
+        total = summed if total is None else ops.add(tape, total, summed)
+    run.router_logits.clear()
+    assert total is not None
+    numel = total.numel
+    node = tape.node((loss, total), lambda grad: (ops.view(grad), tape.new(numel, ops.FP32)))
+    return tape.new(1, ops.FP32, node)
+
+
+def _summed(run: Context, x: Tensor) -> Tensor:
+    """The sum over tokens: its gradient is seen as large as x without being written out."""
+    numel, node = x.numel, None
+    if run.tape.needs(x):
+        node = run.tape.node((x,), lambda grad: (Tensor(grad.storage, numel, grad.item),))
+    return run.tape.new(_moe(run).num_experts, ops.FP32, node)
 
 
 def _wide_softmax_router(run: Context, x: Tensor) -> Routing:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import layer_kinds, play
-from dstrain.plan.memory.layers.brief_moments import moments_at_edges, numbers_at_edges, to_play
+from dstrain.plan.memory.layers.brief_moments import moments_at_edges, numbers_at_edges, only_layers, to_play
 from dstrain.plan.memory.layers.context import Variant, variant_of
 from dstrain.plan.memory.layers.extend_layers import repeated
 from dstrain.plan.memory.layers.graph import Tape
@@ -67,6 +67,10 @@ def brief(model: ModelFacts, configuration: Configuration, passes: Passes, edge:
 @lru_cache(BRIEF_RECORDINGS_KEPT)
 def _brief(model: ModelFacts, variant: Variant, passes: Passes, edge: int) -> Recording:
     depth, period = layer_kinds(model, variant), variant.checkpointing.period
+    if variant.kernels.router_loss:  # each layer makes tensors there that no shallower model has
+        recording = _played(model, variant, depth, passes)
+        numbers = numbers_at_edges(depth, period=period, edge=edge)
+        return replace(recording, events=[], freed=[], moments=only_layers(recording.moments, numbers))
     short = to_play(depth, period=period, edge=BRIEF_EDGE)
     recording = _played(model, variant, short, passes)
     moments = moments_at_edges(recording.moments, depth, short, period=period, edge=edge)
@@ -88,7 +92,7 @@ def plain_passes(configuration: Configuration, release: GradRelease) -> Passes:
 def _recorded(model: ModelFacts, variant: Variant, passes: Passes, is_terse: bool) -> Recording:
     depth = layer_kinds(model, variant)
     short = {kind: min(count, 2 * EDGE) for kind, count in depth.items()}
-    if short == depth or variant.checkpointing.period > 1:
+    if short == depth or variant.checkpointing.period > 1 or variant.kernels.router_loss:
         return _played(model, variant, depth, passes)
     copies, first = {}, 0
     for kind, count in short.items():

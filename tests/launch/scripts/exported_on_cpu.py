@@ -1,11 +1,13 @@
-"""Runs `train.py` with accelerate's FSDP2 on CPU ranks, where accelerate 1.15 has DDP in its place without a word.
+"""Runs `train.py` on CPU ranks and prints its losses with all digits; with accelerate's FSDP2, if it is asked for.
 
-What it runs is accelerate's own preparation and PyTorch's own sharding; only the list of devices that may have it, in
-accelerate/state.py: AcceleratorState.__init__, lacks the CPU.
+Accelerate 1.15 has DDP in the place of FSDP2 there, without a word. What this runs is accelerate's own preparation and
+PyTorch's own sharding; only the list of devices that may have it, in accelerate/state.py: AcceleratorState.__init__,
+lacks the CPU.
 """
 
 from __future__ import annotations
 
+import os
 import runpy
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Trainer
 
 _init = AcceleratorState.__init__
-_save = Trainer.save_model
+_log = Trainer.log
 
 
 def init(self: Any, *arguments: Any, fsdp_plugin: Any = None, **options: Any) -> None:
@@ -33,7 +35,15 @@ def save(self: Any, *arguments: Any, **options: Any) -> None:
     print("sharded:", len(parameters), torch.distributed.get_world_size())
 
 
+def log(self: Any, logs: dict[str, float], *arguments: Any, **options: Any) -> None:
+    if "loss" in logs and self.is_world_process_zero():
+        print("exact loss:", logs["loss"])
+    _log(self, logs, *arguments, **options)
+
+
 if __name__ == "__main__":
-    AcceleratorState.__init__ = init
-    Trainer.save_model = save  # type: ignore[method-assign]
+    Trainer.log = log  # type: ignore[method-assign]
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        AcceleratorState.__init__ = init
+        Trainer.save_model = save  # type: ignore[method-assign]
     runpy.run_path("train.py", run_name="__main__")
