@@ -208,9 +208,8 @@ def main() -> None:
         base = Path(name)
         (base / "inputs").mkdir()
         inputs = make_inputs(base / "inputs", sizes)
-        settings = {**inputs, **{name: sizes[name] for name in ("rounds", "steps", "warmup")}}
-        settings["counting_rounds"] = [*filter(counts, range(sizes["rounds"]))]
         settings = {**inputs, "monitoring": "timed", **{name: sizes[name] for name in ("rounds", "steps", "warmup")}}
+        settings["counting_rounds"] = [*filter(counts, range(sizes["rounds"]))]
         cases = {}
         for stage in given.zero_stages:
             for precision in given.precisions:

@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 SETTINGS = "DSTRAIN_PEERS"
-"""Environment variable: JSON with `folder`, `warmup`, `steps`, `rounds`, `pad`, `held_out`, `parent`, `connects`
-and `counting_rounds`."""
 """Environment variable: JSON with `folder`, `warmup`, `steps`, `rounds`, `pad`, `held_out`, `parent`, `connects` and
 `monitoring`: of dstrain's, `timed` counts the CPU seconds, `on` leaves it as it is, `off` removes it. `nice` is that of
-the rank's threads in its rounds, 0 without it."""
+the rank's threads in its rounds, 0 without it; experts are counted in `counting_rounds`, without it in all."""
 _POLL_S = 0.2
 _BATCH = 16
 _IGNORED = -100
@@ -81,7 +79,7 @@ class Probe:
                 if not self._folder.exists():
                     sys.exit("the benchmark has ended")
                 time.sleep(_POLL_S)
-            self.counts_experts = number in self._settings["counting_rounds"]
+            self.counts_experts = number in self._settings.get("counting_rounds", (number,))
             _schedule(self._settings.get("nice", 0))
             self._began = self._clocks()
 
@@ -227,6 +225,8 @@ def _alternate_experts(loads: Any, probe: Probe) -> None:
             count(*arguments)
 
     loads.ExpertLoads._count = alternately
+
+
 def _remove_meter(meter: Any) -> None:
     for name in ("count", "begin_step", "end_step", "pause", "restart"):
         setattr(meter.Meter, name, lambda *_, **__: None)
@@ -287,10 +287,7 @@ def _install(settings: dict[str, Any]) -> None:
     }
     actions: dict[str, Callable[[Any], None]] = {
         "transformers.trainer": lambda module: _watch(module, probe, connects=settings["connects"]),
-        "dstrain.monitor.meter": lambda module: _time_meter(module, probe),
-        "dstrain.monitor.callback": lambda module: _time_callback(module, probe),
         "dstrain.monitor.expert_loads": lambda module: _alternate_experts(module, probe),
-        "dstrain.monitor.collectives": lambda module: _time_collectives(module, probe),
         **monitoring[settings["monitoring"]],
     }
     sys.meta_path.insert(0, _Finder(actions))
