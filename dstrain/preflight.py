@@ -29,6 +29,8 @@ class CheckName(StrEnum):
     """A packed row has the loss of its samples."""
     EVALUATION = "evaluation"
     """The heaviest micro-batch of an evaluation fits into memory."""
+    GENERATION = "generation"
+    """The model generates from the longest prompt of `samples`, if the job has any."""
     SAVING = "saving"
     """A checkpoint can be written, and those that exist at once fit on the disk."""
 

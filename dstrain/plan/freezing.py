@@ -41,11 +41,11 @@ def frozen_parts(job: Job) -> frozenset[Part]:
 def with_frozen(model: ModelFacts, job: Job) -> ModelFacts:
     """Returns the model with the marks of tensors that a job freezes."""
     freeze, train_only, parts = job.freeze, job.train_only, frozen_parts(job)
-    if not freeze and not train_only and (model.vision is None or parts == FROZEN):
+    if not freeze and not train_only and (not model.has_tower or parts == FROZEN):
         return model
 
     def is_marked(name: str) -> bool:
-        in_part = model.vision is not None and part_of(name) in parts
+        in_part = model.has_tower and part_of(name) in parts
         return in_part or is_frozen(name, freeze=freeze, train_only=train_only)
 
     def marked(group: TensorGroup) -> TensorGroup:
@@ -65,7 +65,7 @@ def unplanned_parts(job: Job, model: ModelFacts) -> str | None:
     if others and job.method is not Method.FULL:
         return f"no estimate of memory: modules_to_save has {', '.join(others)}"
     changed = [name for name, default in PARTS.items() if getattr(job, name) is not default]
-    if not changed or model.vision is None:
+    if not changed or not model.has_tower:
         return None
     if not has_tower_code(model):
         are = "is" if len(changed) == 1 else "are"

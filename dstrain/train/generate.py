@@ -123,6 +123,17 @@ class SamplesCallback(TrainerCallback):
             self._generate(state.global_step)
             self._heartbeat.send(state.global_step, Phase.STEP)
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(prompt.tokens) for prompt in self._prompts)
+
+    def rehearse(self, num_tokens: int) -> GeneratedText:
+        """Returns a few tokens after the longest prompt, the same one on all ranks; nothing is written."""
+        longest = max(self._prompts, key=lambda prompt: len(prompt.tokens))
+        with self._evaluating() as model:
+            return self._text(model, longest, 0, most=min(num_tokens, self._samples.max_new_tokens))
+
     def _generate(self, step: int) -> None:
         """Generates on all ranks, and writes on rank 0; the time counts apart from that of steps, as evaluations do."""
         began = time.monotonic()
@@ -142,7 +153,8 @@ class SamplesCallback(TrainerCallback):
         rounds = range(math.ceil(len(self._prompts) / num_ranks))
         indices = (turn * num_ranks + self._rank.index for turn in rounds)
         with self._evaluating() as model:
-            return [self._text(model, self._prompts[index % len(self._prompts)], step) for index in indices]
+            most = self._samples.max_new_tokens
+            return [self._text(model, self._prompts[index % len(self._prompts)], step, most=most) for index in indices]
 
     @contextmanager
     def _evaluating(self) -> Iterator[Any]:
@@ -156,14 +168,17 @@ class SamplesCallback(TrainerCallback):
         finally:
             engine.train(was_training)
 
-    def _text(self, model: Any, prompt: Prompt, step: int) -> GeneratedText:
-        """Returns a text. Under ZeRO-3 all ranks gather each layer for each token, until the longest text ends."""
+    def _text(self, model: Any, prompt: Prompt, step: int, *, most: int) -> GeneratedText:
+        """Returns a text of at most so many tokens.
+
+        Under ZeRO-3 all ranks gather each layer for each token, until the longest text ends.
+        """
         began = time.monotonic()
         tokens = torch.tensor([prompt.tokens], device=self._engine_of().device)
         output = model.generate(
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),
-            generation_config=_greedy(model, self._tokenizer, self._samples.max_new_tokens),
+            generation_config=_greedy(model, self._tokenizer, most),
             synced_gpus=self._is_sharded and self._rank.world_size > 1,
         )
         new = output[0, tokens.shape[1] :].tolist()

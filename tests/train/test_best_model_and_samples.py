@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl, TrainerState
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerControl,
+    TrainerState,
+)
 
 from dstrain.choices import Interval, Method, Task
+from dstrain.errors import InvalidConfig
 from dstrain.job.monitor import Samples
 from dstrain.job.schema import Job
 from dstrain.monitor.best_model import BestModel, best_model
@@ -20,6 +30,7 @@ from dstrain.train.arguments import training_arguments
 from dstrain.train.best_model import BestModelCallback
 from dstrain.train.checkpoints.export import locate
 from dstrain.train.generate import prompts_of
+from dstrain.train.preflight.generation import try_generation
 from tests.train.engine import Engine
 from tests.train.launching import change_job, codes, lines, losses, make_run, said, tensors
 
@@ -63,7 +74,7 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
         "save_only_model": True,
     }
     make_run(folder / "plain3", demo, zero={"stage": 3}, **base, packing=True)
-    full = {**base, "packing": True, "samples": {**texts, "eval_prompts": 1}, "max_steps": 2}
+    full = {**base, "packing": True, "samples": {**texts, "eval_prompts": 1}, "max_steps": 2, "preflight": True}
     make_run(folder / "full3", demo, zero={"stage": 3}, **full)
     make_run(folder / "adapter2", demo, **{**base, **adapter, "samples": {**texts, "generate_every": 3}})
     for name in ("plain3", "full3", "adapter2"):
@@ -174,6 +185,23 @@ def test_texts_are_generated_at_each_evaluation_or_every_so_many_steps(runs: Pat
     assert [step for step, _, _ in generated(runs / "full3")] == [step for step in (1, 2, 3) for _ in range(3)]
     assert [step for step, _, _ in generated(runs / "adapter2")] == [3, 3]
     assert said(runs / "full3").count("generated 3 texts in ") == 3
+
+
+def test_generation_is_tried_before_the_first_step(runs: Path) -> None:
+    found = [line for line in said(runs / "full3").splitlines() if "✓ generation: " in line]
+    assert re.search(r"4 tokens after the longest prompt of \d+ tokens \([\d.]+ s\)", found[0])
+    assert len(found) == 2  # again after the resume
+
+
+def test_a_model_that_cannot_generate_ends_the_run_before_its_first_step() -> None:
+    sizes: dict[str, Any] = {"vocab_size": 8, "n_positions": 4, "n_embd": 4, "n_layer": 1, "n_head": 1}
+    model: Any = GPT2LMHeadModel(GPT2Config(**sizes, pad_token_id=0, bos_token_id=0, eos_token_id=0))
+    prompt = torch.ones(1, 9, dtype=torch.long)  # beyond the last position
+    broken: Any = SimpleNamespace(rehearse=lambda count: model.generate(prompt, max_new_tokens=count))
+    trainer: Any = SimpleNamespace(model_wrapped=model)
+    found = try_generation(trainer, broken, group=None)
+    assert isinstance(found.ends, InvalidConfig)
+    assert found.ends.problem.startswith("samples: the model cannot generate: IndexError: index out of range")
 
 
 def test_the_time_of_texts_is_not_that_of_steps(runs: Path) -> None:

@@ -68,7 +68,7 @@ def _with_parts(model: ModelFacts, options: Mapping[str, Any], request: Request)
         return model
     job = Job(model="", output_dir="", method=request.method, image_patches=request.image_patches, **changed)
     problem = next((problem for _, problem in broken(job)), unplanned_parts(job, model))
-    if model.vision is None:
+    if not model.has_tower:
         problem = f"{model.name} has no vision tower"
     elif len(frozen_parts(job)) == len(Part):
         problem = "nothing is left to train"

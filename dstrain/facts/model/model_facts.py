@@ -150,6 +150,11 @@ class ModelFacts:
     """Activations from a trace of Transformers' own code, if the family is unknown."""
 
     @property
+    def has_tower(self) -> bool:
+        """Whether the model has a vision tower, perhaps one whose sizes are not known."""
+        return self.vision is not None or any(group.kind is Kind.VISION for group in self.tensors)
+
+    @property
     def num_attention_layers(self) -> int:
         """Layers whose attention scores pairs of positions."""
         return self.num_hidden_layers if self.num_scored_layers is None else self.num_scored_layers

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from dstrain.train.data.packing import PackedRows
 from dstrain.train.loss import trial
 from dstrain.train.preflight import packed_loss, template
 from dstrain.train.preflight.found import Found
+from dstrain.train.preflight.generation import samples_of, try_generation
 from dstrain.train.preflight.heaviest import heaviest
 from dstrain.train.preflight.labels import examples
 from dstrain.train.preflight.passes import loss_scale
@@ -71,8 +73,9 @@ class Checks:
         """Checks, prints a line for each check, and writes `preflight.json`. `batches` is the data loader.
 
         A run that goes on from a checkpoint repeats those that depend on memory. The heaviest micro-batch always runs;
-        its cost is at most that of a step. Raises InvalidConfig if a packed row has another loss than its samples, and
-        EnvironmentProblem if the first checkpoint cannot be written.
+        its cost is at most that of a step. Raises InvalidConfig if a packed row has another loss than its samples, or
+        the model cannot generate the texts of the job, and EnvironmentProblem if the first checkpoint cannot be
+        written.
         """
         self.begin(planned_steps=trainer.state.max_steps)
         is_new = trainer.state.global_step == 0
@@ -87,6 +90,9 @@ class Checks:
                 self._packing(trainer)
             if trainer.eval_dataset is not None:
                 self.check(CheckName.EVALUATION, lambda: self._evaluation(trainer), cost_s=self._pass_s)
+            if (samples := samples_of(trainer)) is not None:
+                work = partial(try_generation, trainer, samples, self._group)
+                self.check(CheckName.GENERATION, work, cost_s=self._pass_s)
             if is_new:
                 self.check(CheckName.SAVING, lambda: self._saving(trainer))
         finally:

@@ -153,6 +153,7 @@ def test_a_trained_tower_has_no_estimate_unless_the_planner_knows_it(tmp_path: P
     gemma, qwen = probe.read_model("gemma-3-4b"), probe.read_model("qwen3-vl-8b")
     reason = "no estimate of memory: freeze_vision_tower is not the default, which is known of Qwen3-VL alone"
     assert unplanned_parts(trained, gemma) == reason
+    assert unplanned_parts(trained, replace(gemma, vision=None)) == reason  # a tower whose sizes are not known
     assert unplanned_parts(trained, qwen) is None
     alone = replace(trained, freeze_language_model=True)
     assert "it needs image_patches" in str(unplanned_parts(alone, qwen))

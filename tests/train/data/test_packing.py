@@ -190,12 +190,7 @@ def test_an_exported_script_refuses_a_model_that_mixes_the_samples_of_a_row(tmp_
     job = Job(model="m", output_dir="o", data="d", packing=True)
     (tmp_path / "train.py").write_text(export(job, {}, expand("localhost:2", None), Target.TORCHRUN).files["train.py"])
     script = SimpleNamespace(**runpy.run_path(str(tmp_path / "train.py")))
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=2, initializer_range=0.5, **sizes))
     trainer = SimpleNamespace(

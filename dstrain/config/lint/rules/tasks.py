@@ -41,13 +41,13 @@ def _unused_smoothing(subject: Subject) -> Iterator[Fault]:
 
 def _without_tower(subject: Subject) -> Iterator[Fault]:
     """Reports keys of images and towers in the job of a language model."""
-    if subject.job is None or subject.model is None or subject.model.vision is not None:
+    if subject.job is None or subject.model is None or subject.model.has_tower:
         return
     given, plain = subject.job.job, Job(model="", output_dir="")
     for key in ("max_pixels", "image_patches", *(limit.key for limit in task_limits.WITH_ADAPTERS)):
         value = getattr(given, key)
         if value != getattr(plain, key):
-            problem = f"{key} is {task_limits.shown(value)}, but {subject.model.name} has no vision tower that is known"
+            problem = f"{key} is {task_limits.shown(value)}, but {subject.model.name} has no vision tower"
             yield in_job(subject, key, problem, "it changes nothing, or stops the run", "remove the key")
 
 

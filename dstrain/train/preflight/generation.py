@@ -1,0 +1,51 @@
+"""Generates a few tokens before the first step, so that texts of `samples` do not end a run in its midst."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dstrain.errors import InvalidConfig
+from dstrain.train.generate import SamplesCallback
+from dstrain.train.loss import trial
+from dstrain.train.preflight.found import Found
+from dstrain.train.rank import of_all_ranks
+from dstrain.units import counted
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from dstrain.train.trainer import Trainer
+
+NUM_TOKENS = 4
+"""At most as many as `max_new_tokens`: the first reads the prompt, the others the cache of keys and values."""
+
+
+def samples_of(trainer: Trainer) -> SamplesCallback | None:
+    """Returns what generates the texts of a run; None if it has none."""
+    callbacks: Any = trainer.callback_handler.callbacks
+    return next((callback for callback in callbacks if isinstance(callback, SamplesCallback)), None)
+
+
+def try_generation(trainer: Trainer, samples: SamplesCallback, group: Any) -> Found:
+    """Generates from the longest prompt on all ranks; an error of any ends the run, running out of memory included.
+
+    `group`: a gloo group of all ranks; None with one.
+    """
+    error: Exception | None = None
+    text = None
+    try:
+        with trial(trainer.model_wrapped):
+            text = samples.rehearse(NUM_TOKENS)
+    except torch.OutOfMemoryError:  # has a report of its own
+        raise
+    except Exception as caught:  # generation is code of the model's family
+        error = caught
+    reasons = of_all_ranks(None if error is None else f"{type(error).__name__}: {error}".split("\n")[0], group)
+    if (reason := next((reason for reason in reasons if reason), None)) is not None:
+        problem = f"samples: the model cannot generate: {reason}"
+        return Found(passed=False, text=problem, ends=InvalidConfig(problem, hint="Remove samples from the job."))
+    assert text is not None
+    prompt = counted(samples.longest_prompt, "token")
+    return Found(passed=True, text=f"{counted(text.tokens, 'token')} after the longest prompt of {prompt}")
