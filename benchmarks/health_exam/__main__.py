@@ -7,7 +7,8 @@ Examples: python -m benchmarks.health_exam            (replays the recorded runs
           python -m benchmarks.health_exam --gallery docs/gallery   (writes the report page of a run with each cause)
 
 Ranks that record ask for real-time scheduling, which root gets: other processes of the machine wait meanwhile. Those of
-whole runs do not.
+whole runs do not; with --shared none does, and nothing is kept of times and of the machine's RAM: for causes that are
+not about these.
 """
 
 from __future__ import annotations
@@ -45,19 +46,25 @@ def main() -> None:
     """Records, if asked, and prints the scores of both halves."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="record the runs first")
-    parser.add_argument("--only", default="", help="only runs whose name begins so")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="only runs whose names begin so")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between recorded runs")
+    parser.add_argument("--shared", action="store_true", help="leave the cores to other processes as well")
     parser.add_argument("--gallery", type=Path, help="folder for the report page of a run with each cause")
     given = parser.parse_args()
-    traces = [trace for trace in all_traces() if trace.name.startswith(given.only)]
-    whole = [one for one in WHOLE_RUNS if one.name.startswith(given.only)]
+    names = tuple(given.only)
+    traces = [trace for trace in all_traces() if trace.name.startswith(names)]
+    whole = [one for one in WHOLE_RUNS if one.name.startswith(names)]
     if given.record:
         from benchmarks.health_exam.record import record
         from benchmarks.health_exam.whole_runs import record as record_whole
 
         FOLDER.mkdir(exist_ok=True)
-        record(traces, FOLDER, pause_s=given.pause, say=lambda text: print(text, flush=True))
-        record_whole(whole, lambda text: print(text, flush=True))
+
+        def say(text: str) -> None:
+            print(text, flush=True)
+
+        record(traces, FOLDER, pause_s=given.pause, is_first=not given.shared, say=say)
+        record_whole(whole, say)
     results = [replay(trace) for trace in traces]
     if given.gallery is not None:
         from benchmarks.health_exam.gallery import write

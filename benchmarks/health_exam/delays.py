@@ -1,13 +1,16 @@
-"""Delays collectives of a process group, as slow links do."""
+"""Causes that take time: slow ranks, links, data and disks."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from benchmarks.health_exam.injection import Injection, change_batches
 
 
 class _Held:
@@ -45,3 +48,68 @@ def hold_up(delay: Callable[[int], None]) -> None:
             return _Held(work, lambda: delay(num_bytes))
 
         setattr(group, name, slower)
+
+
+def slow_rank(injection: Injection) -> None:
+    """Lengthens the forward and backward passes of one rank by a share."""
+    if injection.rank == injection.on_rank:
+        slow_everywhere(injection)
+
+
+def slow_everywhere(injection: Injection) -> None:
+    """Lengthens the forward and backward passes by a share."""
+    _stretch(injection, injection.trainer, "training_step")
+    forward = injection.trainer.model.forward
+
+    def slower(*arguments: Any, **options: Any) -> Any:
+        with injection.stretched():
+            return forward(*arguments, **options)
+
+    injection.trainer.model.forward = slower
+
+
+def _stretch(injection: Injection, owner: Any, name: str) -> None:
+    function = getattr(owner, name)
+
+    def slower(*arguments: Any, **options: Any) -> Any:
+        with injection.stretched():
+            return function(*arguments, **options)
+
+    setattr(owner, name, slower)
+
+
+def slow_links(injection: Injection) -> None:
+    """Holds up the first collective of each step, on every rank."""
+    hold_up(lambda num_bytes: injection.wait())
+
+
+def throttled_links(injection: Injection) -> None:
+    """Lets large collectives move `size` bytes a second at most, on every rank."""
+
+    def throttle(num_bytes: int) -> None:
+        if injection.is_active and num_bytes >= 2**20:
+            time.sleep(num_bytes / injection.size)
+
+    hold_up(throttle)
+
+
+def slow_data(injection: Injection) -> None:
+    """Makes each step wait for its first micro-batch."""
+
+    def wait(batch: dict[str, Any]) -> dict[str, Any]:
+        injection.wait()
+        return batch
+
+    change_batches(injection, wait)
+
+
+def slow_disk(injection: Injection) -> None:
+    """Makes each file of a checkpoint take `size` seconds longer."""
+    save = torch.save
+
+    def slower(*arguments: Any, **options: Any) -> None:
+        if injection.is_active:
+            time.sleep(injection.size)
+        save(*arguments, **options)
+
+    torch.save = slower

@@ -65,15 +65,15 @@ def _run_directory(result: Result, folder: Path) -> RunDir:
     findings = [{**asdict(one), "time_s": round(times[one.step], 3)} for one in result.findings]
     job = {**JOB, "model": "demo", "output_dir": str(folder), **result.trace.job}
     run.summary.write_text(json.dumps({"steps": result.steps, "ranks": 2}), encoding="utf-8")
-    stage = job.pop("zero", 2)
+    stage, experts = job.pop("zero", 2), job.pop("experts", 0)
     run.request.write_text(json.dumps(job), encoding="utf-8")
-    _write_plan(run, job, stage)
+    _write_plan(run, job, stage, experts)
     for file, records in ((run.metrics, lines), (run.health, findings)):
         file.write_text("".join(f"{json.dumps(record)}\n" for record in records), encoding="utf-8")
     return run
 
 
-def _write_plan(run: RunDir, job: Mapping[str, Any], stage: int) -> None:
+def _write_plan(run: RunDir, job: Mapping[str, Any], stage: int, experts: int) -> None:
     """Writes what was known and planned: the model of the recorded runs (`record.py`) on two ranks of a CPU."""
     width = 192 if stage == 3 else 64
     config = {
@@ -89,6 +89,9 @@ def _write_plan(run: RunDir, job: Mapping[str, Any], stage: int) -> None:
         "tie_word_embeddings": True,
         "dtype": "float32",
     }
+    if experts:
+        config |= {"model_type": "qwen3_moe", "num_experts": experts, "num_experts_per_tok": 2}
+        config |= {"moe_intermediate_size": width, "norm_topk_prob": True, "decoder_sparse_step": 1}
     model = from_config(config, name="demo", source="health exam")
     cluster = describe(gpu=gpu("cpu"), gpu_origin=Origin.GIVEN, gpus=2)
     keys = {name: job[name] for name in ("seq_len", "micro_batch", "grad_accum", "packing") if name in job}

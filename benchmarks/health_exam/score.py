@@ -24,17 +24,8 @@ FACTS = Facts(vocab_size=2048, max_grad_norm=5.0)
 MEASURED: frozenset[str] = frozenset({Rule.CPU_WAIT})
 """Rules that say what the kernel counts: on the recording machine other processes ran."""
 _NO_GPU = "the ranks have no GPU"
-_DENSE = "the recorded model is dense"
-_FP16 = "the runs train in fp32: most CPUs have no fp16"
 UNEXAMINED: Mapping[Rule, str] = MappingProxyType(
     {
-        Rule.ZERO_LOSS: "no recorded run loses all its labels; those with masked samples keep some",
-        Rule.ALWAYS_CLIPPED: "it looks at 100 steps, and most recorded causes last 20 to 50",
-        Rule.SKIPPED_STEPS: _FP16,
-        Rule.LOSS_SCALE: _FP16,
-        Rule.UNEVEN_EXPERTS: _DENSE,
-        Rule.BUSIEST_EXPERT: _DENSE,
-        Rule.DEAD_EXPERTS: _DENSE,
         Rule.EXPOSED_COMMUNICATION: "throttled links make ranks wait longer than planned by less than ten points",
         Rule.LOW_MFU: "no time is planned for a CPU",
         Rule.GPU_CLOCK: _NO_GPU,
@@ -94,14 +85,15 @@ def replay(trace: Trace, folder: Path = FOLDER) -> Result:
     """Returns what the rules say of a recorded run; each time that a rule is broken anew counts."""
     records = read_jsonl(folder / f"{trace.name}.jsonl")
     clock = partial(next, count(step=1000.0))
-    watch = Watch({}, FACTS, clock=clock)
+    facts = replace(FACTS, max_grad_norm=trace.job.get("max_grad_norm", FACTS.max_grad_norm))
+    watch = Watch({}, facts, clock=clock)
     findings, ends = [], []
     for index, record in enumerate(records):
         if record.get("event") == "plan":
-            watch = Watch({}, replace(FACTS, planned_comm_share=record["planned_comm_share"]), clock=clock)
+            watch = Watch({}, replace(facts, planned_comm_share=record["planned_comm_share"]), clock=clock)
             continue
         if record.get("event") == "resume":
-            watch = Watch({}, FACTS, clock=clock)
+            watch = Watch({}, facts, clock=clock)
             watch.history.resume(current_steps(records[:index]), step=record["from_step"])
             continue
         values = {name: value for name, value in _with_nonfinite(record).items() if name != "step"}

@@ -30,13 +30,13 @@ class Cause:
     """A cause of trouble."""
 
     name: str
-    """As in `injection.CAUSES`, or that of the job."""
+    """As in `causes.CAUSES`, or that of the job."""
     named_by: frozenset[str]
     """Rules that name it; one of them must."""
     follows: frozenset[str] = frozenset()
     """Rules that are also broken by it."""
     injected: str = "none"
-    """What is put into the ranks: a key of `injection.CAUSES`; `none`: the job makes it."""
+    """What is put into the ranks: a key of `causes.CAUSES`; `none`: the job makes it."""
     grows_over: int = 0
     """Steps in which it grows to its full size; 0: it begins at once."""
 
@@ -85,6 +85,7 @@ _LATER = (
     *(Rule.REPEATED_SPIKES, Rule.REPEATED_GRADIENT_SPIKES, Rule.DIVERGENCE, Rule.LARGE_GRADIENT),
     *(Rule.ALWAYS_CLIPPED, Rule.OVERFITTING),
 )
+_ROUTING = (Rule.UNEVEN_EXPERTS, Rule.BUSIEST_EXPERT, Rule.DEAD_EXPERTS, *_LOSS)
 _LINKS = (Rule.SLOW_LINKS, Rule.EXPOSED_COMMUNICATION, Rule.SLOWDOWN)
 CAUSES = (
     _cause("slow rank", (Rule.SLOW_RANK,), (Rule.SLOWDOWN,)),
@@ -110,15 +111,27 @@ CAUSES = (
     _cause("rank that slows", (Rule.SLOW_RANK,), (Rule.SLOWDOWN,), injected="slow rank", grows_over=100),
     _cause("data that slow", (Rule.DATA_WAIT,), (Rule.SLOWDOWN,), injected="slow data", grows_over=100),
     _cause("slow leak", (Rule.HOST_MEMORY_GROWTH,), injected="memory leak", grows_over=100),
+    _cause("no labels", (Rule.MASKED_SAMPLES, "nonfinite_loss"), (Rule.VANISHED_GRADIENT,)),
+    _cause("one token", (Rule.ZERO_LOSS,), (*_LOSS, Rule.VANISHED_GRADIENT)),
+    _cause("clipping limit too low", (Rule.ALWAYS_CLIPPED,), injected="none"),
+    _cause("preferred expert", (Rule.BUSIEST_EXPERT,), _ROUTING),
+    _cause("starved experts", (Rule.DEAD_EXPERTS,), _ROUTING),
+    _cause("uneven router", (Rule.UNEVEN_EXPERTS,), _ROUTING),
+    _cause("fp16 overflow", (Rule.SKIPPED_STEPS, Rule.LOSS_SCALE), (*_LOSS, *_LATER, "nonfinite_grad_norm")),
     _cause("rising learning rate", (*_LOSS, Rule.DIVERGENCE), _LATER, grows_over=100),
 )
 _BY_NAME = {cause.name: cause for cause in CAUSES}
-LATE = MappingProxyType({"learning rate too low": "100 steps"})
+LATE = MappingProxyType({"learning rate too low": "100 steps", "clipping limit too low": "100 steps"})
 """Causes that show later by their nature → what their rule waits for."""
 _SAVES = {"save_steps": 20, "save_total_limit": 1, "max_steps": 160}
 _SMALL = {"data": "few.jsonl", "eval_data": "eval.jsonl", "eval_steps": 10, "learning_rate": 3e-3}
 _ZERO_3: dict[str, Any] = {"zero": 3}
 _LONG: dict[str, Any] = {"max_steps": 240}
+_SHORT: dict[str, Any] = {"max_steps": 140}
+_BALANCED: dict[str, Any] = {"experts": 16, "router_aux_loss_coef": 0.02}
+_EXPERTS: dict[str, Any] = {**_BALANCED, "experts": 8}
+_FAST: dict[str, Any] = {"max_steps": 60, "learning_rate": 3e-2}
+_FP16: dict[str, Any] = {"precision": "fp16", "max_steps": 140}
 _FINE: dict[str, Any] = {"logging_steps": 2, "max_steps": 480}
 _SIZES: Mapping[str, tuple[tuple[float, int, Mapping[str, Any]], ...]] = MappingProxyType(
     {
@@ -151,6 +164,16 @@ _SIZES: Mapping[str, tuple[tuple[float, int, Mapping[str, Any]], ...]] = Mapping
         "rank that slows": ((1.0, 106, _ZERO_3 | _LONG), (1.5, 116, _LONG)),
         "data that slow": ((0.6, 106, _ZERO_3 | _LONG), (0.8, 116, _LONG)),
         "slow leak": ((0.5, 106, _ZERO_3 | _LONG), (0.7, 116, _LONG)),
+        "no labels": ((0.0, 111, _SHORT), (0.0, 121, _SHORT | {"grad_accum": 2})),
+        "one token": ((5, 6, _FAST), (9, 11, _FAST | {"packing": True})),
+        "clipping limit too low": (
+            (0.0, 1, {"max_grad_norm": 0.05}),
+            (0.0, 1, {"max_grad_norm": 0.1, "grad_accum": 2}),
+        ),
+        "preferred expert": ((4.0, 121, _BALANCED), (6.0, 126, _BALANCED | {"grad_accum": 2})),
+        "starved experts": ((8.0, 121, _EXPERTS), (12.0, 126, _EXPERTS | {"packing": True})),
+        "uneven router": ((1.0, 121, _EXPERTS), (1.5, 126, _EXPERTS | {"grad_accum": 2})),
+        "fp16 overflow": ((1e9, 111, _FP16), (1e9, 121, _FP16 | {"grad_accum": 2})),
         "rising learning rate": (
             (1.06, 106, _LONG | {"lr_scheduler_type": "constant", "grad_accum": 2}),
             (1.07, 116, _LONG | {"lr_scheduler_type": "constant"}),
@@ -177,6 +200,8 @@ _CLEAN: tuple[Mapping[str, Any], ...] = (
     {"grad_accum": 2, "packing": True, "lr_scheduler_type": "linear"},
     {"learning_rate": 3e-4, "lr_scheduler_type": "constant"} | _FINE,
     {"learning_rate": 1e-3, "data": "few.jsonl"} | _FINE,
+    _BALANCED,
+    {"experts": 16, "packing": True, "grad_accum": 2},
 )
 
 

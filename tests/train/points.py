@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from transformers import AutoConfig
 
 from dstrain.choices import Method, Precision
+from dstrain.config.document import Change
 from dstrain.config.templates.files import generated
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
@@ -25,7 +26,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.file import read_job
 from dstrain.launch.launch import write_inputs
-from dstrain.launch.prepare.prepare import prepare
+from dstrain.launch.prepare.prepare import PreparedRun, prepare
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Plan
@@ -143,6 +144,12 @@ def workload_of(model: ModelFacts, nodes: int, per_node: int, *, nvme: Path | No
 
 def write(point: Point, folder: Path, data: Path) -> Path:
     """Writes the files of a point as gen-config does and its run directory as `dstrain run` does; returns that."""
+    write_files(point, folder, data)
+    return write_run(folder, f"max_steps={STEPS}").run_dir.path
+
+
+def write_files(point: Point, folder: Path, data: Path) -> None:
+    """Writes the files of a point as gen-config does."""
     folder.mkdir()
     workload, configuration = point.workload, point.configuration
     plan = Plan(
@@ -158,11 +165,16 @@ def write(point: Point, folder: Path, data: Path) -> Path:
     job = {"model": workload.model.source, "data": str(data), "eval_data": None, "hub": "hf", "output_dir": "output"}
     for name, text in generated(plan, workload, hosts, template_dir=None, job=job).items():
         (folder / name).write_text(text)
-    file = read_job(folder / "job.yaml", [f"max_steps={STEPS}", "logging_steps=1", "monitor.sinks=[]"])
-    prepared = prepare(file, {"DS_ACCELERATOR": "cpu"})
-    prepared.run_dir.path.mkdir()
+
+
+def write_run(folder: Path, *overrides: str, changes: Sequence[Change] = ()) -> PreparedRun:
+    """Writes the run directory of a folder's job as `dstrain run` does, with overrides as of `--set`, and changes of
+    the DeepSpeed configuration."""
+    file = read_job(folder / "job.yaml", ["logging_steps=1", "monitor.sinks=[]", *overrides])
+    prepared = prepare(file, {"DS_ACCELERATOR": "cpu"}, changes=changes)
+    prepared.run_dir.path.mkdir(exist_ok=True)
     write_inputs(prepared, job=prepared.job, hostfile=(folder / "hostfile").read_text(), secrets={})
-    return prepared.run_dir.path
+    return prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.out_of_memory import tried
 from dstrain.oom import OutOfMemory, Phase
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
@@ -18,6 +19,8 @@ from dstrain.train import out_of_memory
 from dstrain.train.out_of_memory import _PHASES, is_out_of_memory, phase_of, record
 from dstrain.train.preflight import passes
 from dstrain.train.trainer import Trainer
+from tests.train.engine import Engine
+from tests.train.points import Space
 
 
 def failure(*stack: tuple[str, str], error: str = "torch.OutOfMemoryError('CUDA out of memory')") -> BaseException:
@@ -88,3 +91,18 @@ def test_the_first_rank_writes_and_no_other_replaces_it(tmp_path: Path, monkeypa
     assert (found.measured.limit_bytes, found.measured.needed_bytes) == (80, 90)
     assert [path.name for path in tmp_path.iterdir()] == ["oom.json"]
     assert json.loads((tmp_path / "oom.json").read_text())["schema"] == 1
+
+
+CASE = 12
+"""Of the benchmark: a Qwen3-MoE under ZeRO-1, which the chunked loss lets fit."""
+
+
+def test_a_real_run_out_of_memory_trains_within_the_same_limit_with_the_first_change(
+    root: Path, demo: Path, engine: Engine
+) -> None:
+    folder = root / "out of memory"
+    folder.mkdir()
+    result = tried(Space(folder=folder, demo=demo, engine=engine), CASE)
+    assert (result.place, result.fits, result.is_cheapest) == (1, True, True)
+    assert result.peak_bytes is not None
+    assert 0 < result.peak_bytes <= result.limit_bytes

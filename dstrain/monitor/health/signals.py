@@ -180,9 +180,14 @@ def busiest_expert(history: History) -> float | None:
 
 
 def dead_experts(history: History) -> float | None:
-    """Returns the share of experts without a token, the median of the last three windows, less that of the first 20."""
-    dead = _experts(history, lambda window: window["dead_experts"] / window["experts"])
-    return dead[1] - dead[0] if dead else None
+    """Returns the share of experts without a token, the median of the last three windows, less the largest one of the
+    first 20."""
+    dead = _experts(history, _dead_share)
+    return dead[1] - max(map(_dead_share, history.first_loads)) if dead else None
+
+
+def _dead_share(window: Mapping[str, Any]) -> float:
+    return float(window["dead_experts"] / window["experts"])
 
 
 def _experts(history: History, of: Callable[[Mapping[str, Any]], float]) -> tuple[float, float] | None:
