@@ -35,7 +35,7 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file
 
 from benchmarks.peer_tools import TOOLS, Case, Run, interpreter, make_case, versions
-from benchmarks.tokenization import TAGGED
+from benchmarks.tokenization_peers import TAGGED
 from dstrain.train import demo
 from dstrain.train.data.tokenize import IGNORED
 

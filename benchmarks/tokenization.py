@@ -2,10 +2,12 @@
 
 Example: python benchmarks/tokenization.py --samples 100000 400000 --json tokenization.json
          python benchmarks/tokenization.py --samples 1000000 --pairs 1 --sides dstrain answers text --repeat 2
+         python benchmarks/tokenization.py --samples 20000 --pairs 1 --peers /tmp/peers --repeat 2
 
 All sides read the same JSON lines, made of docstrings of Python's standard library, with the same small tokenizer, and
 write a cache. `answers` is what TRL does for loss on answers only: a template with generation tags, one conversation at
-a time. `text` renders and tokenizes in batches and keeps no labels, which is less than training on answers needs.
+a time. `trl` and `llamafactory` are the tools' own preparation of their training data, in environments of their own.
+`text` renders and tokenizes in batches and keeps no labels, which is less than training on answers needs.
 `stream` is dstrain with `streaming: true`: as many workers read about a pass of the data, and write nothing. CPU
 seconds are those of a process and its children, without imports. Sides take turns with `--repeat`. Memory is that of
 the largest process, which includes the pages of files that it maps, and the proportional set size of all processes
@@ -18,7 +20,6 @@ import argparse
 import json
 import os
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -28,16 +29,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file
+
+from benchmarks import tokenization_peers
+from benchmarks.peer_tools import TOOLS, interpreter
+from benchmarks.tokenization_peers import SEQ_LEN, TAGGED, counted, num_tokens
+from benchmarks.tokenization_peers import SIDES as PEERS
 from dstrain.job.schema import Job
 from dstrain.train import demo
 
-SIDES = ("dstrain", "stream", "answers", "text")
-SEQ_LEN = 2048
-TAGGED = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\\n' }}{% endfor %}"
-)
+SIDES = ("dstrain", "stream", "answers", "text", *PEERS)
 
 
 def conversations(count: int, num_pairs: int) -> Iterator[str]:
@@ -78,7 +80,6 @@ def by_stream(folder: Path, tokenizer: Any, processes: int, samples: int) -> int
 def by_map(folder: Path, tokenizer: Any, processes: int, *, with_labels: bool) -> int:
     """Returns the tokens that `datasets.map` makes."""
     import datasets  # type: ignore[import-untyped]
-    import pyarrow.compute  # type: ignore[import-untyped]
 
     def text(batch: Mapping[str, Any]) -> dict[str, Any]:
         out = tokenizer.apply_chat_template(batch["messages"], return_dict=True, truncation=True, max_length=SEQ_LEN)
@@ -94,13 +95,7 @@ def by_map(folder: Path, tokenizer: Any, processes: int, *, with_labels: bool) -
     rows = datasets.load_dataset("json", data_files=str(folder / "train.jsonl"), split="train")
     options: dict[str, Any] = {"num_proc": processes, "remove_columns": rows.column_names}
     made = rows.map(answers, **options) if with_labels else rows.map(text, batched=True, **options)
-    return int(pyarrow.compute.sum(pyarrow.compute.list_value_length(made.data.column("input_ids"))).as_py())
-
-
-def own_peak_bytes() -> int:
-    """Returns the peak memory of this process; that of `getrusage` includes the process that started it."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+    return num_tokens(made)
 
 
 def measure(side: str, folder: Path, processes: int) -> dict[str, Any]:
@@ -108,27 +103,23 @@ def measure(side: str, folder: Path, processes: int) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-    cpu_s, begun = -sum(sum(resource.getrusage(kind)[:2]) for kind in kinds), time.monotonic()
     if side == "dstrain":
-        tokens = by_dstrain(folder, tokenizer, processes)
-    elif side == "stream":
+        return {"side": side, **counted(lambda: by_dstrain(folder, tokenizer, processes))}
+    if side == "stream":
         with (folder / "train.jsonl").open("rb") as file:
             samples = sum(1 for _ in file)
-        tokens = by_stream(folder, tokenizer, processes, samples)
-    else:
-        tokens = by_map(folder, tokenizer, processes, with_labels=side == "answers")
-    cpu_s += sum(sum(resource.getrusage(kind)[:2]) for kind in kinds)
-    peak_bytes = max(own_peak_bytes(), 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
-    figures = {"tokens": tokens, "cpu_s": round(cpu_s, 2), "wall_s": round(time.monotonic() - begun, 2)}
-    return {"side": side, **figures, "tokens_per_cpu_s": round(tokens / cpu_s), "peak_bytes": peak_bytes}
+        return {"side": side, **counted(lambda: by_stream(folder, tokenizer, processes, samples))}
+    return {"side": side, **counted(lambda: by_map(folder, tokenizer, processes, with_labels=side == "answers"))}
 
 
-def measured(side: str, folder: Path, processes: int) -> dict[str, Any]:
+def measured(side: str, folder: Path, processes: int, peers: Path | None) -> dict[str, Any]:
     """Returns what one side needs, in a process and with a cache of its own."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "HF_DATASETS_CACHE": cache, "TOKENIZERS_PARALLELISM": "false"}
         line = [sys.executable, __file__, "--side", side, "--folder", str(folder), "--processes", str(processes)]
+        if side in PEERS and peers is not None:
+            program = [interpreter(TOOLS[side], peers), "-P", tokenization_peers.__file__]
+            line = [*program, side, str(folder), str(processes)]
         with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True) as process:
             peak_bytes = peak_tree_bytes(process)
             assert process.stdout is not None
@@ -168,7 +159,8 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[100_000])
     parser.add_argument("--pairs", type=int, default=2, help="Questions and answers of a conversation.")
     parser.add_argument("--repeat", type=int, default=1, help="Times that every side is measured, in turns.")
-    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--sides", nargs="+", choices=SIDES, help="[default: all, peers with --peers]")
+    parser.add_argument("--peers", type=Path, help="Folder of the peers' environments, made from PyPI if missing.")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, help="Also write the figures to this file.")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
@@ -177,9 +169,12 @@ def main() -> None:
     if options.side:
         print(json.dumps(measure(options.side, options.folder, options.processes)))
         return
+    if options.peers is None and set(PEERS) & set(options.sides or ()):
+        parser.error("trl and llamafactory need --peers")
+    sides = options.sides or [side for side in SIDES if options.peers is not None or side not in PEERS]
     results = []
     heads = f"{'tokens/CPU s':>12}  {'CPU s':>8}  {'wall s':>8}  {'peak MiB':>8}  {'tree MiB':>8}"
-    print(f"{'samples':>9}  {'side':<8}  {heads}", flush=True)
+    print(f"{'samples':>9}  {'side':<12}  {heads}", flush=True)
     for samples in options.samples:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -189,12 +184,12 @@ def main() -> None:
             (folder / "model" / "config.json").write_text('{"model_type": "qwen3"}')
             with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
                 file.writelines(conversations(samples, options.pairs))
-            for side in options.sides * options.repeat:
-                one = {"samples": samples, **measured(side, folder, options.processes)}
+            for side in sides * options.repeat:
+                one = {"samples": samples, **measured(side, folder, options.processes, options.peers)}
                 results.append(one)
                 rates = f"{one['tokens_per_cpu_s']:>12,}  {one['cpu_s']:>8}  {one['wall_s']:>8}"
                 peaks = f"{one['peak_bytes'] / 2**20:>8,.0f}  {one['peak_tree_bytes'] / 2**20:>8,.0f}"
-                print(f"{samples:>9,}  {side:<8}  {rates}  {peaks}", flush=True)
+                print(f"{samples:>9,}  {side:<12}  {rates}  {peaks}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
