@@ -12,20 +12,22 @@ from dstrain.errors import InvalidConfig
 
 def is_given(value: Any) -> bool:
     """Returns whether a value is set; files fill missing ones with null, NaN or something empty."""
+    if value is None:
+        return False
     if isinstance(value, float) and isnan(value):
         return False
-    return value is not None and value not in ("", "[]", "{}", "null") and value != [] and value != {}
+    return value not in ("", "[]", "{}", "null") and value != [] and value != {}
 
 
 def string(row: Mapping[str, Any], key: str, place: str | None = None) -> str:
     """Returns the string at a key. Raises InvalidConfig if it is missing or no string."""
     value = row.get(key)
+    if isinstance(value, str):
+        return value
     before = f"{place}: " if place else ""
     if value is None:
         raise InvalidConfig(f'{before}"{key}" is missing')
-    if not isinstance(value, str):
-        raise InvalidConfig(f'{before}"{key}" is {shown(value)}; it must be a string')
-    return value
+    raise InvalidConfig(f'{before}"{key}" is {shown(value)}; it must be a string')
 
 
 def shown(value: Any) -> str:

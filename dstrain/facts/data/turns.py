@@ -46,6 +46,8 @@ USED = frozenset(
     }
 )
 """Keys of a turn that are read."""
+_TURN_LOSS = frozenset({"weight", "loss", "train", "training", "mask"})
+"""Keys of a turn that say whether it carries loss."""
 _USED_OF_TOOLS = ("name", "tool_call_id")
 """Keys that are read in the result of a tool."""
 _LOSS_KEYS = ("weight", "loss", "train", "training")
@@ -100,6 +102,8 @@ def unused_keys(turns: Sequence[Row]) -> list[str]:
     """Returns the keys of turns that have a value but are not read, in order of appearance."""
     names: dict[str, None] = {}
     for turn in turns:
+        if turn.keys() <= USED:  # most are
+            continue
         read = USED | set(_USED_OF_TOOLS if role_of(turn) == "tool" else ())
         names.update((key, None) for key, value in turn.items() if key not in read and is_given(value))
     return list(names)
@@ -123,6 +127,8 @@ def carries_loss(value: Any, place: str) -> bool:
 
 
 def _learns(turn: Row, role: str, place: str) -> bool:
+    if _TURN_LOSS.isdisjoint(turn):
+        return True
     for key in _TRAINS_ANY if role != "assistant" else ():
         if is_given(turn.get(key)) and carries_loss(turn[key], f"{place}: {key}"):
             raise InvalidConfig(

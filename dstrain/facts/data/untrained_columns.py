@@ -85,6 +85,8 @@ _WITHOUT_FILE = Untrained(
 
 def refuse(row: Mapping[str, Any], kinds: Mapping[str, Untrained], place: str = "") -> None:
     """Raises InvalidConfig if a row or a turn at `place` holds a value of one of these kinds."""
+    if kinds.keys().isdisjoint(row):
+        return
     for name, value in row.items():
         kind = kinds.get(name)
         if kind is not None and kind.matters(value):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 from dstrain.choices import Thinking
@@ -222,6 +223,16 @@ def as_written(conversation: Conversation, thinking: Thinking, render: Callable[
         lost_prompts=sum(one["role"] == "system" and one["content"].strip() not in text for one in messages),
     )
     return Written(text=text, spans=spans, counts=counts)
+
+
+def lacks_tools(conversation: Conversation, written: Written) -> bool:
+    """Returns whether the name of a tool stands nowhere outside of the answers."""
+    if not conversation.tools:
+        return False
+    borders = [0, *chain.from_iterable(written.spans), len(written.text)]
+    outside = [written.text[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True)]
+    names = (str(tool["function"].get("name")) for tool in conversation.tools)
+    return not all(any(name in text for text in outside) for name in names)
 
 
 def _num_empty(answers: Mapping[int, Answer]) -> int:

@@ -39,9 +39,8 @@ COUNTED = MappingProxyType(
 def counted(counts: Mapping[str, int], job: Job) -> list[str]:
     """Returns a line for each count above 0."""
     lines = []
-    for what, count in counts.items():
-        if count:
-            one, several, rest = COUNTED[what]
+    for what, (one, several, rest) in COUNTED.items():
+        if count := counts.get(what, 0):
             lines.append(f"{units.counted(count, one, several)} {rest.format(job=job)}")
     ratio = _balance(counts, job)
     if ratio is not None and not BALANCED[0] <= ratio <= BALANCED[1]:

@@ -7,6 +7,7 @@ processes from making the same file: where a file system has none, work is done 
 from __future__ import annotations
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import signal
@@ -192,6 +193,7 @@ def _child(number: int, work: Work, counts: Any, errors: Any, parent: int) -> No
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # all cores have processes
+    gc.freeze()  # collections skip the objects of the parent, which they would copy
 
     def tick(done: int) -> None:
         counts[number] = done

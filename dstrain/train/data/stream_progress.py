@@ -13,7 +13,7 @@ from dstrain.choices import OnLongSample
 from dstrain.errors import EnvironmentProblem
 from dstrain.job.schema import Job
 from dstrain.paths import write_atomic
-from dstrain.train.data.counts import COUNTED, counted
+from dstrain.train.data.counts import counted
 from dstrain.train.data.stream import STREAM, Failure, Place, Stream
 from dstrain.train.data.streamed_samples import RowPlace
 
@@ -120,12 +120,7 @@ def said(of_ranks: Sequence[tuple[Counter[str], list[str]]], job: Job) -> list[s
         parts.append(f"{counts['long']:,} longer than seq_len {job.seq_len:,}, which were {done}")
     if counts["untaught"]:
         parts.append(f"{counts['untaught']:,} without a token to learn, which were dropped")
-    lines = [", ".join(parts), *counted(_of_conversations(counts), job)]
+    lines = [", ".join(parts), *counted(counts, job)]
     if counts["skipped"]:
         lines.append(f"{counts['skipped']:,} unusable rows were skipped (on_bad_row: skip); the first:")
     return [f"stream: {line}" for line in lines] + [f"  {problem}" for problem in problems]
-
-
-def _of_conversations(counts: Counter[str]) -> dict[str, int]:
-    """Returns the counts that `counts.COUNTED` explains."""
-    return {name: number for name, number in counts.items() if name in COUNTED}

@@ -7,16 +7,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dstrain.choices import LossOn, Thinking
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import Refuse, stop
 from dstrain.facts.data.turns import Conversation
-from dstrain.train.data.chat import Counts, Follower, Span, Text, Written, as_written
+from dstrain.train.data.chat import Counts, Follower, Span, Text, Written, as_written, lacks_tools
 from dstrain.train.data.habits import learn
 from dstrain.train.data.message_spans import OTHER_TEMPLATE, Messages
 from dstrain.train.data.template_messages import takes_only_parts, with_arguments, with_parts
@@ -115,8 +116,7 @@ class Encoder:
             except Exception as error:
                 refuse(_refused(where, error))
         texts = [written.text for _, written, paths in conversations if not paths] if self.tokenizer.is_fast else []
-        out = self._tokens(texts, return_offsets_mapping=True) if texts else {"input_ids": [], "offset_mapping": []}
-        tokens = zip(out["input_ids"], out["offset_mapping"], strict=True)
+        tokens = self._with_offsets(texts)
         for where, written, paths in conversations:
             try:
                 if paths:
@@ -148,10 +148,13 @@ class Encoder:
 
     def _masked(self, conversation: Conversation, written: Written) -> Written:
         """Returns the text without loss on answers of weight 0, and with `loss_on: last` on all but the last one."""
-        counts = {"lost_tools": _lost_tools(conversation, written)}
+        counts = {"lost_tools": 1} if lacks_tools(conversation, written) else {}
         if conversation.is_desirable is not None:
             counts["desirable" if conversation.is_desirable else "undesirable"] = 1
-        written = replace(written, counts=replace(written.counts, **counts))
+        if counts:
+            written = replace(written, counts=replace(written.counts, **counts))
+        if self.loss_on is not LossOn.LAST and not conversation.unlearned:
+            return written
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
         of_last = self.loss_on is LossOn.LAST
         learned = [i not in conversation.unlearned and (i == answers[-1] or not of_last) for i in answers]
@@ -242,6 +245,21 @@ class Encoder:
         options |= {"return_attention_mask": False, "return_token_type_ids": False, "verbose": False}
         return self.tokenizer(text, add_special_tokens=False, **options)
 
+    def _with_offsets(self, texts: list[str]) -> Iterator[tuple[list[int], list[Span]]]:
+        """Yields the tokens of each text with their characters, by a fast tokenizer.
+
+        Transformers' own classes only make lists of what the tokenizers library returns, which takes a third as long
+        as making tokens. The first text goes through them: they set what else the library does with texts.
+        """
+        if not texts:
+            return
+        has_own = type(self.tokenizer)._encode_plus is not PreTrainedTokenizerFast._encode_plus
+        through = self._tokens(texts if has_own else texts[:1], return_offsets_mapping=True)
+        yield from zip(through["input_ids"], through["offset_mapping"], strict=True)
+        if not has_own:
+            for found in self.tokenizer.backend_tokenizer.encode_batch(texts[1:], add_special_tokens=False):
+                yield found.ids, found.offsets
+
     def _require_images(self) -> None:
         if self.images is None or not self.tokenizer.is_fast:
             lack = "a fast tokenizer" if self.images is not None else "a vision tower and its processor"
@@ -273,16 +291,6 @@ def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> l
         first, after = bisect_left(tokens, start, key=begin), bisect_left(tokens, end, key=begin)
         labels[first:after] = ids[first:after]
     return labels
-
-
-def _lost_tools(conversation: Conversation, written: Written) -> int:
-    """Returns 1 if the name of a tool stands nowhere outside of the answers."""
-    if not conversation.tools:
-        return 0
-    borders = [0, *chain.from_iterable(written.spans), len(written.text)]
-    outside = [written.text[start:end] for start, end in zip(borders[::2], borders[1::2], strict=True)]
-    names = (str(tool["function"].get("name")) for tool in conversation.tools)
-    return int(not all(any(name in text for text in outside) for name in names))
 
 
 def _refused(where: str, error: Exception) -> InvalidConfig:

@@ -10,9 +10,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
+from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import datasets  # type: ignore[import-untyped]
@@ -261,9 +263,10 @@ def _quota(file: Path) -> int:
         return _UNKNOWN
 
 
-def counts_of(counts: Counts) -> dict[str, int]:
-    """Returns the counts of a conversation by their keys of `COUNTED`."""
-    return {field.name: getattr(counts, field.name) for field in fields(Counts)}
+@lru_cache(maxsize=64)
+def counts_of(counts: Counts) -> Mapping[str, int]:
+    """Returns the counts of a conversation that are not 0, by their keys of `COUNTED`."""
+    return MappingProxyType({name: count for name, count in asdict(counts).items() if count})
 
 
 def fingerprint(rows: Rows, encoder: Encoder, job: Job, features: Iterable[str]) -> str:

@@ -59,8 +59,9 @@ def _encoded(encoder: Encoder, pairs: Sequence[tuple[str, Pair]], refuse: Refuse
 
 def _row(tokens: _Tokens) -> TokenRow:
     chosen, rejected = tokens.sides
-    counts = counts_of(chosen.counts) | {"empty_answers": 0, "empty_sides": tokens.pair.num_empty}
-    counts["cut_answers"] += rejected.counts.cut_answers
+    cut = chosen.counts.cut_answers + rejected.counts.cut_answers
+    of_sides = {"empty_answers": 0, "empty_sides": tokens.pair.num_empty, "cut_answers": cut}
+    counts = {**counts_of(chosen.counts), **of_sides}
     teaches = chosen.teaches and rejected.teaches
     sides = tokens.sides if teaches else ()
     places = [place_of(side) for side in sides]
