@@ -48,10 +48,17 @@ class RouterLoss:
         """Returns the loss of a micro-batch, (), with the auxiliary loss weighed anew.
 
         `loss` has it times the model's own coefficient and the number of ranks, over which the engine averages;
-        `micro_batches` are those of a rank in a step.
+        `micro_batches` are those of a rank in a step. Raises InvalidConfig if it would train nothing.
         """
         auxiliary = getattr(outputs, "aux_loss", None)
         if not isinstance(auxiliary, torch.Tensor):
             return loss
+        if self.coefficient and loss.requires_grad and not auxiliary.requires_grad:
+            problem = (
+                "the loss that balances experts has no gradient: adapters under ZeRO-3 need reentrant checkpointing"
+            )
+            raise InvalidConfig(
+                f"{problem}, which makes it without", hint="router_aux_loss_coef: 0, or grad_ckpt: false"
+            )
         weight = self.coefficient / micro_batches - self._own * self._num_ranks
         return loss + weight * auxiliary.to(loss.device)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -122,6 +124,21 @@ def test_the_coefficient_weighs_a_mean_over_micro_batches() -> None:
     assert found.item() == pytest.approx(
         num_ranks * plain.item() + wanted / micro_batches * outputs.aux_loss.item(), rel=1e-5
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_reentrant_checkpointing_of_adapters_would_not_train_it_and_is_refused(is_reentrant: bool) -> None:
+    config = Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16, router_aux_loss_coef=0.25)
+    base = Qwen3MoeForCausalLM(config)
+    base.enable_input_require_grads()
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"]))
+    router_loss = RouterLoss(model, job(router_aux_loss_coef=0.1), 1)
+    tokens = torch.ones(1, 12, dtype=torch.long)
+    outputs = model.train()(tokens, labels=tokens, **router_loss.arguments)
+    with pytest.raises(InvalidConfig, match="has no gradient") if is_reentrant else nullcontext():
+        router_loss.weighed(outputs.loss, outputs, 1)
 
 
 @pytest.mark.parametrize(

@@ -327,20 +327,24 @@ def test_ligers_experts_round_fp32(tmp_path: Path, model: str, values: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("model", "shared", "why"),
+    ("model", "stage", "others", "why"),
     [
-        ("qwen3-30b-a3b", {}, None),
-        ("qwen3-8b", {}, "qwen3-8b has no experts"),
-        ("qwen3-30b-a3b", {"ep": 2}, "ep is above 1"),
+        ("qwen3-30b-a3b", 2, {}, None),
+        ("qwen3-8b", 2, {}, "qwen3-8b has no experts"),
+        ("qwen3-30b-a3b", 2, {"ep": 2}, "ep is above 1"),
+        ("qwen3-30b-a3b", 3, {"method": "lora"}, "no gradient comes"),
+        ("qwen3-30b-a3b", 2, {"method": "lora"}, None),
+        ("qwen3-30b-a3b", 3, {"method": "lora", "grad_ckpt": "false"}, None),
     ],
 )
-def test_the_loss_of_routers_needs_whole_ones(
-    tmp_path: Path, model: str, shared: dict[str, int], why: str | None
+def test_the_loss_of_routers_needs_whole_ones_and_a_gradient(
+    tmp_path: Path, model: str, stage: int, others: dict[str, Any], why: str | None
 ) -> None:
     path = tmp_path / "job.yaml"
-    values = {"model": model, "output_dir": "out", "router_aux_loss_coef": 0.01, **shared}
+    values = {"model": model, "output_dir": "out", "router_aux_loss_coef": 0.01, **others}
     path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
-    every = [each for each in found(ZERO2, job=read_job(path), model=probe.read_model(model)) if each.rule == "DS606"]
+    config = ZERO2.replace('"stage": 2', f'"stage": {stage}')
+    every = [each for each in found(config, job=read_job(path), model=probe.read_model(model)) if each.rule == "DS606"]
     assert [why is not None and why in each.problem for each in every] == ([True] if why else [])
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.choices import Precision
+from dstrain.choices import Method, Precision
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.subject import Subject
@@ -99,14 +99,21 @@ def _router_loss(subject: Subject) -> Iterator[Fault]:
     if subject.job is None or job is None or subject.model is None or not job.router_aux_loss_coef:
         return
     shared = next((key for key in ("sp", "tp", "ep") if getattr(job, key) > 1), None)
-    why = f"{subject.model.name} has no experts" if subject.model.moe is None else f"{shared} is above 1"
-    if subject.model.moe is None or shared is not None:
-        yield Fault(
-            place=subject.job.locate(("router_aux_loss_coef",)),
-            problem=f"router_aux_loss_coef is {job.router_aux_loss_coef:g}, but {why}",
-            effect="the run stops before its first step",
-            fix="remove the line",
-        )
+    is_reentrant = job.method is not Method.FULL and subject.stage == 3 and job.grad_ckpt
+    if subject.model.moe is None:
+        why = f"{subject.model.name} has no experts"
+    elif shared is not None:
+        why = f"{shared} is above 1"
+    elif is_reentrant:
+        why = "no gradient comes from it through the checkpointing that adapters under ZeRO-3 need"
+    else:
+        return
+    yield Fault(
+        place=subject.job.locate(("router_aux_loss_coef",)),
+        problem=f"router_aux_loss_coef is {job.router_aux_loss_coef:g}, but {why}",
+        effect="the run stops before its first step",
+        fix="remove the line" + (", or write grad_ckpt: false" if is_reentrant else ""),
+    )
 
 
 def _rounded_experts(subject: Subject) -> Iterator[Fault]:
