@@ -86,7 +86,7 @@ def test_the_vision_tower_gets_no_adapter(vision_model: Path) -> None:
 
 def test_a_target_that_is_no_module_is_a_fault_of_the_job(vision_model: Path) -> None:
     wrong = job(vision_model, method=Method.LORA, lora=Lora(targets=("q_prj",)))
-    with pytest.raises(InvalidConfig, match='lora: targets is "q_prj": No modules'):
+    with pytest.raises(InvalidConfig, match='lora: targets has "q_prj", but no module'):
         load_model(wrong, str(vision_model), {})
 
 

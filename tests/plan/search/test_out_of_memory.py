@@ -129,6 +129,8 @@ def test_the_first_change_is_as_fast_as_the_searchs_own_choice_in_the_same_space
         space = list(_space(less, current, Phase.BACKWARD, (0, 1, 2, 3)))
         _, fastest = _verified(evaluator, [one for one in space if evaluator.may_fit(one)], 1)
         assert fastest is not None
+        if not _fits(evaluator, fastest):
+            continue  # after an out-of-memory, what makes the allocator give back its cache is no change
         first, known = found[0].estimate.speed, evaluator.estimate(fastest).speed
         assert first is not None
         assert known is not None
