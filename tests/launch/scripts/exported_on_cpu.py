@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,5 +48,5 @@ if __name__ == "__main__":
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = init
         Trainer.save_model = save  # type: ignore[method-assign]
-    sys.path.insert(0, os.getcwd())  # Python does so for a script that is run itself
+    sys.path.insert(0, str(Path.cwd()))  # Python does so for a script that is run itself
     runpy.run_path("train.py", run_name="__main__")
