@@ -182,12 +182,12 @@ def _overlapped(run: Judged, cause: Difference, estimate: Estimate) -> tuple[Adv
     if saved <= 0:
         return None, "overlap_comm hides nothing, by the plan: a larger micro_batch, or grad_accum under ZeRO-1"
     gain = (
-        f"about {format_seconds(saved)} of a step of {format_seconds(step_s)} ({saved / step_s:.0%}) hide behind the"
-        f" backward pass: {hidden:.0%} of the waiting, by the plan"
+        f"about {format_seconds(saved)} of a step of {format_seconds(step_s)} ({100 * saved / step_s:.0f} %) hide"
+        f" behind the backward pass: {100 * hidden:.0f} % of the waiting, by the plan"
     )
     return Advice(
         setting=setting,
-        gain=gain.replace("%", " %"),
+        gain=gain,
         step_ratio=-saved / step_s,
         device_bytes_per_gpu=after.memory.device_bytes_per_gpu,
     ), ""

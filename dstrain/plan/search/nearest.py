@@ -44,9 +44,9 @@ def nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list
 
 
 def least(evaluator: Evaluator, candidates: list[Candidate]) -> Estimate | None:
-    """Returns the first in the order of bounds that fits by its exact estimate, of the first LEAST_MISSES that seem to.
+    """Returns the candidate of the smallest bound that fits, as an exact estimate; None if none is found.
 
-    None if none of these does: what needs more is not expected to.
+    Only the first LEAST_MISSES that seem to fit are verified: what needs more memory than these is not expected to fit.
     """
     possible = [each for each in candidates if each.rung in (TIGHT, None) and evaluator.may_fit(each)]
     possible.sort(key=lambda each: evaluator.bound(each).device_bytes(each.micro_batch, each.grad_accum))
