@@ -15,6 +15,7 @@ from dstrain.cli.demo import _build as build
 from dstrain.cli.demo import _tell as tell
 from dstrain.errors import EnvironmentProblem, RunFailed
 from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.verdict import FEWEST_STEPS, LATEST_STEPS
 from dstrain.rundir import RunDir
 from tests.cli.conftest import lay_traps
 
@@ -97,7 +98,9 @@ def test_bytes_are_compared_with_the_plan_after_the_first_steps(demo: tuple[Any,
     folder = demo[1] / "output-zero3"
     (verdict,) = [line for line in read_jsonl(folder / "metrics.jsonl") if line.get("event") == "verdict"]
     states = next(one for one in verdict["comparisons"] if one["quantity"] == "states_bytes_per_gpu")
-    assert (verdict["step"], verdict["cause"]) == (20, None)
+    # a busy machine's steps warm up for longer
+    assert FEWEST_STEPS <= verdict["step"] <= LATEST_STEPS
+    assert verdict["cause"] is None
     assert states["off"] == pytest.approx(0.0, abs=0.005)
     (log,) = (folder / "logs").glob("*rank0.log")
     assert "no time is planned on a CPU; bytes are as planned" in log.read_text()
