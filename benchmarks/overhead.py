@@ -33,7 +33,7 @@ from benchmarks.peers import make_inputs
 
 SIZES = {
     "rounds": 12, "steps": 10, "warmup": 10, "seq_len": 256, "micro_batch": 8, "grad_accum": 1, "samples": 10**6,
-    "hidden_size": 128, "layers": 4,
+    "hidden_size": 128, "layers": 4, "experts": 0,
 }  # fmt: skip
 """Those of `dstrain demo`."""
 ON, COUNTED, OFF = "all", "counted", "off"
