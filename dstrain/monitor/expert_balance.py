@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,10 @@ LAYERS = "expert_layers"
 BY_LAYER = "_by_layer"
 """End of the name of a list with a value for each of these layers."""
 COLUMNS = ("layer", "deviation / mean", "busiest / mean", "busiest expert", "diversity", "experts without a token")
+BOUNDS = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
+"""Load at which the color of a cell of a map changes; 0 has a color of its own."""
+_COLORS = (0x000000, 0x2F62C9, 0x6F92D9, 0xB3C5EB, 0xF1F2F4, 0xF6CFB3, 0xE8935A, 0xC62828)
+"""Of each shade, for pictures: those of the page on white."""
 _DIGITS = 3
 """Decimals of the figures of a layer."""
 _LEAST = 0.01
@@ -79,7 +84,17 @@ class LoadMap:
     def table(self, step: int) -> Table:
         """Returns what sinks show at the end of a run, after a step."""
         text = f"# Load of experts\n\n{self.text}\n\n{markdown(COLUMNS, self.rows)}\n"
-        return Table(name=EVENT, step=step, text=text, columns=COLUMNS, rows=self.rows)
+        cells = tuple(tuple(_COLORS[shade(load)] for load in of_layer) for of_layer in self.loads)
+        return Table(name=EVENT, step=step, text=text, columns=COLUMNS, rows=self.rows, cells=cells)
+
+
+def shade(load: float) -> int:
+    """Returns the color of a load, 0…7; `load` is over the mean.
+
+    >>> [shade(load) for load in (0.0, 0.1, 1.0, 9.0)]
+    [0, 1, 4, 7]
+    """
+    return 1 + bisect_right(BOUNDS, load) if load else 0
 
 
 def balance_of(loads: Sequence[float]) -> Balance:

@@ -19,6 +19,7 @@ from dstrain.job.schema import Job
 from dstrain.monitor.expert_balance import EVENT, LoadMap, balance, curves, load_map, newest
 from dstrain.monitor.expert_loads import ExpertLoads, routers_of
 from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.sinks.sink import CELL
 from dstrain.train.router_loss import RouterLoss
 from tests.train.engine import Engine
 from tests.train.launching import codes, lines, losses, make_run, said
@@ -209,6 +210,8 @@ def _assert_layers_reach_tensorboard(run: Path, last: dict[str, Any]) -> None:
     found = newest(read_jsonl(run / "metrics.jsonl"))
     assert found is not None
     assert (found.step, found.layers, len(found.loads[0])) == (last["step"], (0, 1), 4)
+    (picture,) = events.Images("expert_loads")
+    assert (picture.height, picture.width) == (2 * CELL, 4 * CELL)
     (text,) = (event.tensor_proto.string_val[0].decode() for event in events.Tensors("expert_loads/text_summary"))
     assert found.text in text
     assert f"| 1 | {' | '.join(found.rows[1][1:])} |" in text

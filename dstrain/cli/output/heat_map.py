@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 from dstrain.cli.output.curves import Tick
-from dstrain.monitor.expert_balance import COLUMNS, LoadMap
+from dstrain.monitor.expert_balance import COLUMNS, LoadMap, shade
 
-BOUNDS = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
-"""Tokens over the mean of the layer at which the color of a cell changes; 0 has a color of its own."""
 LEGEND = ("0", "< ¼", "¼ – ½", "½ – 0.8", "0.8 – 1.25", "1.25 – 2", "2 – 4", "> 4")
-"""Loads of each color."""
+"""Loads of each shade of `expert_balance`."""
 _MOST_TICKS = 8
 _ROW_REM = 0.75
 """Height of a row, if that keeps the map between these two heights."""
@@ -51,7 +48,7 @@ def heat_map(loads: LoadMap) -> HeatMap:
     paths: dict[int, list[str]] = {}
     for row, of_layer in enumerate(loads.loads):
         start = 0
-        for color, cells in groupby(map(_color, of_layer)):
+        for color, cells in groupby(map(shade, of_layer)):
             count = sum(1 for _ in cells)
             paths.setdefault(color, []).append(f"M{start} {row}h{count}v1h-{count}z")
             start += count
@@ -67,10 +64,6 @@ def heat_map(loads: LoadMap) -> HeatMap:
         columns=COLUMNS,
         rows=loads.rows,
     )
-
-
-def _color(load: float) -> int:
-    return 1 + bisect_right(BOUNDS, load) if load else 0
 
 
 def _ticks(numbers: Sequence[int]) -> tuple[Tick, ...]:

@@ -6,9 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dstrain.choices import SwanLabMode
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Say = Callable[[str], None]
 
@@ -41,6 +45,8 @@ class Setup:
     """Whether the sink continues an earlier part of this run."""
 
 
+CELL = 8
+"""Pixels along each side of a cell of a picture."""
 REPORT = "report"
 """Name of the table at the end of a run."""
 
@@ -57,6 +63,21 @@ class Table:
     """All of it as Markdown."""
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    cells: tuple[tuple[int, ...], ...] = ()
+    """A picture of it: the color of each cell as 0xRRGGBB, row by row; empty if it has none."""
+
+    def pixels(self) -> NDArray[np.uint8]:
+        """Returns the picture, (height, width, 3), with `CELL` pixels along each side of a cell.
+
+        >>> table = Table(name="x", step=1, text="", columns=(), rows=(), cells=((0xFF8000, 0),))
+        >>> table.pixels().shape, table.pixels()[0, 0].tolist()
+        ((8, 16, 3), [255, 128, 0])
+        """
+        import numpy as np
+
+        colors = np.array(self.cells, dtype=np.uint32)
+        whole = np.stack([colors >> shift & 0xFF for shift in (16, 8, 0)], axis=-1).astype(np.uint8)
+        return whole.repeat(CELL, axis=0).repeat(CELL, axis=1)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

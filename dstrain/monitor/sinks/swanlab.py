@@ -59,12 +59,15 @@ class SwanlabSink:
         self._swanlab.log(named, step=int(step))
 
     def show(self, table: Table) -> None:
-        """Adds a text, and a table where SwanLab's charts are installed."""
+        """Adds a text, and a table and a picture where what SwanLab needs for them is installed."""
         self._swanlab.log({f"{table.name}/text": self._swanlab.Text(table.text)}, step=table.step)
         with suppress(ImportError):
             chart = self._swanlab.echarts.Table()
             chart.add(list(table.columns), [list(row) for row in table.rows])
             self._swanlab.log({f"{table.name}/figures": chart}, step=table.step)
+        if table.cells:
+            with suppress(ImportError):
+                self._swanlab.log({f"{table.name}/picture": self._swanlab.Image(table.pixels())}, step=table.step)
 
     def finish(self, end: str, error: str | None) -> None:
         """Closes the run: SwanLab flushes its file only then."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import EnvironmentProblem
@@ -36,8 +37,11 @@ class TensorboardSink:
             self._writer.add_scalar(name, value, step)
 
     def show(self, table: Table) -> None:
-        """Adds a text, which has the table."""
+        """Adds a text, which has the table, and a picture where Pillow is installed."""
         self._writer.add_text(table.name, table.text, table.step)
+        if table.cells:
+            with suppress(ImportError):
+                self._writer.add_image(table.name, table.pixels(), table.step, dataformats="HWC")
 
     def finish(self, end: str, error: str | None) -> None:
         """Closes the file."""

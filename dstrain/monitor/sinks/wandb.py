@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import EnvironmentProblem
@@ -35,11 +36,15 @@ class WandbSink:
         self._run.log(dict(values), step=step)
 
     def show(self, table: Table) -> None:
-        """Adds a table, and a report to the notes, which W&B shows as Markdown on the page of the run."""
+        """Adds a table, its picture, and a report to the notes, which W&B shows as Markdown."""
         import wandb  # type: ignore[import-not-found, unused-ignore]
 
         rows = wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
-        self._run.log({table.name: rows}, step=table.step)
+        shown: dict[str, Any] = {table.name: rows}
+        if table.cells:
+            with suppress(ImportError):  # it needs Pillow
+                shown[f"{table.name}_picture"] = wandb.Image(table.pixels())
+        self._run.log(shown, step=table.step)
         if table.name == REPORT:
             self._run.notes = "\n\n".join(filter(None, (self._run.notes, table.text)))
 

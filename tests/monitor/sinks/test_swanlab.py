@@ -64,6 +64,8 @@ def test_offline_keeps_its_files_in_the_run_directory(tmp_path: Path) -> None:
     texts = [path.read_bytes() for path in file.parent.rglob("*") if path.is_file()]
     assert any(b"| 1 | 0.50 | 1.50 | 0 |" in text for text in texts)
     assert any(b"| Who \\| are you? | I am a<br>model. | 7 |" in text for text in texts)
+    assert b"expert_loads/picture" in content
+    assert len(list(file.parent.rglob("*.png"))) == 1
     for said in (b"qwen3-8b-lora-4x4090-zero2", b"8.19 B parameters", b"4x4090", b"num_gpus"):
         assert said in content or any(said in other.read_bytes() for other in file.parent.rglob("*") if other.is_file())
     assert not (tmp_path / "home" / "swanlog").exists()
