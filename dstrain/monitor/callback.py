@@ -190,7 +190,7 @@ class MetricsCallback(TrainerCallback):
         if self._must_stop:
             raise RunFailed(
                 f"a health rule has ended the run after step {state.global_step} (health: action: stop)",
-                hint="The rule's message is above; a checkpoint is saved: dstrain run --set resume=auto goes on.",
+                hint="The rule's message is above. To go on from its checkpoint, add --set resume=auto to the command.",
             )
 
     def _agreed(self, action: HealthAction) -> HealthAction:

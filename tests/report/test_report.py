@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from dstrain.cli.output.report_page import page
 from dstrain.cli.output.report_table import lines as table_lines
 from dstrain.cli.output.report_table import table
 from dstrain.errors import InvalidConfig
-from dstrain.launch.run.state import note_restart
+from dstrain.launch.run.state import Stage, StateWriter, note_restart
 from dstrain.report.recorded import read
 from dstrain.report.report import Report, differing, report
 from dstrain.rundir import RunDir
@@ -185,7 +186,10 @@ def test_an_early_end_and_generated_texts_are_reported(tmp_path: Path) -> None:
 
 
 def test_an_out_of_memory_has_its_parts_beside_the_plan_and_changes_that_fit(tmp_path: Path) -> None:
-    one = reported(out_of_memory(gpu_run(tmp_path / "run")))
+    folder = out_of_memory(gpu_run(tmp_path / "run"))
+    typed = ("dstrain", "run", "/jobs/8 gpus.yaml", "--port", "29600")
+    StateWriter(RunDir(folder), typed).write(stage=Stage.FAILED, host="localhost")
+    one = reported(folder)
     text = lines(one)
     said = " ".join(" ".join(text).split())
     assert "Out of GPU memory: rank 3, backward of step 5; micro-batch of 4 × 4,096 tokens, samples of" in said
@@ -197,7 +201,8 @@ def test_an_out_of_memory_has_its_parts_beside_the_plan_and_changes_that_fit(tmp
     assert "Largest tensors at the planned peak (layer backward): 36 × 96.0 MiB after mlp.gate_proj" in said
     assert "Largest live blocks of the GPU: 2 × 4.00 GiB" in said
     assert "1. micro-batch 2 × 16 accumulated, ZeRO-3: 55.0 GiB per GPU, a step takes 3 % longer" in said
-    assert "in ds_config.json zero_optimization.stage: 3; then dstrain run --set micro_batch=2 --set grad_acc" in said
+    again = f"{shlex.join(typed)} --set micro_batch=2 --set grad_accum=16"
+    assert f"in ds_config.json zero_optimization.stage: 3; then {again}" in said
     assert document(one)["out_of_memory"] == json.loads((tmp_path / "run" / "oom.json").read_text())
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from dstrain.cli.console import wrapped
 from dstrain.config.lint.finding import printable
+from dstrain.launch.again import RUN, line_of
+from dstrain.launch.run.state import State
 from dstrain.oom import NamedTensors, OutOfMemory, ProposedChange
 from dstrain.units import format_bytes
 
@@ -13,14 +15,24 @@ TOTAL = "total"
 """The last row of the table."""
 
 
-def lines(record: OutOfMemory, *, resumes: bool) -> list[str]:
+def lines(record: OutOfMemory, *, resumes: bool, command: str) -> list[str]:
     """Returns the block of a report: where, the parts of memory, the largest tensors, and changes that fit.
 
-    `resumes` says whether a checkpoint exists to go on from.
+    `resumes` says whether a checkpoint exists to go on from; `command` starts the run.
     """
     head = [f"Out of GPU memory: {record.where}"]
     head += [f"  {record.measured.words}"] if record.measured is not None else []
-    return [*map(wrapped, head), *_table(record), *_largest(record), *_changes(record, resumes=resumes)]
+    return [
+        *map(wrapped, head),
+        *_table(record),
+        *_largest(record),
+        *_changes(record, resumes=resumes, command=command),
+    ]
+
+
+def command_of(state: State | None) -> str:
+    """Returns the line that starts a run again, as it was typed if that is known."""
+    return line_of(state.command if state is not None else RUN)
 
 
 def rows(record: OutOfMemory) -> list[tuple[str, str, str]]:
@@ -71,9 +83,9 @@ def _largest(record: OutOfMemory) -> Iterator[str]:
         yield from (f"  {one.count} × {format_bytes(one.size_bytes)}" for one in record.largest)
 
 
-def _changes(record: OutOfMemory, *, resumes: bool) -> Iterator[str]:
+def _changes(record: OutOfMemory, *, resumes: bool, command: str) -> Iterator[str]:
     if record.fixes:
         yield from ("", "Changes that fit, by the plan and by what was measured:")
     for number, one in enumerate(record.fixes, 1):
         yield wrapped(f"  {number}. {change_text(one)}")
-        yield f"     {printable(one.typed(resumes=resumes))}"  # in one line, to be copied
+        yield f"     {printable(one.typed(resumes=resumes, command=command))}"  # in one line, to be copied

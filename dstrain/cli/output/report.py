@@ -57,7 +57,8 @@ def lines(report: Report) -> list[str]:
     head = [f"{shown(str(recorded.run_dir.path))}: {verdict(report)}"]
     head += [f"  {line}" for line in (recorded.failure or "").strip().splitlines()[:2]]
     if recorded.out_of_memory is not None:
-        head += ["", *out_of_memory.lines(recorded.out_of_memory, resumes=bool(report.checkpoints))]
+        command = out_of_memory.command_of(recorded.state)
+        head += ["", *out_of_memory.lines(recorded.out_of_memory, resumes=bool(report.checkpoints), command=command)]
     rows = list(_rows(report))
     width = max(len(name) for name, _ in rows)
     told = [wrapped(f"{name:<{width}}  {printable(value)}") for name, value in rows]

@@ -143,6 +143,7 @@ def _out_of_memory(report: Report) -> dict[str, Any] | None:
     record = report.recorded.out_of_memory
     if record is None:
         return None
+    command, resumes = oom.command_of(report.recorded.state), bool(report.checkpoints)
     return {
         "where": record.where,
         "measured": record.measured.words if record.measured is not None else "",
@@ -150,7 +151,7 @@ def _out_of_memory(report: Report) -> dict[str, Any] | None:
         "peak": record.predicted.peak_instant if record.predicted else "",
         "tensors": [oom.largest_text(one) for one in record.predicted.largest] if record.predicted else [],
         "blocks": [f"{one.count} × {format_bytes(one.size_bytes)}" for one in record.largest],
-        "fixes": [(oom.change_text(one), one.typed(resumes=bool(report.checkpoints))) for one in record.fixes],
+        "fixes": [(oom.change_text(one), one.typed(resumes=resumes, command=command)) for one in record.fixes],
     }
 
 

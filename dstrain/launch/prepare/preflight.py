@@ -34,7 +34,7 @@ def check_checkpoints(run_dir: RunDir, *, resume: str) -> None:
     if checkpoints and resume == "never":
         raise Conflict(
             f"{run_dir.path} holds checkpoints up to step {checkpoints[-1][0]} of an earlier run",
-            hint="To resume from there: dstrain run --set resume=auto. To start over: set another output_dir.",
+            hint="To resume from there, add --set resume=auto to the command; to start over, --set output_dir=OTHER.",
         )
 
 
