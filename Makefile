@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile -c constraints.txt
 SERVERS := .cache/language_servers
 QLORA := .cache/qlora
-# one worker runs all tests of the engine and one all of a cluster, which wait for time-outs; another uses cores meanwhile
+# one worker runs all tests of a cluster, which wait for time-outs; two run those of the engine meanwhile
 WORKERS := $(shell echo $$(($$(nproc) + 1)))
 # DeepSpeed compiles its ops on first use; they are kept here
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions

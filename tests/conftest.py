@@ -86,9 +86,9 @@ fixture `engine` needs the engine, too."""
 SAMPLED = {
     "tests/plan/search/test_search.py::test_bounds_lose_nothing": 3,
     "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 15,
-    "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 30,
+    "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 20,
     "tests/train/test_engine_memory.py": 8,
-    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 16,
+    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 12,
     "tests/train/test_space.py::test_shared_experts_train_as_one_rank_does": 2,
     "tests/train/test_space.py::test_the_choice_for_a_question_trains": 2,
     "tests/train/test_model_parallel.py": 2,
@@ -139,16 +139,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(wrapper=True)  # before -m selects, and before a worker of xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Marks the tests; those of a file, all of the engine and all of a cluster are for one worker.
+    """Marks the tests. One worker runs those of a file, one all that share an engine's ranks, one all that launch an
+    engine of their own, and one all of a cluster.
 
     Of the cases of SAMPLED as many are left as are written there, the same ones for all tests of a file."""
     for item in items:
         mark = next((mark for mark, places in MARKS.items() if item.nodeid.startswith(places)), None)
-        if mark is None and "engine" in getattr(item, "fixturenames", ()):
-            mark = "engine"
+        shares_ranks = "engine" in getattr(item, "fixturenames", ())
+        mark = mark or ("engine" if shares_ranks else None)
+        group = item.nodeid.partition("::")[0]
         if mark is not None:
             item.add_marker(mark)
-        group = mark if mark in ("engine", "cluster") else item.nodeid.partition("::")[0]
+        if mark in ("engine", "cluster"):
+            group = "launches" if mark == "engine" and not shares_ranks else mark
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in MARKS])
     for place, size in SAMPLED.items():
