@@ -16,7 +16,6 @@ from dstrain.facts.cluster.cluster import Origin, describe
 from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.model import tracer
 from dstrain.facts.model.families import from_config
-from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.parameter_names import names_of
 from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
 from dstrain.facts.model.traced_activations import ActivationProfile
@@ -211,14 +210,33 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert problem.value.hint == "pip install torch"
 
 
-def described(config: dict[str, object]) -> ModelFacts:
-    (description,) = ask([Question(subject=Subject(config=config), wanted=Wanted.DESCRIPTION)])
-    assert isinstance(description, Description)
-    return from_description(description, name="small", source="small")
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 64,
+}
+DESCRIBED: dict[str, dict[str, Any]] = {
+    "qwen3.5": QWEN3_5,
+    "gpt-oss": GPT_OSS,
+    "heads of 256": {"model_type": "gemma2", **SMALL, "head_dim": 256},
+    "heads of 512": {"model_type": "gemma2", **SMALL, "head_dim": 512},
+    "no attention": {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64},
+}
 
 
-def test_three_of_four_layers_of_qwen3_5_have_states_in_place_of_scores() -> None:
-    model = described(QWEN3_5)
+@pytest.fixture(scope="module")
+def descriptions() -> dict[str, Description]:
+    """Those of some models, from one tracer."""
+    asked = [Question(subject=Subject(config=config), wanted=Wanted.DESCRIPTION) for config in DESCRIBED.values()]
+    found = dict(zip(DESCRIBED, ask(asked), strict=True))
+    return {name: answer for name, answer in found.items() if isinstance(answer, Description)}
+
+
+def test_three_of_four_layers_of_qwen3_5_have_states_in_place_of_scores(descriptions: dict[str, Description]) -> None:
+    model = from_description(descriptions["qwen3.5"], name="small", source="small")
     assert (model.num_attention_layers, model.has_linear_layers, model.has_sdpa) == (3, True, True)
     assert model.linear_state_numel == 9 * 4 * 16 * 32
     by_length = [flops_per_token(model, method=Method.FULL, seq_len=length) for length in (0, 1)]
@@ -227,17 +245,13 @@ def test_three_of_four_layers_of_qwen3_5_have_states_in_place_of_scores() -> Non
     assert by_length[0] - matrices == 18 * model.linear_state_numel
 
 
-def test_flash_attention_needs_every_part_of_a_model_and_narrow_heads() -> None:
-    small: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    small |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64}
-    heads = [{"model_type": "gemma2", **small, "head_dim": width} for width in (256, 512)]
-    configs = [*heads, {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 64}]
-    answers = ask([Question(subject=Subject(config=config), wanted=Wanted.DESCRIPTION) for config in configs])
-    assert [isinstance(answer, Description) and answer.has_flash for answer in answers] == [True, False, False]
+def test_flash_attention_needs_every_part_of_a_model_and_narrow_heads(descriptions: dict[str, Description]) -> None:
+    names = ("heads of 256", "heads of 512", "no attention")
+    assert [descriptions[name].has_flash for name in names] == [True, False, False]
 
 
-def test_gpt_oss_has_no_sdpa_and_is_planned_with_eager_attention() -> None:
-    model = described(GPT_OSS)
+def test_gpt_oss_has_no_sdpa_and_is_planned_with_eager_attention(descriptions: dict[str, Description]) -> None:
+    model = from_description(descriptions["gpt-oss"], name="small", source="small")
     assert (model.num_attention_layers, model.has_linear_layers, model.has_sdpa) == (8, False, False)
     assert model.moe is not None
     assert (model.moe.num_experts, model.moe.experts_per_token, model.moe.num_moe_layers) == (4, 2, 8)
