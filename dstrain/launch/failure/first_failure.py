@@ -100,12 +100,13 @@ def failing_order(
     return sorted(events, key=lambda rank: (rank in consequences, *events[rank], rank))
 
 
+FULL_DISK = "A disk is full: free some space, or lower `save_total_limit`."
 _ADVICE = (
     (r"CUDA out of memory|torch\.OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY",
      "A GPU ran out of memory: lower `micro_batch` or `seq_len`, or let `dstrain gen-config` choose more offload."),
-    # the second is what PyTorch makes of it
-    (r"No space left on device|PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos",
-     "A disk is full: free some space, or lower `save_total_limit`."),
+    # all but the first are what PyTorch makes of it
+    (r"No space left on device|PytorchStreamWriter failed writing|inline_container\.cc.*unexpected pos|"
+     r"basic_ios::clear: iostream error", FULL_DISK),
     (r"DataLoader worker .* Bus error|insufficient shared memory",
      "/dev/shm is too small: set `dataloader_num_workers: 0`, or start the container with `--shm-size=16g`."),
     (r"Address already in use|EADDRINUSE", "The port is taken: run again, or name another one with `--master-port`."),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.launch.again import RUN, line_of, resumed
 from dstrain.launch.failure.exit_codes import decode, signal_of
 from dstrain.launch.failure.first_failure import (
+    FULL_DISK,
     Death,
     advice,
     failing_order,
@@ -24,8 +27,10 @@ from dstrain.launch.failure.last_metrics import last_metrics, metrics_words
 from dstrain.launch.failure.logs import tail_of
 from dstrain.launch.failure.outcome import Lost, Outcome
 from dstrain.rundir import RunDir
+from dstrain.units import MIB
 
 _SHOWN_LINES = 25
+_LEAST_FREE_BYTES = MIB
 
 
 def explain(
@@ -57,8 +62,16 @@ def explain(
     if last is not None:
         lines.append(f"Last metrics: step {metrics_words(last)}")
     lines.append(f"Logs: {run_dir.logs} (above: {cause.log.name})")
-    words = "\n".join(remedies) or advice("\n".join(lines)) or advice(cause.text)
+    words = "\n".join(remedies) or advice("\n".join(lines)) or advice(cause.text) or _full_disk(run_dir)
     return RunFailed("\n".join(lines), hint=f"{words}\n{again}" if words else again, rank_exit_code=cause.code)
+
+
+def _full_disk(run_dir: RunDir) -> str | None:
+    """Returns advice if the disk of the run directory is full, where a log may lack its end."""
+    with suppress(OSError):
+        if shutil.disk_usage(run_dir.path).free < _LEAST_FREE_BYTES:
+            return FULL_DISK
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

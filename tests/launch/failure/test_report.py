@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -110,6 +111,23 @@ def test_a_failure_names_rank_host_code_evidence_logs_and_the_next_step(tmp_path
     assert "`dstrain run 'my job.yaml' --set seed=3 --set resume=auto` continues from step 20." in error.hint
     assert isinstance(error, RunFailed)
     assert error.rank_exit_code == -9
+
+
+@pytest.mark.parametrize(
+    ("log", "free_bytes", "is_full"),
+    [
+        ("RuntimeError: basic_ios::clear: iostream error", 2**30, True),
+        ("Traceback (most recent call last):\n  File", 4096, True),
+        ("Traceback (most recent call last):\n  File", 2**30, False),
+    ],
+)
+def test_a_full_disk_is_named_even_if_it_cut_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: str, free_bytes: int, is_full: bool
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=free_bytes))
+    found = outcome(tmp_path, {2: log}, deaths=(Death(rank=2, code=1, at=1),))
+    error = explain(found, hosts=HOSTS, run_dir=RunDir(tmp_path))
+    assert ("A disk is full" in (error.hint or "")) == is_full
 
 
 @pytest.mark.parametrize("code", [1, 3, 5, -9])
