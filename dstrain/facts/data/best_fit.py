@@ -76,7 +76,8 @@ def packed_rows(lengths: Any, capacity: int, *, seed: int | Sequence[int]) -> tu
     sizes, counts = np.unique(lengths, return_counts=True)
     kinds = best_fit(dict(zip(sizes.tolist(), counts.tolist(), strict=True)), capacity)
     index = np.int32 if len(lengths) < 2**31 else np.int64
-    drawn = rng.permutation(len(lengths)).astype(index)
+    drawn = np.arange(len(lengths), dtype=index)
+    rng.shuffle(drawn)
     by_length = drawn[np.argsort(lengths[drawn], kind="stable")]
     taken = dict(zip(sizes.tolist(), (np.cumsum(counts) - counts).tolist(), strict=True))
     members = np.empty(len(lengths), index)
@@ -95,4 +96,6 @@ def packed_rows(lengths: Any, capacity: int, *, seed: int | Sequence[int]) -> tu
     order = rng.permutation(len(widths))
     starts = np.concatenate([[0], np.cumsum(widths[order])])
     shift = (np.cumsum(widths) - widths)[order] - starts[:-1]
-    return members[np.repeat(shift, widths[order]) + np.arange(len(members))], starts
+    places = np.repeat(shift.astype(index), widths[order])
+    places += np.arange(len(members), dtype=index)
+    return members[places], starts

@@ -6,8 +6,18 @@ from typing import Any
 
 import numpy as np
 
-Indices = np.ndarray[Any, np.dtype[np.int64]]
+Indices = np.ndarray[Any, np.dtype[np.integer[Any]]]
 """Numbers of samples, (samples,)."""
+
+
+def numbers_of(is_chosen: np.ndarray[Any, np.dtype[np.bool_]]) -> Indices:
+    """Returns the numbers of the samples that are marked, (samples,), in four bytes each where these are enough.
+
+    >>> numbers_of(np.array([True, False, True])).tolist()
+    [0, 2]
+    """
+    numbers: Indices = np.arange(len(is_chosen), dtype=np.int32 if len(is_chosen) < 2**31 else np.int64)
+    return numbers if is_chosen.all() else numbers[is_chosen]
 
 
 def drawn(size: int, count: int, *, seed: int, index: int) -> Indices:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import datasets  # type: ignore[import-untyped]
 import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
 
 from dstrain import units
 from dstrain.choices import OnLongSample
@@ -21,7 +23,7 @@ from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.schema import Job
 from dstrain.train.data import packing
 from dstrain.train.data.counts import counted
-from dstrain.train.data.mixture import Indices, drawn, split
+from dstrain.train.data.mixture import Indices, drawn, numbers_of, split
 from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import Encoder
@@ -96,24 +98,27 @@ def prepare(
     parts = [_selected(one.dataset, rows) for one, rows in zip(tokens, chosen, strict=True)]
     dataset = datasets.concatenate_datasets(parts)
     dataset = form.whole(dataset.select_columns([*form.columns, "length"]))
-    lengths, learned, crcs = (_column(tokens, chosen, name) for name in ("length", "num_learned", "crc"))
     notes = [note for one in tokens for note in one.notes] if training or has_own else []
     notes += _mixture_notes(job, sources, tokens, chosen, training=training)
-    digest = _digest(crcs, job)
+    digest = _digest(_column(tokens, chosen, "crc"), job)
+    num_learned = int(_column(tokens, chosen, "num_learned").sum(dtype=np.int64))
+    lengths = _column(tokens, chosen, "length")
     if job.packing:
         name = "evaluation" if not training else tokens[0].name if len(tokens) == 1 else "data"
         dataset, note = _packed(dataset, lengths, job, name, digest)
         notes += [note, *_image_notes(name, job, form)]
+    num_images = int(_column(tokens, chosen, "num_images").sum())
+    pa.default_memory_pool().release_unused()  # what the columns took
     return PreparedData(
         dataset=dataset,
         num_samples=len(lengths),
         num_tokens=int(lengths.sum(dtype=np.int64)),
-        num_learned=int(learned.sum(dtype=np.int64)),
+        num_learned=num_learned,
         num_truncated=sum(one.num_long for one in tokens),
         num_dropped=sum(len(one.dataset) - len(one.kept) for one in tokens),
         notes=tuple(notes),
         digest=digest,
-        num_images=int(_column(tokens, chosen, "num_images").sum()),
+        num_images=num_images,
         num_made=sum(one.num_made for one in tokens),
         folders=tuple(one.folder for one in tokens),
     )
@@ -128,14 +133,15 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
         task_limits.require_for_images(job, packs_images=packs_images)
     lengths, is_long = _figure(dataset, "length"), _figure(dataset, "num_cut") > 0
     drops_long = job.on_long_sample is OnLongSample.DROP
-    kept = ((lengths > 0) & ~is_long if drops_long else lengths > 0).nonzero()[0]
+    is_kept = (lengths > 0) & ~is_long if drops_long else lengths > 0
+    kept = numbers_of(is_kept)
     remarks = _remarks(rows.name, said, job)
     if not len(kept):
         limit = f"{job.seq_len:,} tokens" if drops_long else f"its first {job.seq_len:,}"
         problem = f"of {units.counted(len(lengths), 'sample')} none has a token of an answer among {limit}"
         raise InvalidConfig("\n".join([f"{rows.name}: {problem}", *remarks]), hint="Raise seq_len.")
-    num_learned = int(_figure(dataset, "num_learned")[kept].sum(dtype=np.int64))
-    notes = [_sizes(rows.name, lengths[kept], num_learned)]
+    num_learned = int(_figure(dataset, "num_learned").sum(where=is_kept, dtype=np.int64))
+    notes = [_sizes(rows.name, lengths if is_kept.all() else lengths[is_kept], num_learned)]
     num_empty = int((lengths == 0).sum())
     if num_long := int(is_long.sum()):
         share, done = num_long / len(lengths), "dropped (on_long_sample)" if drops_long else "truncated"
@@ -179,13 +185,28 @@ def _chosen(job: Job, sources: Sequence[DataSource], tokens: Sequence[_Tokens], 
 
 
 def _selected(dataset: datasets.Dataset, rows: Indices) -> datasets.Dataset:
-    """Returns samples of a data set; all of them without a list of their numbers."""
-    return dataset if np.array_equal(rows, np.arange(len(dataset))) else dataset.select(rows)
+    """Returns samples of a data set; all of them without a list of their numbers.
+
+    `Dataset.select` writes the numbers in batches of 1,000, with up to 60 bytes each; one column has eight.
+    """
+    if _is_whole(rows, dataset):
+        return dataset
+    numbers = datasets.table.InMemoryTable(pa.table({"indices": pa.array(rows, pa.uint64())}))
+    return datasets.Dataset(dataset.data, info=dataset.info, indices_table=numbers, fingerprint=uuid.uuid4().hex[:16])
 
 
 def _column(tokens: Sequence[_Tokens], chosen: Sequence[Indices], name: str) -> Any:
     """Returns a column of the samples of an epoch, (samples,)."""
-    return np.concatenate([_figure(one.dataset, name)[rows] for one, rows in zip(tokens, chosen, strict=True)])
+    figures = []
+    for one, rows in zip(tokens, chosen, strict=True):
+        figure = _figure(one.dataset, name)
+        figures.append(figure if _is_whole(rows, one.dataset) else figure[rows])
+    return figures[0] if len(figures) == 1 else np.concatenate(figures)
+
+
+def _is_whole(rows: Indices, dataset: datasets.Dataset) -> bool:
+    """Returns whether these are all samples of a data set in their order."""
+    return len(rows) == len(dataset) and bool((rows[1:] > rows[:-1]).all())
 
 
 def _figure(dataset: datasets.Dataset, name: str) -> Any:
