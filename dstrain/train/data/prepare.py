@@ -95,19 +95,17 @@ def prepare(
     encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, images=form.images, **settings)
     tokens = [_tokens(source, encoder, job, report, form, training=training or not has_own) for source in sources]
     chosen = _chosen(job, sources, tokens, training=training)
-    parts = [_selected(one.dataset, rows) for one, rows in zip(tokens, chosen, strict=True)]
-    dataset = datasets.concatenate_datasets(parts)
+    dataset = datasets.concatenate_datasets(list(map(_selected, tokens, chosen)))
     dataset = form.whole(dataset.select_columns([*form.columns, "length"]))
     notes = [note for one in tokens for note in one.notes] if training or has_own else []
     notes += _mixture_notes(job, sources, tokens, chosen, training=training)
     digest = _digest(_column(tokens, chosen, "crc"), job)
-    num_learned = int(_column(tokens, chosen, "num_learned").sum(dtype=np.int64))
+    num_learned, num_images = (_sum(tokens, chosen, name) for name in ("num_learned", "num_images"))
     lengths = _column(tokens, chosen, "length")
     if job.packing:
         name = "evaluation" if not training else tokens[0].name if len(tokens) == 1 else "data"
         dataset, note = _packed(dataset, lengths, job, name, digest)
         notes += [note, *_image_notes(name, job, form)]
-    num_images = int(_column(tokens, chosen, "num_images").sum())
     pa.default_memory_pool().release_unused()  # what the columns took
     return PreparedData(
         dataset=dataset,
@@ -184,11 +182,12 @@ def _chosen(job: Job, sources: Sequence[DataSource], tokens: Sequence[_Tokens], 
     ]
 
 
-def _selected(dataset: datasets.Dataset, rows: Indices) -> datasets.Dataset:
+def _selected(tokens: _Tokens, rows: Indices) -> datasets.Dataset:
     """Returns samples of a data set; all of them without a list of their numbers.
 
     `Dataset.select` writes the numbers in batches of 1,000, with up to 60 bytes each; one column has eight.
     """
+    dataset = tokens.dataset
     if _is_whole(rows, dataset):
         return dataset
     numbers = datasets.table.InMemoryTable(pa.table({"indices": pa.array(rows, pa.uint64())}))
@@ -202,6 +201,10 @@ def _column(tokens: Sequence[_Tokens], chosen: Sequence[Indices], name: str) -> 
         figure = _figure(one.dataset, name)
         figures.append(figure if _is_whole(rows, one.dataset) else figure[rows])
     return figures[0] if len(figures) == 1 else np.concatenate(figures)
+
+
+def _sum(tokens: Sequence[_Tokens], chosen: Sequence[Indices], name: str) -> int:
+    return int(_column(tokens, chosen, name).sum(dtype=np.int64))
 
 
 def _is_whole(rows: Indices, dataset: datasets.Dataset) -> bool:
