@@ -184,7 +184,7 @@ def _plots(report: Report) -> Iterator[tuple[Any, dict[str, str]]]:
     loads = [("train", series(windows, "expert_load_cv"))]
     for en, zh, found in (
         ("Loss", "Loss", plot(losses, form=lambda value: f"{value:.4g}", marks=marks)),
-        ("Tokens per second of all GPUs", "所有 GPU 每秒 token 数", plot(curves, form=_rate, from_zero=True)),
+        ("Tokens per second of all ranks", "所有 rank 每秒 token 数", plot(curves, form=_rate, from_zero=True)),
         ("Gradient norm", "梯度范数", plot(norms, form=lambda value: f"{value:.3g}", marks=marks)),
         (
             "Load of experts: deviation over mean",
