@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import InvalidConfig
+from dstrain.job.model_changes import ALL_EXPERTS
 
 if TYPE_CHECKING:
     from dstrain.job.model_changes import Lora
@@ -21,7 +23,7 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), (None, {})),
     **dict.fromkeys(
         (
-            *("layers_to_transform", "layer_replication", "trainable_token_indices", "target_parameters"),
+            *("layers_to_transform", "layer_replication", "trainable_token_indices"),
             *("alora_invocation_tokens", "eva_config", "corda_config", "megatron_config"),
         ),
         (None, []),
@@ -63,11 +65,14 @@ def shape_of_adapter(folder: Path, lora: Lora, *, given: Collection[str]) -> dic
         "rank": config.get("r", 8),
         "alpha": int(config.get("lora_alpha", 8)),
         "targets": _last_names(config["target_modules"]),
+        "target_parameters": _names_in_layers(config.get("target_parameters") or ()),
         "modules_to_save": _last_names(config.get("modules_to_save") or ()),
     }
     wanted: dict[str, Any] = {key: getattr(lora, key) for key in shape if key in given}
     if wanted.get("targets") == ("all-linear",):
         del wanted["targets"]  # what that means depends on the model
+    if wanted.get("target_parameters") == (ALL_EXPERTS,) and shape["target_parameters"]:
+        del wanted["target_parameters"]
     differing = [key for key, value in wanted.items() if _sorted(value) != shape[key]]
     if differing:
         theirs, ours = (", ".join(f"{key} {_shown(values[key])}" for key in differing) for values in (shape, wanted))
@@ -80,6 +85,15 @@ def shape_of_adapter(folder: Path, lora: Lora, *, given: Collection[str]) -> dic
 def _last_names(names: Collection[str]) -> tuple[str, ...]:
     """Returns the names of modules as a job has them; PEFT may write the module of each layer."""
     return tuple(sorted({name.rpartition(".")[2] for name in names}))
+
+
+def _names_in_layers(names: Collection[str]) -> tuple[str, ...]:
+    """Returns the names of parameters as a job has them; PEFT may write that of each layer.
+
+    >>> _names_in_layers(["model.layers.0.mlp.experts.down_proj", "model.layers.1.mlp.experts.down_proj"])
+    ('mlp.experts.down_proj',)
+    """
+    return tuple(sorted({re.sub(r"^.*\blayers\.\d+\.", "", name) for name in names}))
 
 
 def _sorted(value: Any) -> Any:

@@ -15,6 +15,10 @@ Ratio = Annotated[float, Ge(0), Le(1)]
 """A share, 0…1."""
 
 
+ALL_EXPERTS = "experts"
+"""The word for all stacked weights of experts among an adapter's `target_parameters`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
     """The adapter of `method: lora` and `method: qlora`."""
@@ -29,8 +33,25 @@ class Lora:
     """Dropout before the adapter, 0…1; any value above 0 costs 3 bytes per input element of each adapted layer."""
     targets: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter, or `all-linear` (all linear layers except the head; in MoE models, attention)."""
+    target_parameters: tuple[str, ...] = ()
+    """Stacked weights of which each expert gets an adapter, such as `experts.down_proj`, or `experts` (all of them)."""
     modules_to_save: tuple[str, ...] = ()
     """Modules that train whole beside the adapter and are saved with it, such as `embed_tokens` and `lm_head`."""
+
+    def adapts_experts(self, name: str) -> bool:
+        """Returns whether a stacked weight of experts, given by its name, gets an adapter for each expert.
+
+        Source: peft 0.21 tuners/tuners_utils.py: _inject_parameters.
+
+        >>> Lora(target_parameters=("experts",)).adapts_experts("model.layers.0.mlp.experts.gate_up_proj")
+        True
+        >>> Lora(target_parameters=("experts.down_proj",)).adapts_experts("mlp.experts.gate_up_proj")
+        False
+        """
+        return any(
+            f".{name}".endswith(f".{target}") or (target == ALL_EXPERTS and ".experts." in f".{name}")
+            for target in self.target_parameters
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

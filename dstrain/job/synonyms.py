@@ -69,6 +69,7 @@ SYNONYMS = MappingProxyType(
         "lora_alpha": "lora: alpha",
         "lora_dropout": "lora: dropout",
         "lora_target": "lora: targets",
+        "lora_target_parameters": "lora: target_parameters",
         "additional_target": "lora: modules_to_save",
         "lora_modules_to_save": "lora: modules_to_save",
         "adapter_name_or_path": "adapter",

@@ -130,6 +130,12 @@ FROZEN_EMBEDDING = TaskLimit(
     why="their embeddings stay as they are unless lora: modules_to_save has embed_tokens (and an untied lm_head)",
 )
 """What adapters do not support while they freeze the embedding."""
+UNDROPPED = TaskLimit(
+    key="lora.dropout",
+    values=(0.0,),
+    why="the adapters of experts are added to weights, so that no input can be dropped",
+)
+"""What adapters of experts do not support. Source: peft 0.21 tuners/lora/layer.py: ParamWrapper.update_layer."""
 WITH_NEW_TOKENS = (TaskLimit(key="tp", values=(1,), why="parts of an embedding with new rows were not tried"),)
 """What new tokens do not support yet."""
 
@@ -173,6 +179,8 @@ def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
     if job.method is not Method.FULL:
         embedding = () if "embed_tokens" in job.lora.modules_to_save else (FROZEN_EMBEDDING,)
         yield from _exceeded(job, (*WITH_ADAPTERS, *BY_NAME, *embedding), f"method {job.method} does")
+        if job.lora.target_parameters and job.lora.dropout:
+            yield UNDROPPED, UNDROPPED.problem("target_parameters do", job.lora.dropout)
     if job.streaming:
         yield from _broken_by_streaming(job)
     if job.samples is not None:

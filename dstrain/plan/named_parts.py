@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import accumulate
 
@@ -12,9 +12,9 @@ from dstrain.choices import Method
 from dstrain.errors import nearest
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.parts import Part, part_of
-from dstrain.job.model_changes import Lora
+from dstrain.job.model_changes import ALL_EXPERTS, Lora
 from dstrain.job.schema import Job
-from dstrain.plan.memory.params import adapted, linear_names
+from dstrain.plan.memory.params import adapted, adapted_experts, linear_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +53,26 @@ def unknown_modules(lora: Lora, names: Sequence[str]) -> Iterator[Unknown]:
     yield from _missing("modules_to_save", lora.modules_to_save, (*modules(names), *heads), dot="")
 
 
+def unknown_experts(lora: Lora, stacked: Sequence[str]) -> Iterator[Unknown]:
+    """Yields the parameters that an adapter names and that are none of the stacked weights of experts."""
+    ends = dict.fromkeys(name.partition("experts.")[1] + name.partition("experts.")[2] for name in stacked)
+    for index, name in enumerate(lora.target_parameters):
+        alone = replace(lora, target_parameters=(name,))
+        if not any(map(alone.adapts_experts, stacked)):
+            what, fix = "the model has no stacked weights of experts", "name modules as targets"
+            if stacked:
+                what = "no stacked weight of experts is named so"
+                fix = f"write {ALL_EXPERTS} (all), or some of {', '.join(ends)}"
+            problem = f'lora: target_parameters has "{name}", but {what}'
+            yield Unknown(keys=("lora", "target_parameters", index), problem=problem, fix=fix)
+
+
 def untargeted(model: ModelFacts, lora: Lora) -> Unknown | None:
-    """Returns what is wrong if none of an adapter's targets is a linear layer, or None."""
-    if adapted(model, lora):
+    """Returns what is wrong if none of an adapter's targets is a linear layer or holds experts, or None."""
+    if adapted(model, lora) or adapted_experts(model, lora):
         return None
     problem = f"no linear layer of {model.name} is named {', '.join(lora.targets)}"
+    problem = problem if lora.targets else "lora: targets is empty, so that nothing gets an adapter"
     fix = f"write some of {', '.join(linear_names(model))}, or all-linear"
     return Unknown(keys=("lora", "targets"), problem=problem, fix=fix)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from dstrain.errors import DstrainError
@@ -16,7 +16,7 @@ from dstrain.monitor.observed_run import read_run
 from dstrain.monitor.shared_run import Counted, Figures, SharedRun, Wire, shape
 from dstrain.monitor.windows import counted
 from dstrain.plan.configuration import DEFAULTS, flat
-from dstrain.plan.memory.params import linear_names
+from dstrain.plan.memory.params import adapted_experts, linear_names
 from dstrain.records import to_data
 from dstrain.report.recorded import Recorded
 from dstrain.report.report import Report
@@ -95,7 +95,9 @@ def _names_layers(recorded: Recorded) -> bool:
     if recorded.estimate is None:
         return False
     known = {"all-linear", *(linear_names(recorded.model) if recorded.model is not None else ())}
-    return not known.issuperset(recorded.estimate.configuration.model.lora.targets)
+    lora, model = recorded.estimate.configuration.model.lora, recorded.model
+    named = [replace(lora, target_parameters=(name,)) for name in lora.target_parameters]
+    return not known.issuperset(lora.targets) or not all(model and adapted_experts(model, each) for each in named)
 
 
 def _public(version: str) -> str:

@@ -11,8 +11,9 @@ from torch.nn import Linear
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model import parts
 from dstrain.job.adapter import read_adapter, shape_of_adapter
-from dstrain.job.model_changes import Lora
+from dstrain.job.model_changes import ALL_EXPERTS, Lora
 from dstrain.job.schema import Job
+from dstrain.plan.named_parts import unknown_experts
 from dstrain.train import scoring
 from dstrain.train.checkpoints.saved_model import shape_of
 
@@ -33,10 +34,29 @@ def _adapter_targets(lora: Lora, model: Any) -> str | list[str]:
     """
     if lora.targets != ("all-linear",):
         return list(lora.targets)
-    if not any(".experts." in name and len(shape_of(value)) == 3 for name, value in model.named_parameters()):
+    if not _stacked_experts(model):
         return "all-linear"
     names = (name for name, module in model.named_modules() if isinstance(module, Linear) and ".self_attn." in name)
     return sorted({name.rpartition(".")[2] for name in names})
+
+
+def _stacked_experts(model: Any) -> list[str]:
+    """Returns the names of the parameters that hold a matrix of all experts of a layer."""
+    parameters = model.named_parameters()
+    return [name for name, value in parameters if ".experts." in name and len(shape_of(value)) == 3]
+
+
+def _adapted_experts(lora: Lora, model: Any) -> list[str] | None:
+    """Returns the parameters of which each expert gets an adapter, by the ends of their names; None without any.
+
+    Raises InvalidConfig for one that holds no experts.
+    """
+    stacked = _stacked_experts(model) if lora.target_parameters else []
+    for unknown in unknown_experts(lora, stacked):
+        raise InvalidConfig(unknown.problem, hint=unknown.fix)
+    ends = {".".join(name.split(".")[-2:]) for name in stacked}
+    named = {end for name in lora.target_parameters for end in (ends if name == ALL_EXPERTS else {name})}
+    return sorted(named) or None
 
 
 def is_tied(model: Any) -> bool:
@@ -45,7 +65,7 @@ def is_tied(model: Any) -> bool:
 
 
 def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype | None, **options: Any) -> Any:
-    """Returns the model with LoRA matrices around linear layers of its language model, everything else frozen.
+    """Returns the model with LoRA matrices around linear layers of its language model and experts, all else frozen.
 
     The matrices get `dtype` (None: as PEFT makes them); PEFT's `get_peft_model` takes `options`.
     """
@@ -57,6 +77,7 @@ def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype 
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=_adapter_targets(lora, model),
+        target_parameters=_adapted_experts(lora, model),
         exclude_modules=rf".*\.({others})\..*" if hasattr(model.config, "vision_config") else None,
         modules_to_save=list(lora.modules_to_save) or None,
         ensure_weight_tying=bool(lora.modules_to_save) and is_tied(model) and not scoring.has_score(model),
@@ -99,7 +120,7 @@ def load(model: Any, folder: Path, lora: Lora) -> None:
     import deepspeed  # type: ignore[import-untyped]
     from peft import load_peft_weights, set_peft_model_state_dict
 
-    shape_of_adapter(folder, lora, given=("rank", "alpha", "targets", "modules_to_save"))
+    shape_of_adapter(folder, lora, given=("rank", "alpha", "targets", "target_parameters", "modules_to_save"))
     # PEFT writes a resized embedding once more, under the name of its copy
     weights = {key: value for key, value in load_peft_weights(str(folder), device="cpu").items() if _COPY not in key}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

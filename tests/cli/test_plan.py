@@ -216,6 +216,31 @@ def test_the_adapter_counts(dstrain: Type, words: tuple[str, ...]) -> None:
     assert found != document(dstrain, *lora)["model"]["num_trainable_params"]
 
 
+def test_adapters_of_experts_count_and_say_what_they_cost(dstrain: Type) -> None:
+    lora = (
+        "plan",
+        "--model",
+        "qwen3-30b-a3b",
+        "--gpu",
+        "h100-sxm",
+        "--gpus",
+        "8",
+        "--method",
+        "lora",
+        "--zero-stage",
+        "3",
+    )
+    experts = (*lora, "--lora-target-parameters", "experts")
+    plain, adapted = (document(dstrain, *words, "--micro-batch", "1") for words in (lora, experts))
+    more = 16 * 128 * (2048 + 2 * 768 + 768 + 2048) * 48
+    assert adapted["model"]["num_trainable_params"] - plain["model"]["num_trainable_params"] == more
+    assert adapted["plans"][0]["speed"]["step_s"] > plain["plans"][0]["speed"]["step_s"]
+    said = " ".join(dstrain(*experts, "--micro-batch", "1").stdout.split())
+    assert "to a copy of a layer's weights in every pass: 1.12 GiB, and as much for its gradient" in said
+    dropped = dstrain(*experts, "--lora-dropout", "0.1")
+    assert (dropped.returncode, "no input can be dropped" in dropped.stderr) == (3, True)
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
@@ -227,6 +252,7 @@ def test_the_adapter_counts(dstrain: Type, words: tuple[str, ...]) -> None:
         (("--zero-stage", "4"), 2, "0<=x<=3"),
         (("--lora-rank", "0", "--method", "lora"), 3, "--lora-rank is 0"),
         (("--lora-targets", "qproj", "--method", "lora"), 3, "q_proj"),
+        (("--lora-target-parameters", "experts", "--method", "lora"), 3, "has no stacked weights of experts"),
         (("--grad-accum", "0"), 3, "--grad-accum is 0"),
     ],
 )

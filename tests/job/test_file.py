@@ -236,6 +236,12 @@ def test_the_shape_of_an_adapter_to_continue_from_is_its_own(tmp_path: Path) -> 
     more = "method: lora\nadapter: saved\nlora: {dropout: 0, targets: [all-linear]}\n"
     lora = read_job(write(tmp_path, JOB + more)).job.lora
     assert (lora.dropout, lora.targets) == (0, ("q_proj",))
+    names = [f"model.layers.{layer}.mlp.experts.down_proj" for layer in range(2)]
+    _adapter(tmp_path / "experts", target_parameters=names, target_modules=[], lora_dropout=0.0)
+    for of_job in ("experts", "mlp.experts.down_proj"):
+        lines = f"method: lora\nadapter: experts\nlora: {{target_parameters: [{of_job}]}}\n"
+        lora = read_job(write(tmp_path, JOB + lines)).job.lora
+        assert (lora.targets, lora.target_parameters) == ((), ("mlp.experts.down_proj",))
 
 
 @pytest.mark.parametrize(
@@ -243,6 +249,7 @@ def test_the_shape_of_an_adapter_to_continue_from_is_its_own(tmp_path: Path) -> 
     [
         ("method: lora\nlora: {rank: 4, alpha: 16}", {}, "has rank 8; lora in the job has rank 4"),
         ("method: lora\nlora: {targets: [v_proj]}", {}, r"has targets \[q_proj\]; lora in the job has targets"),
+        ("method: lora\nlora: {target_parameters: [experts]}", {}, r"has target_parameters \[\]; lora in the job has"),
         ("method: lora", {"use_dora": True}, "has use_dora true, which dstrain does not train"),
         ("method: lora", {"target_modules": ".*q_proj"}, "has target_modules"),
         ("method: full", {}, "adapter is given, but method is full"),

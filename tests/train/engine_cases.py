@@ -166,6 +166,11 @@ WHOLE: dict[str, Any] = {
     "method": Method.LORA,
     "lora": Lora(rank=8, modules_to_save=("embed_tokens", "lm_head")),
 }
+EXPERTS: dict[str, Any] = {
+    "model": SPARSE,
+    "method": Method.LORA,
+    "lora": Lora(rank=8, targets=("q_proj",), target_parameters=("experts.down_proj", "experts.gate_up_proj")),
+}
 NARROW: dict[str, Any] = {"model": DEEP}
 IMAGES: dict[str, Any] = {"model": SEEING, "image_patches": 256}
 ALIGNER = ("freeze_multi_modal_projector",)
@@ -185,6 +190,7 @@ CASES = (
     case("mixture of experts", 2, model=SPARSE),
     case("experts in balance, checkpointing", 2, model=BALANCED, seq_len=512, router_loss=True, **CKPT),
     case("adapters, checkpointing", 2, **FULL_LORA, **CKPT),
+    case("adapters of experts", 2, **EXPERTS),
     case("optimizer on the host", 2, seq_len=64, **CPU),
     case("optimizer on the host, accumulating", 2, grad_accum=2, **CPU),
     case("everything kept gathered", 3),
@@ -196,6 +202,8 @@ CASES = (
     case("mixture of experts, checkpointing", 3, model=SPARSE, **CKPT, **gathers(0, 0)),
     case("adapters", 3, **SOME_LORA),
     case("adapters, checkpointing", 3, **FULL_LORA, **CKPT),
+    case("adapters of experts", 3, **EXPERTS, **gathers(0, 0)),
+    case("adapters of experts, checkpointing", 3, **EXPERTS, **CKPT, **gathers(0, 0)),
     case("optimizer on the host", 3, seq_len=64, grad_accum=2, **CPU),
     case("half of the optimizer on the host", 3, **NARROW, sub_group_size=500_000, offload_ratio=0.5, **CPU),
     case("inputs of layers on the host", 2, activation_offload=True, seq_len=512, **NARROW, **CKPT),
@@ -334,6 +342,8 @@ def described(case: Case) -> dict[str, Any]:
     configuration, lora = case.configuration, case.configuration.model.lora
     targets: str | list[str] = "all-linear" if lora.targets == ("all-linear",) else list(lora.targets)
     adapter = {"r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout, "target_modules": targets}
+    if lora.target_parameters:
+        adapter["target_parameters"] = list(lora.target_parameters)
     if lora.modules_to_save:
         adapter |= {
             "modules_to_save": list(lora.modules_to_save),

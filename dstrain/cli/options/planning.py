@@ -172,6 +172,12 @@ _BEYOND = (
         help="Linear layers with an adapter: q_proj,v_proj.",
     ),
     click.option(
+        "--lora-target-parameters",
+        metavar="NAMES",
+        default="",
+        help="Stacked weights whose experts get an adapter each: experts (all), or experts.down_proj.  [default: none]",
+    ),
+    click.option(
         "--lora-dropout", type=float, default=_ADAPTER.dropout, show_default=True, help="Dropout before the adapter."
     ),
     click.option(

@@ -108,12 +108,20 @@ def _request(options: dict[str, Any]) -> Request:
         raise InvalidConfig(f"--lora-rank is {options['lora_rank']}", hint="Write --lora-rank 8 or more.")
     if not 0 <= options["lora_dropout"] < 1:
         raise InvalidConfig(f"--lora-dropout is {options['lora_dropout']}", hint="Write a share, such as 0.05.")
-    names = tuple(name.strip() for name in options["lora_targets"].split(",") if name.strip())
-    if not names:
+    names, experts = (
+        tuple(name.strip() for name in options[key].split(",") if name.strip())
+        for key in ("lora_targets", "lora_target_parameters")
+    )
+    if not names and not experts:
         raise InvalidConfig("--lora-targets names no layer", hint="Write --lora-targets all-linear, or layer names.")
     return Request(
         **values,
-        lora=Lora(rank=options["lora_rank"], dropout=options["lora_dropout"], targets=names),
+        lora=Lora(
+            rank=options["lora_rank"],
+            dropout=options["lora_dropout"],
+            targets=names,
+            target_parameters=experts,
+        ),
         state_dtypes=options["states"],
     )
 

@@ -207,11 +207,11 @@ ROWS = table(
     stops("dpo_label_smoothing dpo_use_weighting", "another loss of preferences", unless=(None, False, 0, 0.0)),
     to("unfrozen_parameters", "train_only", values.unfrozen),
     to("lora_model_dir", "adapter", convert.adapter),
+    to("lora_target_parameters", "lora.target_parameters", values.experts),
     to("lora_modules_to_save", "lora.modules_to_save", convert.names),
     stops(
         """
-        lora_target_parameters lisa_n_layers lisa_step_interval
-        lisa_layers_attribute
+        lisa_n_layers lisa_step_interval lisa_layers_attribute
         """,
         "other weights are trained",
         unless=_ONE,

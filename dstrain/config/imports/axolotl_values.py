@@ -42,6 +42,16 @@ def targets(value: Any, source: Source) -> Any:
     return convert.names(value, source)
 
 
+def experts(value: Any, source: Source) -> Any:
+    """Returns the stacked weights of experts with adapters; linear layers have some only if they are named."""
+    if not value:
+        return ABSENT
+    found = {"lora.target_parameters": convert.names(value, source)}
+    if not source.value("lora_target_modules") and source.value("lora_target_linear") is not True:
+        found["lora.targets"] = []
+    return Converted(values=found)
+
+
 def linear(value: Any, source: Source) -> Any:
     """Returns every linear layer, if the switch is on."""
     return ["all-linear"] if convert.flag(value, source) else ABSENT

@@ -226,12 +226,12 @@ ROWS = table(
     to("adapters", "adapter", convert.adapter),
     to("freeze_parameters", "freeze", _frozen),
     to("freeze_parameters_regex", "freeze", _frozen),
+    to("target_parameters", "lora.target_parameters", convert.names),
     to("modules_to_save", "lora.modules_to_save", convert.names),
     stops("resume_only_model", "a checkpoint of ms-swift: name its weights as `model` or `adapter`"),
     stops(
         """
-        freeze_parameters_ratio trainable_parameters trainable_parameters_regex target_parameters
-        target_regex
+        freeze_parameters_ratio trainable_parameters trainable_parameters_regex target_regex
         """,
         "other weights are trained",
         unless=(False, 0, 0.0),

@@ -74,6 +74,7 @@ ROWS = table(
         unless=(False,),
     ),
     to("streaming", "streaming", convert.set_flag, note="it needs max_steps"),
+    to("lora_target_parameters", "lora.target_parameters", convert.names),
     to("lora_modules_to_save", "lora.modules_to_save", convert.names),
     stops("use_dora use_rslora", "another adapter", unless=(False, None)),
 )

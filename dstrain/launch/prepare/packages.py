@@ -71,6 +71,9 @@ def _is_on_modelscope(name: str) -> bool:
 _PACKAGES = (
     _Package(key=("method",), value="qlora", modules=("bitsandbytes",), name="bitsandbytes",
         install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.method is Method.QLORA),
+    _Package(key=("lora", "target_parameters"), value="target_parameters", modules=("peft",), name="peft",
+        range=">=0.21,<0.22", install="pip install 'peft>=0.21,<0.22'",  # older ones fail under ZeRO-3
+        is_wanted=lambda job: job.method is not Method.FULL and bool(job.lora.target_parameters)),
     _Package(key=("optimizer",), value="adamw_8bit", modules=("bitsandbytes",), name="bitsandbytes",
         install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.optimizer is Optimizer.ADAMW_8BIT),
     *(_Package(key=("liger",), value="liger", modules=(name.replace("-", "_"),), name=name, range=releases,

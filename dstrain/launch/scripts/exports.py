@@ -92,6 +92,11 @@ def _require_counterparts(job: Job, target: Target) -> None:
         keys.append("optimizer")
     if job.method is Method.QLORA and target is not Target.LLAMAFACTORY:
         keys.append("method")
+    if job.method is not Method.FULL and job.lora.target_parameters:
+        raise InvalidConfig(
+            f"{target} has no counterpart of lora: target_parameters: {_shown(job.lora.target_parameters)}",
+            hint="Remove it first, so that experts get no adapters.",
+        )
     if keys:
         named = ", ".join(f"{key}: {_shown(getattr(job, key))}" for key in keys)
         hint = "Export it to llamafactory." if keys == ["method"] else None

@@ -91,6 +91,27 @@ def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
     return [group for group in linears if is_target(group.name.removesuffix(".weight"), lora)]
 
 
+def adapted_experts(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
+    """Returns the stacked weights of experts of which each expert gets an adapter."""
+    return [group for group in stacked_experts(model) if lora.adapts_experts(group.name)]
+
+
+def stacked_experts(model: ModelFacts) -> list[TensorGroup]:
+    """Returns the weights that hold the matrices of all experts of a layer: (experts, out, in)."""
+    return [group for group in model.tensors if group.kind is Kind.EXPERT and len(group.shape) == 3]
+
+
+def adapter_sizes(group: TensorGroup, lora: Lora) -> tuple[int, int]:
+    """Returns the elements of the two matrices of an adapter, of a linear layer or of all experts of a layer: the
+    inputs' and the outputs'.
+
+    Source: peft 0.21 tuners/lora/layer.py: ParamWrapper.update_layer.
+    """
+    *experts, outputs, inputs = group.shape
+    rank = lora.rank * (experts[0] if experts else 1)
+    return rank * inputs, rank * outputs
+
+
 def is_target(name: str, lora: Lora) -> bool:
     """Returns whether a target of an adapter is the end of a module's name: `q_proj` and `self_attn.q_proj` are."""
     return any(f".{name}".endswith(f".{target}") for target in lora.targets)
@@ -123,11 +144,12 @@ def linear_names(model: ModelFacts) -> list[str]:
 
 
 def lora_params(model: ModelFacts, lora: Lora) -> int:
-    """Returns the parameters of the adapters: rank × (inputs + outputs) for every adapted linear.
+    """Returns the parameters of the adapters: rank × (inputs + outputs) for every adapted linear and expert.
 
     Source: LoRA (arXiv 2106.09685), section 4.1.
     """
-    return sum(lora.rank * sum(group.shape) * group.count for group in adapted(model, lora))
+    groups = (*adapted(model, lora), *adapted_experts(model, lora))
+    return sum(sum(adapter_sizes(group, lora)) * group.count for group in groups)
 
 
 def _flat_groups(model: ModelFacts) -> tuple[tuple[int, ...], ...]:
@@ -253,7 +275,8 @@ def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
         )
     copies = [group.numel for group in kept_whole(model, lora)]
     adapters = lora_params(model, lora) + sum(copies)
-    largest = max((*copies, *(lora.rank * max(group.shape) for group in adapted(model, lora))), default=0)
+    wrapped = (*adapted(model, lora), *adapted_experts(model, lora))
+    largest = max((*copies, *(max(adapter_sizes(group, lora)) for group in wrapped)), default=0)
     quantized = 0
     if method is Method.QLORA:
         quantized = sum(

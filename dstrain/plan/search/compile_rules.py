@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.search.rule import Rule
+from dstrain.plan.search.rule import Rule, adapts_experts
 
 _TRAIN = "dstrain train/compiled_layers.py"
 LEAST_CAPABILITY = (7, 0)
@@ -33,6 +33,10 @@ COMPILE_RULES: tuple[Rule, ...] = (
     Rule(name="torch.compile of traced code", options=("torch_compile",),
          says="torch.compile was not tried with families that dstrain has to trace",
          breaks=lambda m, k, c: c.kernels.torch_compile and m.traced is not None, source=_TRAIN),
+    Rule(name="torch.compile and adapters of experts", options=("torch_compile", "lora"),
+         says="torch.compile was not tried with adapters of experts, whose weights PEFT replaces in every pass",
+         breaks=lambda m, k, c: c.kernels.torch_compile and adapts_experts(c),
+         source="peft 0.21 tuners/lora/config.py: LoraConfig.target_parameters (re-compilation is expected)"),
     Rule(name="torch.compile and tiled MLPs", options=("torch_compile", "tiled_mlp"),
          says="torch.compile compiles tiled MLPs again in every step",
          breaks=lambda m, k, c: c.kernels.torch_compile and c.checkpointing.tiled_mlp,

@@ -17,7 +17,8 @@ from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
-from dstrain.plan.named_parts import unknown_modules, untargeted
+from dstrain.plan.memory.params import stacked_experts
+from dstrain.plan.named_parts import unknown_experts, unknown_modules, untargeted
 from dstrain.plan.request import Request
 from dstrain.plan.search import learning_rate
 from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, neighbours
@@ -183,5 +184,6 @@ def _require_targets(model: ModelFacts, lora: Lora) -> None:
     """Raises InvalidConfig for a target of an adapter that the model does not have."""
     names = names_of(model, model.source)
     none = untargeted(model, lora)
-    for missing in (*(unknown_modules(lora, names) if names else ()), *((none,) if none else ())):
+    experts = unknown_experts(lora, [group.name for group in stacked_experts(model)])
+    for missing in (*(unknown_modules(lora, names) if names else ()), *experts, *((none,) if none else ())):
         raise InvalidConfig(missing.problem, hint=f"{missing.fix[0].upper()}{missing.fix[1:]}.")

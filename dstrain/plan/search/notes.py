@@ -16,6 +16,7 @@ from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.estimate import USABLE_GPU_RATIO
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import bf16_losses
+from dstrain.plan.memory.params import adapted_experts
 from dstrain.plan.request import Request
 from dstrain.plan.search import attention, compile_rules, learning_rate
 from dstrain.plan.search.alternatives import liger_gain_ratio
@@ -23,7 +24,7 @@ from dstrain.plan.search.infeasible import gpu_assumed, gpu_guessed, ram_assumed
 from dstrain.plan.search.reasons import percent
 from dstrain.plan.search.search_space import global_batch
 from dstrain.plan.speed.step_time import forward_s
-from dstrain.units import format_count
+from dstrain.units import format_bytes, format_count
 
 WORTH_LIGER = 0.05
 """Gain from which a plan without Liger's kernels says what they would gain, as a ratio."""
@@ -75,8 +76,21 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
             "computed as if every expert got as many tokens; GPUs with more popular ones need more memory and time"
         )
     if model.moe is not None and request.method is not Method.FULL:
-        found.append("experts are 3-D tensors in Transformers 5: adapters go to the linear layers of attention")
+        found.append(_adapters_note(model, chosen.configuration))
     return tuple(found)
+
+
+def _adapters_note(model: ModelFacts, configuration: Configuration) -> str:
+    """Returns what adapters do with experts, and what those of experts cost a layer."""
+    groups = adapted_experts(model, configuration.model.lora)
+    if not groups:
+        return "experts get no adapter, unless the job has lora: target_parameters; all-linear means those of attention"
+    layer = configuration.model.item * sum(group.numel for group in groups)
+    kept = "" if configuration.checkpointing.enabled else f", and the copies of all {groups[0].count} layers stay"
+    return (
+        f"PEFT adds the adapters of experts to a copy of a layer's weights in every pass: {format_bytes(layer)}, and as"
+        f" much for its gradient{kept}"
+    )
 
 
 def _packed_images(model: ModelFacts, c: Configuration) -> str | None:

@@ -29,3 +29,8 @@ class Rule:
     def is_of_parallelism(self) -> bool:
         """Whether it limits groups of ranks, whatever the stage of ZeRO."""
         return not set(DEGREES).isdisjoint(self.options) and "zero_stage" not in self.options
+
+
+def adapts_experts(configuration: Configuration) -> bool:
+    """Returns whether experts have adapters, which are added to their weights."""
+    return not configuration.model.is_full and bool(configuration.model.lora.target_parameters)

@@ -15,7 +15,7 @@ from dstrain.plan.memory.layers.families import LAYER_CODE
 from dstrain.plan.memory.layers.kernels import LIGER
 from dstrain.plan.search.compile_rules import COMPILE_RULES
 from dstrain.plan.search.parallel_rules import PARALLEL_RULES
-from dstrain.plan.search.rule import Rule
+from dstrain.plan.search.rule import Rule, adapts_experts
 from dstrain.plan.search.zero_rules import ZERO_RULES
 
 _DS = "deepspeed 0.19.8 "
@@ -126,6 +126,18 @@ RULES: tuple[Rule, ...] = (
          says="a tile that is computed again has another dropout mask; tiled MLPs need adapters without dropout",
          breaks=lambda m, k, c: c.checkpointing.tiled_mlp and not c.model.is_full and c.model.lora.dropout > 0,
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: TiledMLP keeps no random state"),
+    Rule(name="adapters of experts and dropout", options=("lora",),
+         says="the adapters of experts are added to weights, so that no input can be dropped",
+         breaks=lambda m, k, c: adapts_experts(c) and c.model.lora.dropout > 0,
+         source="peft 0.21 tuners/lora/layer.py: ParamWrapper.update_layer"),
+    Rule(name="adapters of experts and Liger", options=("liger", "lora"),
+         says="Liger's experts were not tried with adapters",
+         breaks=lambda m, k, c: adapts_experts(c) and c.kernels.liger,
+         source="liger-kernel 0.8.5 ops/fused_moe.py: LigerFusedMoEFunction"),
+    Rule(name="adapters of experts are planned under DeepSpeed", options=("state_dtypes", "lora"),
+         says="adapters of experts were not tried with PyTorch's own sharding",
+         breaks=lambda m, k, c: adapts_experts(c) and not c.model.is_deepspeed,
+         source="peft 0.21 tuners/lora/layer.py: ParamWrapper"),
     Rule(name="tiled MLPs are DeepSpeed's", options=("tiled_mlp", "state_dtypes"),
          says="tiled MLPs are DeepSpeed's",
          breaks=lambda m, k, c: c.checkpointing.tiled_mlp and not c.model.is_deepspeed,

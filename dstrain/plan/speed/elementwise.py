@@ -40,6 +40,12 @@ DEQUANTISE_BYTES_PER_PARAM = NF4_BYTES_PER_PARAM + 2
 """Bytes to make a bf16 weight of a 4-bit one, at every use. Source: bitsandbytes autograd/_functions.py: MatMul4Bit
 dequantises in its forward and in its backward pass."""
 
+ADDED_PASSES = (4, 2)
+"""Times that a pass reads or writes the weights of experts to add their adapters, forward and backward: read and
+written, once to see that the shape stays and once for the products; their gradient is read for each factor. The factors
+are so thin that their products take less time. Source: peft 0.21 tuners/lora/layer.py: ParamWrapper;
+torch 2.13 nn/utils/parametrize.py: ParametrizationList."""
+
 REARRANGED_BYTES = 8.0
 """Bytes of each element that Ulysses sends: copied once before the all-to-all and once after it. Source: deepspeed
 0.19.8 runtime/sequence_parallel/ulysses_sp.py: _combine_local_sequences,
@@ -73,8 +79,13 @@ def bytes_forward(work: Work, s: Setting, cached: float) -> float:
         total += FUSED_HEAD_BYTES_PER_WEIGHT * tiles * work.num_outputs * work.hidden_size
     if s.kernels.attn is Attention.EAGER:
         total += EAGER_ATTENTION_BYTES[0] * s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp
-    total += _rearranged(work, s)
+    total += _rearranged(work, s) + ADDED_PASSES[0] * _adapted_expert_bytes(work, s)
     return total + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params + _dequantised_by_tiles(work, s)
+
+
+def _adapted_expert_bytes(work: Work, s: Setting) -> float:
+    """Returns the bytes of the weights of experts that have adapters."""
+    return float(s.model.item * sum(p.num_params for p in work.products if p.is_copy and p.experts > 1))
 
 
 def _dequantised_by_tiles(work: Work, s: Setting) -> float:
@@ -96,7 +107,8 @@ def bytes_backward(work: Work, s: Setting, recomputed: Pass, cached: float) -> f
         rearranged + (_moved(work.mlps, s, cached) if s.checkpointing.tiled_mlp else 0.0) + 2 * by_tiles
     )  # forward and backward
     again = _moved(recomputed, s, cached) + DEQUANTISE_BYTES_PER_PARAM * work.num_quantized_params + by_tiles
-    again += EAGER_ATTENTION_BYTES[0] * scores + rearranged
+    again += EAGER_ATTENTION_BYTES[0] * scores + rearranged + ADDED_PASSES[0] * _adapted_expert_bytes(work, s)
+    total += ADDED_PASSES[1] * _adapted_expert_bytes(work, s)
     return total + s.checkpointing.share(work.num_layers) * again
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dstrain.choices import Method, Precision
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
+from dstrain.job.model_changes import Lora
+from dstrain.plan.memory.params import adapted_experts
 
 LINEAR_FLOPS_PER_ELEMENT = 6.0
 """FLOPs of the forward pass of a token for each element of a recurrent state: read by the key, written, read by the
@@ -18,9 +20,10 @@ def flops_per_token(model: ModelFacts, *, method: Method, seq_len: int) -> float
 
     N are the active parameters without the embedding table (its lookup multiplies nothing; a tied head does), L layers
     of H heads of d elements, s the sequence length, halved for causal attention, also where a window leaves less. A
-    layer with linear attention has 18 for each element of its states instead of scores. Recomputation does not count:
-    it is not the model's. Sources: PaLM (arXiv 2204.02311), appendix B, with the causal half; LoRA has no weight
-    gradients; `LINEAR_FLOPS_PER_ELEMENT`.
+    layer with linear attention has 18 for each element of its states instead of scores. Recomputation does not count,
+    nor does the gradient of experts' weights from which PEFT makes that of their adapters: they are not the model's.
+    Sources: PaLM (arXiv 2204.02311), appendix B, with the causal half; LoRA has no weight gradients;
+    `LINEAR_FLOPS_PER_ELEMENT`.
     """
     multiplied = model.num_active_params - model.num_params_of(Kind.EMBEDDING)
     if model.tie_word_embeddings:
@@ -71,7 +74,8 @@ class Product:
     trains: bool = True
     """Whether a weight has a gradient if all of the model trains but what a job freezes."""
     is_copy: bool = False
-    """Whether its weight is a copy that trains beside an adapter, while the others are frozen."""
+    """Whether its weight is a copy that has a gradient beside an adapter, while the others are frozen: one that trains,
+    or one of experts with their adapters added."""
 
     @property
     def num_params(self) -> int:
@@ -82,14 +86,22 @@ class Product:
 _MULTIPLIED = (Kind.ATTENTION, Kind.MLP, Kind.EXPERT, Kind.ROUTER, Kind.HEAD, Kind.VISION)
 
 
-def products(model: ModelFacts, *, method: Method) -> tuple[Product, ...]:
+def products(model: ModelFacts, *, method: Method, lora: Lora | None = None) -> tuple[Product, ...]:
     """Returns every matrix product of the forward pass but those inside attention, and of adapters.
+
+    Experts with adapters are multiplied with a copy of their weights to which these are added, so that it has a
+    gradient.
 
     Non-reentrant checkpointing stops when the last saved tensor is there, so the down projection that a dense layer
     ends with is not computed again. Source: torch 2.13 utils/checkpoint.py: _checkpoint_without_reentrant_generator;
     counted in traces of Transformers 5.23's layers: 13 products of 14 in a dense layer, all in one with experts.
     """
-    matrix_products = [_product(model, group, method) for group in model.tensors if _is_multiplied(group)]
+    copied = [] if method is Method.FULL or lora is None else adapted_experts(model, lora)
+    matrix_products = [
+        replace(_product(model, group, method), is_copy=group in copied)
+        for group in model.tensors
+        if _is_multiplied(group)
+    ]
     if model.tie_word_embeddings:
         head = Product(inputs=model.hidden_size, outputs=model.vocab_size, count=1, is_sharded=False, is_in_layer=False)
         matrix_products.append(head)

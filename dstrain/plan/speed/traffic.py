@@ -132,9 +132,9 @@ def _work(
 ) -> Work:
     model, vision, method = key.value, key.value.vision, trained_model.method
     layers, heads, scored = model.num_hidden_layers, model.num_attention_heads, model.num_attention_layers
-    multiplied = products(model, method=method)
+    multiplied = products(model, method=method, lora=trained_model.lora)
     has_copy, inside = _has_copied_head(model, trained_model), [p for p in multiplied if not p.is_vision]
-    decoder = tuple(replace(product, is_copy=has_copy and not product.is_in_layer) for product in inside)
+    decoder = tuple(replace(p, is_copy=p.is_copy or (has_copy and not p.is_in_layer)) for p in inside)
     forward, backward, recompute, mlps = _passes(model, trained_model, liger, shares_experts, code)
     launched = layers + sum(product.count for product in decoder if product.is_in_layer)
     wrapped = [] if method is Method.FULL or code.adapter_costs is not None else adapted(model, trained_model.lora)

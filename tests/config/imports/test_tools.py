@@ -166,6 +166,7 @@ def test_llamafactorys_data_are_found_by_their_name(here: Path) -> None:
         ("--packing true --attn_impl flash_attn", "attn", "flash_attention_2"),
         ("--use_liger_kernel true", "liger", True),
         ("--torch_dtype float16", "precision", "fp16"),
+        ("--target_parameters experts.down_proj", "lora.target_parameters", ["experts.down_proj"]),
         ("--sequence_parallel_size 2", "sp", 2),
     ],
 )
@@ -197,6 +198,12 @@ def test_a_place_in_a_script_is_the_line_of_the_option() -> None:
         ("save_only_model: true\n", "save_only_model", True),
         ("unfrozen_parameters: [^lm_head.weight$, model.norm]\n", "train_only", ["^lm_head.weight$", "^model.norm"]),
         ("adapter: lora\nlora_modules_to_save: [lm_head]\n", "lora.modules_to_save", ["lm_head"]),
+        ("adapter: lora\nlora_target_parameters: [mlp.experts.down_proj]\n", "lora.targets", []),
+        (
+            "adapter: lora\nlora_target_linear: true\nlora_target_parameters: [experts.down_proj]\n",
+            "lora.target_parameters",
+            ["experts.down_proj"],
+        ),
         ("sequence_len: 64\n", "on_long_sample", "drop"),
         ("datasets:\n  - path: a.jsonl\n    type: chat_template\n", "data_format", "messages"),
         ("liger_rope: true\nliger_rms_norm: true\n", "liger", True),

@@ -326,6 +326,16 @@ def test_ligers_experts_round_fp32(tmp_path: Path, model: str, values: dict[str,
     assert ("DS607" in [each.rule for each in every]) is is_said
 
 
+def test_copies_of_experts_that_stay_without_checkpointing_are_told(tmp_path: Path) -> None:
+    lines = "method: lora\nlora: {target_parameters: [%s]}\ngrad_ckpt: %s\n"
+    facts = model("qwen3-30b-a3b")
+    said = one("DS608", found(ZERO2, job=job(tmp_path, lines % ("experts", "false")), model=facts))
+    assert (said.place.line, "54.0 GiB of GPU memory" in said.effect) == (8, True)
+    for quiet in (("experts", "true"), ("", "false")):
+        rules = [each.rule for each in found(ZERO2, job=job(tmp_path, lines % quiet), model=facts)]
+        assert "DS608" not in rules
+
+
 @pytest.mark.parametrize(
     ("model", "stage", "others", "why"),
     [
@@ -512,6 +522,14 @@ def test_patterns_of_frozen_parameters_beside_an_adapter_are_told(tmp_path: Path
     assert said.fix == "write freeze: []"
 
 
+def test_dropout_beside_adapters_of_experts_is_told_in_its_place(tmp_path: Path) -> None:
+    lines = "method: lora\nlora:\n  dropout: %s\n  target_parameters: [experts]\n"
+    said = one("DS226", found(ZERO2, job=job(tmp_path, lines % 0.1)))
+    assert (said.place.line, said.fix) == (8, "write lora.dropout: 0.0")
+    assert said.problem.startswith("lora.dropout is 0.1, which target_parameters do not support: ")
+    assert "DS226" not in [each.rule for each in found(ZERO2, job=job(tmp_path, lines % 0.0))]
+
+
 def test_new_tokens_that_an_adapter_would_not_train_are_told(tmp_path: Path) -> None:
     lines = "new_tokens: [<a>]\nmethod: lora\n"
     assert one("DS226", found(ZERO2, job=job(tmp_path, lines))).problem.startswith("new_tokens is [<a>], which method")
@@ -557,6 +575,28 @@ def test_names_that_the_model_does_not_have_are_errors(
     assert said.problem.startswith(problem)
 
 
+@pytest.mark.parametrize(
+    ("name", "lora", "problem", "fix"),
+    [
+        ("qwen3-8b", "{target_parameters: [experts]}", "has no stacked weights of experts", "name modules as targets"),
+        (
+            "qwen3-30b-a3b",
+            "{target_parameters: [down_proj, gate_proj]}",
+            'target_parameters has "gate_proj", but no stacked weight of experts is named so',
+            "write experts (all), or some of experts.gate_up_proj, experts.down_proj",
+        ),
+        ("qwen3-30b-a3b", "{targets: []}", "targets is empty, so that nothing gets an adapter", "write some of"),
+        ("qwen3-30b-a3b", "{targets: [], target_parameters: [experts]}", "", ""),
+    ],
+)
+def test_experts_that_the_model_does_not_have_are_errors(
+    tmp_path: Path, name: str, lora: str, problem: str, fix: str
+) -> None:
+    said = found(ZERO2, job=job(tmp_path, f"method: lora\nlora: {lora}\n"), model=model(name))
+    told = [each for each in said if each.rule == "DS227"]
+    assert [(problem in each.problem, each.fix.startswith(fix)) for each in told] == [(True, True)] * bool(problem)
+
+
 def test_names_that_cannot_be_checked_are_told_once(tmp_path: Path) -> None:
     asked = job(tmp_path, "freeze: [mlp]\ntrain_only: [norm]\n")
     said = one("DS227", found(ZERO2, job=asked))
@@ -565,6 +605,8 @@ def test_names_that_cannot_be_checked_are_told_once(tmp_path: Path) -> None:
         "freeze, train_only cannot be checked: the names of Qwen/Qwen3-8B's parameters are not known here"
     )
     assert "DS227" not in [each.rule for each in found(ZERO2, job=job(tmp_path))]
+    experts = job(tmp_path, "method: lora\nlora: {target_parameters: [experts]}\n")
+    assert one("DS227", found(ZERO2, job=experts)).problem.startswith("lora: target_parameters cannot be checked: ")
 
 
 def test_keys_of_images_for_a_language_model_are_told(tmp_path: Path) -> None:

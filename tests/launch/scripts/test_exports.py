@@ -105,6 +105,8 @@ def test_adapters_to_continue_and_whole_modules_reach_llamafactory(tmp_path: Pat
     job = replace(job_of(tmp_path, method="lora", lora={"modules_to_save": ["lm_head"]}), adapter="/saved")
     written = parse_yaml(export(job, ZERO3, TWO, Target.LLAMAFACTORY).files["train.yaml"], "train.yaml")[0]
     assert (written["adapter_name_or_path"], written["additional_target"]) == ("/saved", "lm_head")
+    with pytest.raises(InvalidConfig, match="has no counterpart of lora: target_parameters"):
+        export(job_of(tmp_path, method="lora", lora={"target_parameters": ["experts"]}), ZERO3, TWO, Target.ACCELERATE)
     with pytest.raises(InvalidConfig, match="has no counterpart of adapter: /saved"):
         export(job, ZERO3, TWO, Target.TORCHRUN)
     script = json.loads(export(replace(job, adapter=None), ZERO3, TWO, Target.TORCHRUN).files["train.json"])

@@ -98,9 +98,9 @@ def _other_size(subject: Subject, path: str, key: str, wanted: int, *, is_on: bo
 
 
 def in_job(subject: Subject, key: str, problem: str, effect: str, fix: str) -> Fault:
-    """Returns a fault at a key of the job."""
+    """Returns a fault at a key of the job; `lora.dropout` is one inside a section."""
     assert subject.job is not None
-    return Fault(place=subject.job.locate((key,)), problem=problem, effect=effect, fix=fix)
+    return Fault(place=subject.job.locate(tuple(key.split("."))), problem=problem, effect=effect, fix=fix)
 
 
 def _mixes_averages(subject: Subject) -> bool:

@@ -9,6 +9,8 @@ from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.subject import Subject
 from dstrain.plan.memory.layers.kernels import LIGER, PLAIN
+from dstrain.plan.memory.params import adapted_experts
+from dstrain.units import format_bytes
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _OLD_GATHER = "stage3_gather_fp16_weights_on_model_save"
@@ -129,6 +131,21 @@ def _rounded_experts(subject: Subject) -> Iterator[Fault]:
         )
 
 
+def _kept_copies(subject: Subject) -> Iterator[Fault]:
+    job = subject.job.job if subject.job is not None else None
+    if subject.job is None or job is None or subject.model is None or job.method is Method.FULL or job.grad_ckpt:
+        return
+    groups = adapted_experts(subject.model, job.lora)
+    copies = job.precision.num_bytes * sum(group.numel * group.count for group in groups)
+    if groups:
+        yield Fault(
+            place=subject.job.locate(("grad_ckpt",)),
+            problem="grad_ckpt is false, and lora: target_parameters has experts",
+            effect=f"the copies of their weights with the adapters added stay: {format_bytes(copies)} of GPU memory",
+            fix="write grad_ckpt: true, which makes one layer's copies at a time",
+        )
+
+
 # fmt: off
 RULES = (
     Rule(id="DS601", severity=Severity.WARNING, title="ZeRO-3 that saves no weights", find=_saving,
@@ -143,6 +160,8 @@ RULES = (
          source="dstrain/train/router_loss.py"),
     Rule(id="DS607", severity=Severity.WARNING, title="experts in TF32", find=_rounded_experts,
          source="liger-kernel 0.8.5 ops/fused_moe_kernels.py: tl.dot, whose input_precision is tf32 by default"),
+    Rule(id="DS608", severity=Severity.WARNING, title="copies of all experts", find=_kept_copies,
+         source="peft 0.21 tuners/lora/layer.py: ParamWrapper, _LoraFactorsProxy"),
     Rule(id="DS604", severity=Severity.WARNING, title="fp16 for a model trained in bf16", find=_fp16,
          source="Transformers' DeepSpeed guide; T5 and Gemma"),
 )

@@ -15,7 +15,8 @@ from dstrain.facts.model.parameter_names import names_of
 from dstrain.job import task_limits
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.plan.named_parts import unknown, untargeted
+from dstrain.plan.memory.params import stacked_experts
+from dstrain.plan.named_parts import unknown, unknown_experts, untargeted
 
 _STOPS = "the run stops before it loads the model"
 _STOPS_LOADED = "the run stops once the model is loaded"
@@ -58,14 +59,19 @@ def _named_in_vain(subject: Subject) -> Iterator[Fault]:
     if subject.job is None or job is None or not given:
         return
     names = names_of(subject.model, job.model)
-    if names is None:
+    if names is not None:  # those of files may hold each expert apart
+        given = [key for key in given if key.endswith("target_parameters") and subject.model is None]
+    if given and (names is None or subject.model is None):
         problem = f"{', '.join(given)} cannot be checked: the names of {job.model}'s parameters are not known here"
         fix = "name a folder with its config.json or its weights to check them before the launch"
         yield replace(in_job(subject, "model", problem, _MAY_STOP, fix), severity=Severity.WARNING)
+    if names is None:
         return
     missing = [*unknown(job, names)]
-    if not missing and job.method is not Method.FULL and subject.model is not None:
-        missing = [none] if (none := untargeted(subject.model, job.lora)) is not None else []
+    if job.method is not Method.FULL and subject.model is not None:
+        missing += unknown_experts(job.lora, [group.name for group in stacked_experts(subject.model)])
+        none = None if missing else untargeted(subject.model, job.lora)
+        missing += [none] if none is not None else []
     for found in missing:
         place = subject.job.locate(found.keys)
         yield Fault(place=place, problem=found.problem, effect=_STOPS_LOADED, fix=found.fix)
@@ -76,7 +82,7 @@ def _named_keys(job: Job) -> list[str]:
     if job.method is Method.FULL:
         return [key for key in ("freeze", "train_only") if getattr(job, key)]
     plain = Lora()
-    keys = ("targets", "modules_to_save")
+    keys = ("targets", "target_parameters", "modules_to_save")
     return [f"lora: {key}" for key in keys if getattr(job.lora, key) != getattr(plain, key)]
 
 

@@ -13,6 +13,8 @@ from dstrain.job.model_changes import Lora
 from dstrain.plan.memory.deepspeed.call_order import call_order
 from dstrain.plan.memory.params import (
     adapted,
+    adapted_experts,
+    adapter_sizes,
     decays,
     is_in_layer,
     is_inside,
@@ -158,7 +160,8 @@ class _Builder:
         self.model, self.shape = model, shape
         self.is_full = shape.method is Method.FULL
         self.linears = dict(shape.linears)
-        self.adapted = set() if self.is_full else {group.name for group in adapted(model, shape.lora)}
+        wrapped = [] if self.is_full else [*adapted(model, shape.lora), *adapted_experts(model, shape.lora)]
+        self.adapted = {group.name for group in wrapped}
         self.weights: list[Weight] = []
         self.count = 0
 
@@ -242,11 +245,11 @@ class _Builder:
             ep = self.shape.ep if group.kind is Kind.EXPERT else 1
             trains, is_matrix = self.trains(group, layer), len(group.shape) > 1
             numbers.append(self.weight(numel, trains, decays=decays(group), ep=ep, is_matrix=is_matrix))
-        if f"{path}.weight" not in self.adapted:
-            return self.module(numbers, mark=path if linear else "", is_linear=linear)
-        outputs, inputs = next(group.shape for group in members if group.name == f"{path}.weight")
-        sizes = (self.shape.lora.rank * inputs, self.shape.lora.rank * outputs)
-        down, up = (self.weight(size, trains=True, decays=True, is_matrix=True) for size in sizes)
+        sizes = [adapter_sizes(group, self.shape.lora) for group in members if group.name in self.adapted]
+        matrices = [self.weight(numel, trains=True, decays=True, is_matrix=True) for pair in sizes for numel in pair]
+        if not matrices or members[0].kind is Kind.EXPERT:  # experts and their adapters are gathered together
+            return self.module([*numbers, *matrices], mark=path if linear else "", is_linear=linear)
+        down, up = matrices
         base = self.module(numbers, is_linear=True)
         adapter = (self.module(), self.module((down,), is_linear=True), self.module((up,), is_linear=True))
         return self.module(children=(base, *adapter), mark=path)

@@ -212,6 +212,10 @@ class Context:
         make = self._quantized if self.variant.model.method is Method.QLORA else self._plain
         return make(x, outputs, inputs, False)
 
+    def adapts_experts(self, name: str) -> bool:
+        """Returns whether a parameter with a matrix of all experts gets an adapter for each of them."""
+        return not self.variant.model.is_full and self.variant.model.lora.adapts_experts(name)
+
     def _is_adapted(self, name: str) -> bool:
         lora = self.variant.model.lora
         if lora.targets != ("all-linear",):

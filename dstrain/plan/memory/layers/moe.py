@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from dstrain.facts.model.model_facts import Moe
-from dstrain.plan.memory.layers import blocks, expert_parallel, ops, products
+from dstrain.plan.memory.layers import blocks, expert_adapters, expert_parallel, ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Param, Tensor
@@ -220,20 +220,24 @@ def grouped_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -
     """
     if run.kernels.experts:
         return _fused_experts(run, x, weights, indices)
-    tape, moe, width = run.tape, _moe(run), run.model.hidden_size
-    rows, inner = indices.numel, moe.intermediate_size
+    tape, width = run.tape, run.model.hidden_size
+    rows = indices.numel
+    expert_adapters.check(run)
     sorted_ids, order = tape.new(rows, INDEX), tape.new(rows, INDEX)
     chosen = ops.picked(tape, x, rows * width, tape.new(rows, INDEX))
     sorted_weights = ops.picked(tape, weights, rows, order)
     narrow_ids = tape.new(rows, 4)
-    hidden = _grouped_product(run, chosen, 2 * inner, width)
+    up = expert_adapters.weight(run, expert_adapters.UP)
+    hidden = _grouped_product(run, chosen, up, 2 * _moe(run).intermediate_size)
     hidden = _gated(run, hidden)
-    hidden = _grouped_product(run, hidden, width, inner)
+    down = expert_adapters.weight(run, expert_adapters.DOWN)
+    hidden = _grouped_product(run, hidden, down, width)
     weighted = ops.mul(tape, hidden, sorted_weights)
     inverse, counted = tape.new(rows, INDEX), tape.new(rows, INDEX)
     del counted
     weighted = ops.picked(tape, weighted, rows * width, inverse)
-    output = ops.cast(tape, ops.resized(tape, weighted, x.numel), x.item)
+    many = _moe(run).experts_per_token > 1  # the gradient of a sum of one is a view
+    output = ops.cast(tape, ops.resized(tape, weighted, x.numel) if many else ops.copy(tape, weighted), x.item)
     del sorted_ids, chosen, narrow_ids, hidden
     return output
 
@@ -244,10 +248,13 @@ def _gated(run: Context, both: Tensor) -> Tensor:
     return ops.mul(run.tape, ops.activation(run.tape, gate), up)
 
 
-def _grouped_product(run: Context, x: Tensor, outputs: int, inputs: int) -> Tensor:
+def _grouped_product(run: Context, x: Tensor, weight: Param | Tensor, outputs: int) -> Tensor:
     """The rows of each expert times its matrix, for all experts at once."""
-    weight = Param(_moe(run).num_experts * outputs * inputs, trains=run.trains)
-    return products.matmul(run.tape, x, weight, x.numel // inputs * outputs, run.variant.item, is_flat=True)
+    inputs = weight.numel // (_moe(run).num_experts * outputs)
+    numel = x.numel // inputs * outputs
+    if isinstance(weight, Tensor):
+        return products.product(run.tape, x, weight, numel)
+    return products.matmul(run.tape, x, weight, numel, run.variant.item, is_flat=True)
 
 
 def _fused_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:

@@ -8,7 +8,15 @@ from functools import cache
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.plan.configuration import TrainedModel
-from dstrain.plan.memory.params import adapted, is_in_layer, is_inside, kept_whole, trains_in_full
+from dstrain.plan.memory.params import (
+    adapted,
+    adapted_experts,
+    adapter_sizes,
+    is_in_layer,
+    is_inside,
+    kept_whole,
+    trains_in_full,
+)
 from dstrain.plan.training_code import TrainingCode
 
 
@@ -47,7 +55,8 @@ class Weights:
 def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) -> Weights:
     """Returns the parameter tensors; an adapter's two follow the weight they adapt, and a copy that trains its own."""
     is_full, lora = trained_model.is_full, trained_model.lora
-    names = set() if is_full else {group.name for group in adapted(model, lora)}
+    wrapped = [] if is_full else [*adapted(model, lora), *adapted_experts(model, lora)]
+    names = {group.name for group in wrapped}
     copied = [] if is_full else kept_whole(model, lora)
     layers = model.num_hidden_layers
     inside = [group for group in model.tensors if is_inside(group)]
@@ -61,7 +70,7 @@ def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) 
         parts = _parts(group, code)
         tensors = [Weight(group.numel // parts, trains, quantized, decays)] * parts
         if group.name in names:
-            tensors += [Weight(lora.rank * size, True, False, True) for size in reversed(group.shape)]
+            tensors += [Weight(size, True, False, True) for size in adapter_sizes(group, lora)]
         return tensors + [Weight(group.numel, True, False, decays)] * (group in copied)
 
     return Weights(

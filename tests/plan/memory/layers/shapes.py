@@ -270,13 +270,16 @@ def _case(family: str, way: Way, draw: random.Random) -> Case:
 
 
 def _lora(family: str, model: ModelFacts, way: Way, draw: random.Random) -> Lora:
-    """Returns an adapter. Experts have none here: PEFT 0.21 wraps whole 3-D parameters, in some families only."""
+    """Returns an adapter; experts have some too where nothing is dropped, in half of the cases."""
     targets: tuple[str, ...] = ("all-linear",)
+    experts: tuple[str, ...] = ()
     if model.moe is not None:
         targets = _LATENT_LINEARS if family.startswith("deepseek") else _ATTENTION_LINEARS
+        experts = draw.choice(((), ("experts",))) if not way.has_dropout else ()
     elif draw.random() < 0.3 and family != "phi3":
         targets = ("q_proj", "v_proj")
-    return Lora(rank=draw.choice((4, 8, 16, 64)), dropout=0.1 if way.has_dropout else 0.0, targets=targets)
+    dropout = 0.1 if way.has_dropout else 0.0
+    return Lora(rank=draw.choice((4, 8, 16, 64)), dropout=dropout, targets=targets, target_parameters=experts)
 
 
 def _question(config: Mapping[str, Any], configuration: Configuration) -> Question:

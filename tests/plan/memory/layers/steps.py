@@ -127,11 +127,12 @@ def main() -> None:
     text["num_hidden_layers"] = options.layers
     model = from_config(config, name=options.family, source=options.family)
     targets = ("all-linear",) if model.moe is None else ("o_proj",)
+    experts = ("experts",) if options.experts else ()
     ways: dict[str, Any] = {
         "seq_len": options.tokens,
         "micro_batch": options.rows,
         "method": options.method,
-        "lora": Lora(rank=8, dropout=options.dropout, targets=targets),
+        "lora": Lora(rank=8, dropout=options.dropout, targets=targets, target_parameters=experts),
         "attn": options.attn,
         "grad_ckpt": options.grad_ckpt,
     }
@@ -147,6 +148,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("--method", type=Method, choices=[Method.FULL, Method.LORA], default=Method.FULL)
     parser.add_argument("--dropout", type=float, default=0.0, help="of the adapters [%(default)s]")
+    parser.add_argument("--experts", action="store_true", help="adapters of experts too")
     parser.add_argument("--attn", type=Attention, choices=list(Attention), default=Attention.FLASH_ATTENTION_2)
     parser.add_argument("--grad-ckpt", action="store_true", help="recompute layers")
     parser.add_argument("--layers", type=int, default=2, help="decoder layers [%(default)s]")
