@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dstrain.choices import Method
 from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.model.families import from_config
 from dstrain.facts.probe import read_model
 from dstrain.job.model_changes import Lora
+from dstrain.job.schema import Job
+from dstrain.launch.scripts.exports import Target, export
 from dstrain.plan.memory.params import trained
 from dstrain.rundir import RunDir
 from dstrain.train.__main__ import read
@@ -56,7 +60,7 @@ LORA: dict[str, Any] = {"rank": 4, "alpha": 8, "targets": ["q_proj"], "target_pa
 def made(family: str, **sizes: Any) -> Any:
     """Returns a tiny model."""
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**SIZES, **FAMILIES[family], **sizes}))
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**SIZES, **FAMILIES.get(family, {}), **sizes}))
 
 
 @pytest.fixture(scope="module")
@@ -168,3 +172,16 @@ def test_other_parameters_are_refused_with_those_that_are_there(name: str, probl
     with pytest.raises(InvalidConfig, match=problem) as caught:
         with_adapter(made("qwen3_moe"), Lora(target_parameters=(name,)), grad_ckpt=False, dtype=None)
     assert caught.value.hint == "write experts (all), or some of experts.gate_up_proj, experts.down_proj"
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
+def test_an_exported_script_adapts_the_modules_of_a_run(tmp_path: Path, family: str) -> None:
+    model = made(family)
+    job = Job(model="m", output_dir="o", data="d.jsonl", method=Method.LORA)
+    two = Hosts(hosts=(Host(name="localhost", slots=2),), name="h")
+    (tmp_path / "train.py").write_text(export(job, {}, two, Target.TORCHRUN).files["train.py"])
+    targets = runpy.run_path(str(tmp_path / "train.py"), run_name="script")["targets_of"](model, "all-linear")
+    theirs = get_peft_model(made(family), LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))
+    ours = with_adapter(model, Lora(), grad_ckpt=False, dtype=torch.float32)
+    names = [{name for name, value in each.named_parameters() if value.requires_grad} for each in (theirs, ours)]
+    assert names[0] == names[1]
