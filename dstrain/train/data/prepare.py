@@ -24,6 +24,7 @@ from dstrain.train.data.counts import counted
 from dstrain.train.data.mixture import Indices, drawn, split
 from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.sources import rows_of
+from dstrain.train.data.token_files import IMAGES, VIDEOS
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.data.tokenized import SEQUENCES, Form, Report, Said, cache_folder, tokenized
 
@@ -51,9 +52,9 @@ class PreparedData:
     notes: tuple[str, ...]
     """Lines for the log."""
     digest: str
-    """Changes with any token, any label, any path of an image, and the order of samples."""
-    num_images: int
-    """Images of an epoch."""
+    """Changes with any token, any label, any file of an image or a video, and the order of samples."""
+    media: frozenset[str]
+    """The columns of images and videos that a sample has."""
     num_made: int
     """Files of tokens that were not in the cache."""
     folders: tuple[Path, ...]
@@ -113,7 +114,7 @@ def prepare(
         num_dropped=sum(len(one.dataset) - len(one.kept) for one in tokens),
         notes=tuple(notes),
         digest=digest,
-        num_images=int(_column(tokens, chosen, "num_images").sum()),
+        media=frozenset(name for name in (IMAGES, VIDEOS) if _column(tokens, chosen, f"num_{name}").any()),
         num_made=sum(one.num_made for one in tokens),
         folders=tuple(one.folder for one in tokens),
     )
@@ -123,7 +124,7 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     """Returns the tokens of a data set. Raises InvalidConfig if no sample of it can be trained on."""
     rows = rows_of(source, job, training=training)
     dataset, said = tokenized(rows, encoder, job, report, form)
-    if _figure(dataset, "num_images").any():
+    if any(_figure(dataset, f"num_{name}").any() for name in (IMAGES, VIDEOS)):
         packs_images = form.images is not None and form.images.positions is not None
         task_limits.require_for_images(job, packs_images=packs_images)
     lengths, is_long = _figure(dataset, "length"), _figure(dataset, "num_cut") > 0
