@@ -58,17 +58,20 @@ def sampled(file: Path, choose: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def make_videos(folder: Path) -> None:
-    """Writes `clip.mp4`, of 30 frames in 3 seconds, `short.webm`, which does not count its 5, and `frame0.png` …"""
+    """Writes `clip.mp4`, of 30 frames in 3 seconds, `short.webm`, which does not count its 5, `turned.mp4`, shown
+    turned left, and `frame0.png` …"""
     import av
 
     folder.mkdir(parents=True)
     frames = [Image.new("RGB", (40, 24), (8 * index, 0, 255 - 8 * index)) for index in range(30)]
     for index, frame in enumerate(frames):
         frame.paste("white", (index, 4, index + 8, 12))
-    for name, codec, count in (("clip.mp4", "mpeg4", 30), ("short.webm", "libvpx", 5)):
+    for name, codec, count in (("clip.mp4", "mpeg4", 30), ("short.webm", "libvpx", 5), ("turned.mp4", "mpeg4", 5)):
         with av.open(str(folder / name), "w") as container:
             stream = container.add_stream(codec, rate=10)
             stream.width, stream.height, stream.pix_fmt = 40, 24, "yuv420p"
+            if name == "turned.mp4":
+                stream.set_display_rotation(90)
             for image in [*map(av.VideoFrame.from_image, frames[:count]), None]:
                 container.mux(stream.encode(image))
     for index in range(3):

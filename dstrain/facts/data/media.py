@@ -27,6 +27,7 @@ class Kind:
     """Images, or videos."""
 
     article: str
+    """The article of its name."""
     noun: str
     """Its name, and that of its mark in a text."""
     columns: tuple[str, ...]
@@ -35,6 +36,8 @@ class Kind:
     """Types of the parts of a turn."""
     values: tuple[str, ...]
     """Keys of a part that name the file."""
+    content: str
+    """Media type of its content, in an example."""
     limits: str
     """Keys of the job that hold for all of them."""
     has_frames: bool = False
@@ -52,6 +55,7 @@ IMAGE = Kind(
     columns=("images", "image"),
     types=("image", "image_url", "input_image"),
     values=("image", "image_url", "url", "path"),
+    content="image/png",
     limits="max_pixels",
 )
 """Source: LLaMA-Factory, ms-swift, TRL (columns), Transformers and Qwen (`image`), OpenAI (the other types)."""
@@ -61,6 +65,7 @@ VIDEO = Kind(
     columns=("videos", "video"),
     types=("video", "video_url"),
     values=("video", "video_url", "url", "path"),
+    content="video/mp4",
     limits="video_fps, video_maxlen and video_max_pixels",
     has_frames=True,
 )
@@ -68,7 +73,7 @@ VIDEO = Kind(
 KINDS = (IMAGE, VIDEO)
 COLUMNS = (*IMAGE.columns, *VIDEO.columns)
 
-_MARKS = re.compile(r"(?<!`)<(image|video)>(?!`)(?!.*</\1>)", re.DOTALL)
+_MARKS = re.compile(rf"(?<!`)<({'|'.join(kind.noun for kind in KINDS)})>(?!`)(?!.*</\1>)", re.DOTALL)
 """Marks; between backticks or with `</image>` it is HTML."""
 _CONTENT = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[^;,]*)*;base64,", re.IGNORECASE)
 """The beginning of a data URL. Source: RFC 2397."""
@@ -189,14 +194,14 @@ def _of_column(row: Mapping[str, Any], kind: Kind) -> list[Files]:
 def _files(given: Any, kind: Kind, place: str) -> Files:
     """Returns the file of an image or a video, or those of its frames. Raises InvalidConfig for a single frame."""
     if not kind.has_frames or not isinstance(given, list):
-        return (_file(given, kind.noun, place),)
+        return (_file(given, kind, place),)
     if len(given) < 2:
         hint = "Write a video as its file, or as the files of two or more frames; a picture is an image."
         raise InvalidConfig(f"{place} is {shown(given)}, a list of {_count(len(given), 'frame')}", hint=hint)
-    return tuple(_file(frame, "image", place) for frame in given)
+    return tuple(_file(frame, IMAGE, place) for frame in given)
 
 
-def _file(given: Any, noun: str, place: str) -> str:
+def _file(given: Any, kind: Kind, place: str) -> str:
     """Returns a path or a data URL, also of bytes, and of the hub's `{"bytes": …, "path": …}`.
 
     Raises InvalidConfig for addresses on the web, and for large contents.
@@ -206,13 +211,15 @@ def _file(given: Any, noun: str, place: str) -> str:
         value = given["bytes"] if isinstance(given.get("bytes"), bytes) else given.get("path")
     if isinstance(value, bytes):
         value = f"data:;base64,{b64encode(value).decode()}"
-    one = "an image" if noun == "image" else "a video"
-    files = f"Write {noun}s to files, and their paths here."
-    urls = f"The content of {one} is a data URL: data:{'image/png' if noun == 'image' else 'video/mp4'};base64,…"
+    one = f"{kind.article} {kind.noun}"
+    files = f"Write {kind.noun}s to files, and their paths here."
+    urls = f"The content of {one} is a data URL: data:{kind.content};base64,…"
     if not isinstance(value, str) or not value:
         raise InvalidConfig(f"{place} is {shown(given)}; it must be a path, bytes or a data URL", hint=files)
     if value.startswith(("http://", "https://")):
-        raise InvalidConfig(f"{place} is {shown(value)}, not a file", hint=f"Download {noun}s, and write their paths.")
+        raise InvalidConfig(
+            f"{place} is {shown(value)}, not a file", hint=f"Download {kind.noun}s, and write their paths."
+        )
     if value.startswith("data:"):
         if not _CONTENT.match(value):
             raise InvalidConfig(f"{place} is {shown(value)}, a data URL without base64", hint=urls)

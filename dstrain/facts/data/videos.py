@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -31,7 +31,8 @@ class Header:
 
 
 def header_of(video: Files) -> Header:
-    """Returns what a video says about itself; frames that a file does not count are decoded to count them.
+    """Returns what a video says about itself, with the size of its first frame; frames that a file does not count are
+    decoded to count them.
 
     Raises InvalidConfig if it cannot be read.
     """
@@ -39,51 +40,64 @@ def header_of(video: Files) -> Header:
         first = images.opened(video[0])
         return Header(num_frames=len(video), fps=None, width=first.width, height=first.height)
     with _readable(video[0]) as (container, stream):
-        rate = stream.average_rate or stream.guessed_rate
-        num_frames = stream.frames or sum(1 for _ in container.decode(stream))
-        width, height = stream.width, stream.height
-    if not rate or not num_frames:
+        rate, decoded = stream.average_rate or stream.guessed_rate, container.decode(stream)
+        first = next(decoded, None)
+        num_frames = stream.frames or 1 + sum(1 for _ in decoded)
+    if not rate or first is None:
         what = "no frames" if rate else "no frame rate"
         raise InvalidConfig(f'video "{media.name_of(video[0], "video")}" has {what}', hint=_WHOLE)
-    return Header(num_frames=num_frames, fps=float(rate), width=width, height=height)
+    image = _upright(first)
+    return Header(num_frames=num_frames, fps=float(rate), width=image.width, height=image.height)
 
 
-def frames_of(video: Files, indices: Iterable[int]) -> list[Any]:
-    """Returns the frames of these numbers, ascending from 0, as Pillow's images in RGB.
+def frames_of(video: Files, indices: Iterable[int]) -> Iterator[Any]:
+    """Yields the frames of these numbers, ascending from 0, as Pillow's images in RGB.
 
     Raises InvalidConfig if one cannot be read, if a file ends before it, or if the frames have several sizes.
     """
     wanted = list(indices)
     if len(video) > 1:
-        found = [images.opened(video[index]) for index in wanted]
-        sizes = sorted({frame.size for frame in found})
-        if len(sizes) > 1:
-            listed = ", ".join(f"{width} × {height}" for width, height in sizes)
-            problem = f'the frames "{media.name_of(video[0])}" … have several sizes: {listed} pixels'
-            raise InvalidConfig(problem, hint="Write the frames of a video in one size.")
-        return found
-    chosen, found, number = set(wanted), [], 0
+        yield from _frames_of_files([video[index] for index in wanted])
+        return
+    chosen, number = set(wanted), 0
     with _readable(video[0]) as (container, stream):
         for number, frame in enumerate(container.decode(stream), start=1):
             if number - 1 in chosen:
-                found.append(frame.to_image())
+                yield _upright(frame)
             if number > wanted[-1]:
                 break
     if number <= wanted[-1]:
         raise _cut(video[0], number, wanted[-1] + 1)
-    return found
+
+
+def _frames_of_files(files: Sequence[str]) -> Iterator[Any]:
+    first = None
+    for file in files:
+        frame = images.opened(file)
+        first = first or frame
+        if frame.size != first.size:
+            sizes = " and ".join(f"{image.width} × {image.height}" for image in (first, frame))
+            problem = f'frames "{media.name_of(files[0])}" and "{media.name_of(file)}" have {sizes} pixels'
+            raise InvalidConfig(problem, hint="Write the frames of a video in one size.")
+        yield frame
 
 
 def require_whole(video: Files) -> None:
     """Raises InvalidConfig if a video is broken, after reading all of its frames."""
     if len(video) > 1:
-        frames_of(video, range(len(video)))
+        for _ in _frames_of_files(video):
+            pass
         return
     header = header_of(video)
     with _readable(video[0]) as (container, stream):
         number = sum(1 for _ in container.decode(stream))
     if number < header.num_frames:
         raise _cut(video[0], number, header.num_frames)
+
+
+def _upright(frame: Any) -> Any:
+    """Returns a frame as Pillow's image, turned as its file says, which phones hold upright."""
+    return frame.to_image().rotate(frame.rotation, expand=True)
 
 
 def _cut(file: str, number: int, expected: int) -> InvalidConfig:

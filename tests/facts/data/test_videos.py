@@ -120,9 +120,14 @@ def test_a_file_that_ends_too_early_or_frames_of_several_sizes_are_told(
     assert videos.header_of(clip) == videos.Header(num_frames=30, fps=10.0, width=40, height=24)
     assert [frame.size for frame in videos.frames_of(clip, [3, 29])] == [(40, 24)] * 2
     with pytest.raises(InvalidConfig, match=r"clip.mp4\" ends after 30 of at least 41 frames"):
-        videos.frames_of(clip, [3, 40])
+        list(videos.frames_of(clip, [3, 40]))
+    turned = (str(tmp_path / "good" / "turned.mp4"),)
+    assert videos.header_of(turned) == videos.Header(num_frames=5, fps=10.0, width=24, height=40)
+    (frame,) = videos.frames_of(turned, [0])
+    upright, lying = frame.load(), next(videos.frames_of(clip, [0])).rotate(90, expand=True).load()
+    assert all(abs(upright[at][0] - lying[at][0]) < 32 for at in ((2, 2), (8, 36), (20, 20)))
     image.new("RGB", (8, 8)).save(tmp_path / "small.png")
-    with pytest.raises(InvalidConfig, match="have several sizes: 8 × 8, 40 × 24 pixels"):
+    with pytest.raises(InvalidConfig, match=r"small.png\" have 40 × 24 and 8 × 8 pixels"):
         videos.require_whole((str(tmp_path / "good" / "frame0.png"), str(tmp_path / "small.png")))
 
 
