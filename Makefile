@@ -8,6 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile -c constraints.txt
 SERVERS := .cache/language_servers
 QLORA := .cache/qlora
+VIDEOS := .cache/videos
 # one worker runs all tests of a cluster, which wait for time-outs; two run those of the engine meanwhile
 WORKERS := $(shell echo $$(($$(nproc) + 1)))
 # DeepSpeed compiles its ops on first use; they are kept here
@@ -15,7 +16,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # one ninja for all that builds them: another release does not read its log, and compiles everything again
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test suite fast sweep ops check update docs servers qlora wheelhouse clean
+.PHONY: demo test suite fast sweep ops check update docs servers qlora videos wheelhouse clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dstrain demo $(DEMO)
@@ -77,6 +78,18 @@ qlora: $(QLORA)/.installed
 
 $(QLORA)/.installed: constraints.txt | $(VENV)/.installed
 	$(PIP) --no-deps --target $(QLORA) --upgrade bitsandbytes
+	touch $@
+
+# the processors of videos and a decoder, apart from .venv: so tests tell what runs without them; without them those of
+# videos are skipped. PyPI's torchvision is built for CUDA: beside a PyTorch for CPUs, its import asks for two operators
+# that are not there, which resizing frames does not need
+videos: $(VIDEOS)/.installed
+
+$(VIDEOS)/.installed: constraints.txt | $(VENV)/.installed
+	$(PIP) --no-deps --target $(VIDEOS) --upgrade torchvision av
+	printf '%s\n' '' 'for name in () if _has_ops() else ("nms", "qnms"):' \
+	  '    torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")' \
+	  >> $(VIDEOS)/torchvision/extension.py
 	touch $@
 
 # all wheels of an installation for machines without a network, for a Python and an architecture of Linux that need not be

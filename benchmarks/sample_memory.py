@@ -49,7 +49,8 @@ def write_tokens(path: Path, samples: int) -> None:
             count = min(_BATCH, samples - start)
             ids = pa.ListArray.from_arrays(pa.array(np.arange(count + 1, dtype=np.int32)), np.zeros(count, np.int32))
             lengths = random.integers(1, 100, count, dtype=np.int32)
-            figures = {"length": lengths, "num_learned": lengths // 2, "num_images": np.zeros(count, np.int32)}
+            figures = {"length": lengths, "num_learned": lengths // 2}
+            figures |= {name: np.zeros(count, np.int32) for name in ("num_images", "num_videos")}
             figures["num_cut"] = (np.arange(count) % 1000 == 0).astype(np.int32)
             figures["crc"] = random.integers(0, 2**32, count, dtype=np.uint32)
             batch = pa.table({"input_ids": ids, "labels": ids, **figures})

@@ -150,8 +150,7 @@ class LossKernel(StrEnum):
 
     All logits at once, and in fp32; in the training precision, with rows in fp32 a chunk at a time (DeepSpeed); at
     once, with the gradient written over them (Unsloth); fused into the head, whose gradients are made in the forward
-    pass, a tile of tokens at a time (dstrain; Liger); in tiles that are all kept (torchtune).
-    """
+    pass, a tile of tokens at a time (dstrain; Liger); in tiles that are all kept (torchtune)."""
 
     FULL = "full"
     CHUNKED = "chunked"
@@ -210,6 +209,7 @@ class Column(StrEnum):
     TOOLS = "tools"
     FUNCTIONS = "functions"
     IMAGES = "images"
+    VIDEOS = "videos"
     WEIGHT = "weight"
     CHOSEN = "chosen"
     REJECTED = "rejected"

@@ -116,8 +116,14 @@ class Job:
     """Reasoning to keep: `all`, only that after the `last` question, none (`off`), or `auto` (`all`)."""
     max_pixels: Positive | None = None
     """Pixels of an image at most; larger ones are made smaller before the model's processor, which may round up."""
+    video_max_pixels: Positive | None = None
+    """Pixels of a frame of a video at most; default: `max_pixels`. The processor may limit the whole video, too."""
+    video_fps: PositiveFloat | None = None
+    """Frames of a video per second, also of a list of frames; default: the processor's (2 in Qwen3-VL)."""
+    video_maxlen: Annotated[int, Ge(2)] | None = None
+    """Frames of a video at most, evenly spaced; default: the processor's (768 in Qwen3-VL)."""
     image_patches: Annotated[int, Ge(0)] = 0
-    """Patches of all images of a sample, for estimates of memory and speed alone."""
+    """Patches of all images and videos of a sample, for estimates of memory and speed alone."""
     freeze_vision_tower: bool = True
     """Whether the vision tower of a vision-language model stays as it is."""
     freeze_multi_modal_projector: bool = True

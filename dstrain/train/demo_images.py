@@ -26,11 +26,11 @@ CHAT_TEMPLATE = """\
 {%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
 {%- if m.content is string %}{{- m.content }}
 {%- else %}{%- for part in m.content %}
-{%- if part.type == 'image' %}{{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- if part.type in ('image', 'video') %}{{- '<|vision_start|><|' + part.type + '_pad|><|vision_end|>' }}
 {%- else %}{{- part.text }}{% endif %}{% endfor %}{% endif %}
 {{- '<|im_end|>\\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
-"""ChatML with images as parts of turns. Source: the chat template of Qwen3-VL."""
+"""ChatML with images and videos as parts of turns. Source: the chat template of Qwen3-VL."""
 COLORS = ("red", "green", "blue", "yellow", "purple", "orange")
 SHAPES = ("circle", "square", "triangle")
 QUESTIONS = {

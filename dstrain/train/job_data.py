@@ -7,7 +7,8 @@ from functools import partial
 from typing import Any
 
 from dstrain.job.schema import Job
-from dstrain.train.data.images import Images, load_images
+from dstrain.train.data.image_processor import load_images
+from dstrain.train.data.images import Images
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.streamed import StreamedData, streamed
 from dstrain.train.data.tokenized import SEQUENCES, Report, sequences_with_images
@@ -21,7 +22,7 @@ class JobData:
 
     tokenizer: Any
     images: Images | None
-    """Reads images; None: the model has no vision tower, or the task no images."""
+    """Reads images and videos; None: the model has no vision tower, or the task no images."""
     train: PreparedData | StreamedData
     eval: PreparedData | None
 

@@ -39,7 +39,8 @@ from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
 from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
-from dstrain.train.data.images import ImageCollator, Images
+from dstrain.train.data.image_collator import ImageCollator
+from dstrain.train.data.images import Images
 from dstrain.train.data.prepare import PreparedData
 from dstrain.train.data.stream import StreamCollator
 from dstrain.train.data.streamed import StreamedData
@@ -79,7 +80,7 @@ class TrainingSetup:
     """Observes those of training."""
     tokenizer: Any
     images: Images | None
-    """Reads images; None: the model has no vision tower, or the task no images."""
+    """Reads images and videos; None: the model has no vision tower, or the task no images."""
     objective: Objective | None
     """The task, if its loss is not that of the model itself."""
     train_data: PreparedData | StreamedData
@@ -221,9 +222,9 @@ class TrainingSetup:
         return SequenceParallelTrainer if self.job.sp > 1 else TensorParallelTrainer if self.job.tp > 1 else Trainer
 
     @property
-    def _has_images(self) -> bool:
-        """Whether a sample of the data has an image."""
-        return any(data is not None and data.num_images for data in (self.train_data, self.eval_data))
+    def _media(self) -> frozenset[str]:
+        """The columns of images and videos that a sample of the data has."""
+        return self.train_data.media | (self.eval_data.media if self.eval_data is not None else frozenset())
 
     def _whole_collator(self) -> CountingCollator | StreamCollator:
         counting = CountingCollator(self._collator())
@@ -237,10 +238,10 @@ class TrainingSetup:
             joins_rows=joins_rows(self.model),
             slices=self.job.sp,
         )
-        if self.images is not None and self._has_images:
+        if self.images is not None and (media := self._media):
             parameters = frozenset(signature(without_adapter(self.model).forward).parameters)
-            blank = self.images.blank_tokens(self.tokenizer)
-            return ImageCollator(collator=collator, images=self.images, blank=blank, parameters=parameters)
+            blanks = {column: self.images.blank_tokens(self.tokenizer, column) for column in sorted(media)}
+            return ImageCollator(collator=collator, images=self.images, blanks=blanks, parameters=parameters)
         return collator if self.objective is None else self.objective.collates(collator=collator)
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:

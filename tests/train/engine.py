@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from dstrain.monitor.sinks.jsonl import read_jsonl
-from tests.train.launching import CHECKOUT, QLORA, environment
+from tests.train.launching import CHECKOUT, QLORA, VIDEOS, environment
 
 
 class Engine:
@@ -25,7 +25,7 @@ class Engine:
     def __init__(self, home: Path) -> None:
         self.home = home
         """Home and current folder of all ranks."""
-        paths = {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, QLORA)))}
+        paths = {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, QLORA, VIDEOS)))}
         line = [sys.executable, "-m", "tests.train.forked_ranks"]
         options: dict[str, Any] = {"cwd": home, "env": environment(home) | paths, "start_new_session": True}
         with (home / "log").open("w") as log:

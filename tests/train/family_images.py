@@ -20,7 +20,8 @@ from dstrain.choices import LossOn
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.images import ImageCollator, load_images
+from dstrain.train.data.image_collator import ImageCollator
+from dstrain.train.data.image_processor import load_images
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.vision_families import FAMILIES
@@ -64,7 +65,7 @@ def micro_batches(folder: Path, family: str, model: Any, rank: int) -> list[dict
     collate = ImageCollator(
         collator=Collator(pad_token_id=encodes.tokenizer.pad_token_id, packing=False),
         images=images,
-        blank=images.blank_tokens(encodes.tokenizer),
+        blanks={"images": images.blank_tokens(encodes.tokenizer)},
         parameters=frozenset(signature(model.forward).parameters),
     )
     found = []

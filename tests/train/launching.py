@@ -17,6 +17,8 @@ from typing import Any
 CHECKOUT = Path(__file__).resolve().parents[2]
 QLORA = CHECKOUT / ".cache" / "qlora"
 """Where `make qlora` installs bitsandbytes."""
+VIDEOS = CHECKOUT / ".cache" / "videos"
+"""Where `make videos` installs what videos need."""
 EXACT: Mapping[str, Any] = {
     "precision": "fp32",
     "seq_len": 256,

@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText
 from dstrain.choices import Method
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
+from dstrain.train.data.images import image_text
 from dstrain.train.data.show import pieces
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.model import load_model
@@ -83,7 +84,7 @@ def test_tokens_are_those_of_the_processor_and_only_answers_carry_loss(models: P
         assert sample.input_ids == expected["input_ids"][0].tolist()
         assert sample.labels == expected["labels"][0].tolist()
         pixels = {index for index, token in enumerate(sample.input_ids) if token == image_token(models / family)}
-        assert pixels <= {index for index, image in enumerate(sample.image_of) if image is not None}
+        assert pixels <= {index for index, image in enumerate(sample.media_of) if image is not None}
         assert bool(pixels) == bool(sample.images)
 
 
@@ -98,7 +99,9 @@ def test_adapters_are_those_of_the_language_model(models: Path, family: str) -> 
 def test_an_image_with_text_around_its_tokens_is_shown_as_one(models: Path) -> None:
     encodes = encoder(models, "gemma3")
     (sample,) = encodes.encode([("here", conversation(models, "wide"))])
-    shown = pieces(encodes.tokenizer, sample.input_ids, sample.labels, sample.images, sample.image_of)
+    shown = pieces(
+        encodes.tokenizer, sample.input_ids, sample.labels, [*map(image_text, sample.images)], sample.media_of
+    )
     assert [piece.text for piece in shown if "pixels" in piece.text] == ["[wide.png: 64 × 32 pixels, 10 tokens]"]
 
 
@@ -106,7 +109,7 @@ def test_an_image_with_text_around_its_tokens_is_shown_as_one(models: Path) -> N
 def test_a_blank_image_is_not_cut_into_crops(models: Path, family: str) -> None:
     images = encoder(models, family).images
     assert images is not None
-    sides = images.blank_pixels()["pixel_values"].shape
+    sides = images.pixels("images", [])["pixel_values"].shape
     assert (sides.numel(), images.blank_tokens(images.processor.tokenizer).count(image_token(models / family))) == (
         3 * 32 * 32,
         4,

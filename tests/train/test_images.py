@@ -18,7 +18,8 @@ from transformers import AutoModelForImageTextToText
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
 from dstrain.monitor.sinks.jsonl import read_jsonl
-from dstrain.train.data.images import Images, load_images
+from dstrain.train.data.image_processor import load_images
+from dstrain.train.data.images import Images
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.engine import Engine
 from tests.train.launching import EXACT, codes, lines, make_run, said, tensors

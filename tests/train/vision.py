@@ -1,12 +1,15 @@
-"""A tiny Qwen3-VL with its processor, and conversations about real image files."""
+"""A tiny Qwen3-VL with its processor, and conversations about real image and video files."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
+from transformers.video_utils import load_video
 
 from dstrain.train.demo_images import make_vision_tokenizer, save_model
 
@@ -37,7 +40,60 @@ def make_model(folder: Path) -> Path:
         "deepstack_visual_indexes": [0, 1],
     }
     save_model(folder, make_vision_tokenizer(texts), text=text, tower=tower)
+    settings = {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 8192}, "min_frames": 2}
+    videos = {"video_processor_type": "Qwen3VLVideoProcessor", **settings}
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
     return folder
+
+
+def need_videos(need: Callable[[object, str], None]) -> None:
+    """Skips a test if `make videos` has not run."""
+    need(find_spec("torchvision") and find_spec("av"), "torchvision or av is not installed: make videos")
+
+
+def sampled(file: Path, choose: Callable[..., Any]) -> tuple[Any, Any]:
+    """Returns frames of a video by Transformers' decoder, and what it says about them."""
+    load: Any = load_video
+    return load(str(file), sample_indices_fn=choose)  # type: ignore[no-any-return]
+
+
+def make_videos(folder: Path) -> None:
+    """Writes `clip.mp4`, of 30 frames in 3 seconds, `short.webm`, which does not count its 5, `turned.mp4`, shown
+    turned left, and `frame0.png` …"""
+    import av
+
+    folder.mkdir(parents=True)
+    frames = [Image.new("RGB", (40, 24), (8 * index, 0, 255 - 8 * index)) for index in range(30)]
+    for index, frame in enumerate(frames):
+        frame.paste("white", (index, 4, index + 8, 12))
+    for name, codec, count in (("clip.mp4", "mpeg4", 30), ("short.webm", "libvpx", 5), ("turned.mp4", "mpeg4", 5)):
+        with av.open(str(folder / name), "w") as container:
+            stream = container.add_stream(codec, rate=10)
+            stream.width, stream.height, stream.pix_fmt = 40, 24, "yuv420p"
+            if name == "turned.mp4":
+                stream.set_display_rotation(90)
+            for image in [*map(av.VideoFrame.from_image, frames[:count]), None]:
+                container.mux(stream.encode(image))
+    for index in range(3):
+        frames[9 * index].save(folder / f"frame{index}.png")
+
+
+FRAMES = [f"videos/frame{index}.png" for index in range(3)]
+
+
+def video_rows() -> list[Row]:
+    """Returns eight conversations with a video, an image, both or none, in several forms."""
+    frames = [{"type": "video", "video": FRAMES}, {"type": "text", "text": "This?"}]
+    both = [{"type": "text", "text": "Two: "}, {"type": "video_url", "video_url": {"url": "videos/short.webm"}}]
+    both += [{"type": "text", "text": " and "}, {"type": "image_url", "image_url": {"url": "images/red.png"}}]
+    found: list[Row] = [
+        {**row("<video>What is this?", "red"), "videos": ["videos/clip.mp4"]},
+        row(frames, "white"),
+        row(both, "red, white"),
+        row("What is the color?", "green", "images/green.png"),
+        {**row("What is it of?", "blue"), "video": "videos/short.webm"},  # no mark
+    ]
+    return [*found, *(row(f"What is the color of {word}?", f"It is {word}") for word in ("none", "two", "images"))]
 
 
 def make_images(folder: Path) -> None:
@@ -57,8 +113,8 @@ def rows() -> list[Row]:
     return [*found, *(row(f"What is the color of {word}?", f"It is {word}") for word in ("none", "two", "images"))]
 
 
-def row(question: str, answer: str, *images: str) -> Row:
-    """Returns a question about images and its answer."""
+def row(question: Any, answer: str, *images: str) -> Row:
+    """Returns a question, perhaps about images, and its answer."""
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": turns, "images": list(images)}
 

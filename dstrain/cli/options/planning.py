@@ -124,7 +124,11 @@ _CHOICES = (
         help="Let short samples share rows.  [default: by the data, else not]",
     ),
     click.option(
-        "--image-patches", type=int, default=0, show_default=True, help="Vision patches of all images of a sample."
+        "--image-patches",
+        type=int,
+        default=0,
+        show_default=True,
+        help="Vision patches of the images and videos of a sample.",
     ),
     click.option(
         "--freeze-vision-tower/--no-freeze-vision-tower",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from dstrain.choices import Task
 from dstrain.config import jsonc
 from dstrain.config.imports.converters import listed, names
 from dstrain.config.imports.preferences import preference_task
-from dstrain.config.imports.rows import Convert, Converted, OtherTraining, Unmatched
+from dstrain.config.imports.rows import ABSENT, Convert, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.sample_formats import LABELS, SIDES
@@ -26,6 +26,8 @@ class DataSet:
     """The keys of `DataSource`; a key without value is None."""
     losses: tuple[str, ...] = ()
     """What of it a job does not express, and what to do."""
+    limits: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of the job that the tool sets for such data if its file does not."""
 
 
 def job_values(sets: Sequence[DataSet], *, target: str) -> Converted:
@@ -37,6 +39,8 @@ def job_values(sets: Sequence[DataSet], *, target: str) -> Converted:
     if len(forms) == 1 and target == "data" and (form := forms.pop()) is not None:
         values["data_format"] = form
         sources = [{key: value for key, value in source.items() if key != "format"} for source in sources]
+    for one in sets:
+        values |= one.limits
     is_plain = len(sources) == 1 and sources[0].keys() == {"path"}
     return Converted(values={target: sources[0]["path"] if is_plain else sources, **values}, note=losses)
 
@@ -45,6 +49,8 @@ _INFO = "dataset_info.json"
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system"}
 """Columns of LLaMA-Factory's alpaca format → ours."""
 _TURNS = ("messages", "conversations")
+_VIDEO_LIMITS = {"video_max_pixels": 256 * 256, "video_fps": 2.0, "video_maxlen": 128}
+"""Its defaults, by names that are also those of keys of a job. Source: LLaMA-Factory 0.9 hparams/model_args.py."""
 
 
 def llamafactory(target: str) -> Convert:
@@ -97,9 +103,8 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
         renamed, form = renamed | {side: columns.get(side, side) for side in SIDES}, "preference"
     if label is not None:
         renamed, form = renamed | {"label": label if label not in LABELS else "label"}, "unpaired"
-    renamed |= {"images": columns["images"]} if "images" in columns else {}
-    seen = [columns[key] for key in ("videos", "audios") if key in columns]
-    losses = [f"dstrain refuses rows with {', '.join(seen)}"] if seen else []
+    renamed |= {key: columns[key] for key in ("images", "videos") if key in columns}
+    losses = [f"dstrain refuses rows with {columns['audios']}"] if "audios" in columns else []
     settings = {
         "path": str(hub) if hub else str(folder / file),
         "format": form,
@@ -108,7 +113,8 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
         "max_samples": entry.get("num_samples"),
         "columns": {ours: theirs for ours, theirs in renamed.items() if ours != theirs},
     }
-    return DataSet(settings=settings, losses=tuple(losses))
+    absent = {key: value for key, value in _VIDEO_LIMITS.items() if source.given(key) is ABSENT}
+    return DataSet(settings=settings, losses=tuple(losses), limits=absent if "videos" in columns else {})
 
 
 _SWIFT = re.compile(r"(?:(?P<hub>HF|MS)::)?(?P<name>[^#:]+|[^#]*\.jsonl?)(?::(?P<subset>[^#]+))?(?:#(?P<rows>\d+))?")

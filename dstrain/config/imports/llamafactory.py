@@ -138,7 +138,10 @@ ROWS = table(
     to("freeze_language_model", "freeze_language_model", convert.flag),
     to("image_max_pixels", "max_pixels", convert.count),
     lacks("image_min_pixels", "the model's processor has its own", unless=()),
-    lacks("video_max_pixels video_min_pixels video_fps video_maxlen", "videos are not trained", unless=()),
+    to("video_max_pixels", "video_max_pixels", convert.count),
+    to("video_fps", "video_fps", convert.number),
+    to("video_maxlen", "video_maxlen", convert.count),
+    lacks("video_min_pixels", "the model's processor has its own", unless=()),
     lacks("media_dir", "paths of images are relative to the data file", unless=()),
     lacks(
         """

@@ -79,6 +79,11 @@ def _tuned(value: Any, source: Source) -> list[str]:
     return convert.names(value, source)
 
 
+def _pixels(value: Any, source: Source) -> int:
+    """Returns the pixels of a frame of so many tokens of Qwen3-VL, of 32 × 32 pixels each."""
+    return convert.count(value, source) * 32**2
+
+
 def _frozen(_: Any, source: Source) -> Any:
     """Returns the patterns of frozen parameters, of which ms-swift has prefixes and one regular expression."""
     prefixes, pattern = source.value("freeze_parameters") or [], source.value("freeze_parameters_regex")
@@ -256,4 +261,13 @@ ROWS = table(
 )
 """Its own keys, and those of Transformers, which it passes on."""
 
-TOOL = Tool(name="swift", title="ms-swift", rows=ROWS, environment=RANKS)
+_MEDIA = table(
+    to("MAX_PIXELS", "max_pixels", convert.count),
+    to("VIDEO_MAX_PIXELS", "video_max_pixels", convert.count),
+    to("VIDEO_MAX_TOKEN_NUM", "video_max_pixels", _pixels),
+    to("FPS", "video_fps", convert.number),
+    to("FPS_MAX_FRAMES", "video_maxlen", convert.count),
+)
+"""Variables that its templates read, for qwen-vl-utils. Source: ms-swift 4.4, examples/train/multimodal/*.sh."""
+
+TOOL = Tool(name="swift", title="ms-swift", rows=ROWS, environment={**RANKS, **_MEDIA})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data import images
+from dstrain.facts.data import images, media, videos
 from dstrain.facts.data.preferences import Pair, to_marked, to_pair
 from dstrain.facts.data.row_values import unused_text
 from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries
@@ -39,6 +39,8 @@ class DataReport:
     """Unused column, such as `source`, or `messages.name` in turns → number of checked rows with it."""
     has_images: bool
     """Whether one of the checked rows has images."""
+    has_videos: bool
+    """Whether one of them has videos."""
 
     @property
     def note(self) -> str | None:
@@ -94,7 +96,7 @@ def check(
 ) -> DataReport:
     """Returns the contents of a data file, after parsing the rows in its first `limit_bytes` as conversations.
 
-    Images must exist, and with `opens_images` must be whole.
+    Images and videos must exist, and with `opens_images` must be whole.
 
     Raises InvalidConfig with up to five problems, one per line, each with file and line; with `skip` only if no row is
     usable.
@@ -134,17 +136,19 @@ class _Seen:
     columns: dict[str, None] = field(default_factory=dict)
     unused: Counter[str] = field(default_factory=Counter)
     has_images: bool = False
+    has_videos: bool = False
 
     def add(self, row: Sample, reading: Reading, *, opens_images: bool) -> None:
-        """Adds a row. Raises InvalidConfig if it is unusable, or with `opens_images` if one of its images is."""
+        """Adds a row. Raises InvalidConfig if it is unusable, or with `opens_images` if one of its files is."""
         self.num_rows += 1
         self.columns.update(dict.fromkeys(row.row))
         sample = parsed(row, reading)
         self.unused.update(unused(row.row, reading))
-        for path in sample.images if isinstance(sample, Conversation) else ():
-            self.has_images = True
+        if isinstance(sample, Conversation) and sample.has_media:
+            self.has_images |= bool(sample.images)
+            self.has_videos |= bool(sample.videos)
             if opens_images:
-                _require_whole(path, row.where)
+                _require_whole(sample, row.where)
 
     def report(self, data_format: DataFormat, *, complete: bool) -> DataReport:
         """Returns it as the contents of a file."""
@@ -155,12 +159,16 @@ class _Seen:
             complete=complete,
             unused=dict(self.unused),
             has_images=self.has_images,
+            has_videos=self.has_videos,
         )
 
 
-def _require_whole(path: str, where: str) -> None:
+def _require_whole(sample: Conversation, where: str) -> None:
     try:
-        images.opened(path)
+        for path in sample.images:
+            images.opened(path)
+        for video in sample.videos:
+            videos.require_whole(video)
     except InvalidConfig as error:
         raise InvalidConfig(f"{where}: {error.problem}", hint=error.hint) from None
 
@@ -201,18 +209,26 @@ def samples(path: str | Path, refuse: Refuse = stop, part: Part | None = None) -
 
 def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
     """Returns the conversation, text or pair of a row. Raises InvalidConfig with file and line, for missing images
-    too."""
+    and videos too."""
     try:
         if reading.format is DataFormat.PREFERENCE:
             return to_pair(sample.row, reading)
         if reading.format is DataFormat.UNPAIRED:
             return to_marked(sample.row, reading)
         found = to_sample(sample.row, reading)
-        if isinstance(found, str) or not found.images:
+        if isinstance(found, str) or not found.has_media:
             return found
-        return replace(found, images=images.located(found.images, sample.folder))
+        return replace(
+            found,
+            images=media.located(found.images, sample.folder, "image"),
+            videos=tuple(media.located(files, sample.folder, _noun(files)) for files in found.videos),
+        )
     except InvalidConfig as error:
         raise InvalidConfig(f"{sample.where}: {error.problem}", hint=error.hint) from None
+
+
+def _noun(video: media.Files) -> str:
+    return "frame" if len(video) > 1 else "video"
 
 
 def reading_of(name: str, columns: list[str], reading: Reading) -> Reading:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data import images
+from dstrain.facts.data import media
 from dstrain.facts.data.datafile import files_of, parsed, reading_of
 from dstrain.facts.data.preferences import Pair
 from dstrain.facts.data.row_contents import RowContents
@@ -40,7 +40,7 @@ class Lengths:
     target_share: float = 1.0
     """Share of the tokens with a label, 0…1."""
     has_images: bool = False
-    """Whether a sampled row has images."""
+    """Whether a sampled row has images or videos."""
 
     def share_longer(self, seq_len: int) -> float:
         """Returns the share of samples that are longer, 0…1.
@@ -117,9 +117,9 @@ def read_lengths(
     """Returns the lengths of the samples of a data file or a glob; `tokenizer` is the model's tokenizer.json.
 
     Chat templates are not rendered: their share is the role's name and `MARKS` for each message. A pair of answers
-    counts as the longer of its two samples. All images of a sample count `image_tokens`, if it has any. Unusable rows
-    are left out, which `dstrain run` names. Raises InvalidConfig if no row is usable, one has images of which
-    `image_tokens` is not known, or the tokenizer cannot be read.
+    counts as the longer of its two samples. All images and videos of a sample count `image_tokens`, if it has
+    any. Unusable rows are left out, which `dstrain run` names. Raises InvalidConfig if no row is usable, one has images
+    or videos of which `image_tokens` is not known, or the tokenizer cannot be read.
     """
     encoder, files = _encoder(tokenizer), files_of(data)
     rows, texts, counted, uncounted = 0, [], 0, list[Path]()
@@ -156,7 +156,7 @@ class Text(NamedTuple):
     is_learned: bool = True
     """Whether its tokens have labels."""
     is_image: bool = False
-    """Whether it stands for images."""
+    """Whether it stands for images or videos."""
 
 
 def _usable(
@@ -173,8 +173,9 @@ def _usable(
             sample = parsed(row, reading)
         except InvalidConfig:
             continue
-        if isinstance(sample, Conversation) and sample.images and not has_image_tokens:
-            problem = "has images, whose tokens the model's processor counts; --image-patches N counts them, too"
+        if isinstance(sample, Conversation) and sample.has_media and not has_image_tokens:
+            what = "images" if sample.images else "videos"
+            problem = f"has {what}, whose tokens the model's processor counts; --image-patches N counts them, too"
             raise InvalidConfig(f"{row.where}: {problem}")
         found.append(sample.sides if isinstance(sample, Pair) else (sample,))
     return found
@@ -182,7 +183,7 @@ def _usable(
 
 def _texts(sample: Conversation | str, loss_on: LossOn, image_tokens: int) -> list[Text]:
     """Returns the texts of a sample: of each message its role and what it says, which answers are learned with the mark
-    that ends them; and one for all of its images, with two special tokens around each."""
+    that ends them; and one for all of its images and videos, with two special tokens around each."""
     if isinstance(sample, str):
         return [Text(sample, around=1)]  # the end of the document
     texts, last = [], len(sample.messages) - 1
@@ -192,10 +193,11 @@ def _texts(sample: Conversation | str, loss_on: LossOn, image_tokens: int) -> li
         role = f"{message['role']}\n" if index == 0 else f"\n{message['role']}\n"
         texts.append(Text(role, MARKS - 1, is_learned=loss_on is LossOn.ALL))
         said = _said(message)
-        text = "".join(images.split(said)) if sample.images else said
+        text = media.without_marks(said) if sample.has_media else said
         texts.append(Text(text, 1, is_learned=is_learned))
-    if sample.images:
-        texts.append(Text("", image_tokens + MARKS * len(sample.images), is_learned=False, is_image=True))
+    if sample.has_media:
+        around = MARKS * (len(sample.images) + len(sample.videos))
+        texts.append(Text("", image_tokens + around, is_learned=False, is_image=True))
     if sample.tools:
         tools = json.dumps(list(sample.tools), ensure_ascii=False)
         texts.append(Text(tools, is_learned=loss_on is LossOn.ALL))

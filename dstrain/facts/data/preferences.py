@@ -8,7 +8,7 @@ from typing import Any
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data import images, untrained_columns
+from dstrain.facts.data import untrained_columns
 from dstrain.facts.data.sample_formats import (
     LABELS,
     MARKED,
@@ -26,7 +26,7 @@ _BESIDE_ANSWER = ("instruction", "input", "history", "system", "tools", "functio
 _BESIDE_TURNS = ("system", "tools", "functions", "weight")
 _NOT_READ = {
     **{name: kind for name, kind in untrained_columns.COLUMNS.items() if name not in SIDES},
-    **dict.fromkeys(images.COLUMNS, untrained_columns.IMAGES),
+    **untrained_columns.MEDIA,
 }
 
 
@@ -95,7 +95,7 @@ def to_marked(row: Row, reading: Reading) -> Conversation:
     if not isinstance(value, bool | int) or value not in (0, 1):
         raise InvalidConfig(f'"{given[0]}" is {value!r}; it must be true (desirable) or false')
     others = {name: value for name, value in row.items() if name not in LABELS}
-    untrained_columns.refuse(others, dict.fromkeys(images.COLUMNS, untrained_columns.IMAGES))
+    untrained_columns.refuse(others, untrained_columns.MEDIA)
     form = next((form for form in MARKED if has_columns(others, form)), None)
     if form is None:
         raise InvalidConfig(f"no answer is beside the label; it needs {NEEDS[DataFormat.UNPAIRED]}")
@@ -125,8 +125,10 @@ def _whole(row: Row, name: str, reading: Reading) -> Conversation:
 def _conversation(row: Row, reading: Reading, data_format: DataFormat) -> Conversation:
     sample = to_sample(row, replace(reading, format=data_format))
     assert not isinstance(sample, str)
-    if sample.images:
-        raise InvalidConfig("has images, which preferences do not support yet", hint=untrained_columns.IMAGES.hint)
+    if sample.has_media:
+        what = "images" if sample.images else "videos"
+        problem = f"has {what}, which preferences do not support yet"
+        raise InvalidConfig(problem, hint=untrained_columns.MEDIA[what].hint)
     return sample
 
 

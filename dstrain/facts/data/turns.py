@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.errors import InvalidConfig, nearest
-from dstrain.facts.data import images, untrained_columns
+from dstrain.facts.data import media, untrained_columns
+from dstrain.facts.data.media import Files
 from dstrain.facts.data.row_values import is_given, shown, string
 from dstrain.facts.data.tool_calls import calls_of_text, calls_of_turn
 
@@ -16,7 +17,7 @@ Row = Mapping[str, Any]
 Message = dict[str, Any]
 """A message as chat templates take it: `role` and `content`, if given `reasoning_content`, `tool_calls`, `name`.
 
-Images are marks in `content`."""
+Images and videos are marks in `content`."""
 
 _CALLS = "calls"
 ROLES = MappingProxyType(
@@ -67,16 +68,23 @@ class Conversation:
     unlearned: frozenset[int] = field(default_factory=frozenset)
     """Indices of answers that carry no loss, by their weight."""
     images: tuple[str, ...] = ()
-    """Paths of the images, in the order of their marks."""
+    """Files of the images, in the order of their marks."""
+    videos: tuple[Files, ...] = ()
+    """Files of the videos, each one file or those of its frames, in the order of their marks."""
     is_desirable: bool | None = None
     """Whether its last answer is marked as desirable or not; None: it is not marked."""
+
+    @property
+    def has_media(self) -> bool:
+        """Whether it has images or videos."""
+        return bool(self.images or self.videos)
 
 
 def parse(turns: Any, name: str) -> tuple[list[Message], frozenset[int]]:
     """Returns the messages of a list of turns, and the indices of those that carry no loss by their own weight.
 
-    `name` is that of the column. Calls in consecutive turns become one message. Paths of images that are parts of a
-    turn stand under `images` of its message, see `images.attach`. Raises InvalidConfig.
+    `name` is that of the column. Calls in consecutive turns become one message. Images and videos that are parts
+    of a turn stand under `images` and `videos` of its message, see `media.attach`. Raises InvalidConfig.
     """
     if not isinstance(turns, list):
         raise InvalidConfig(f'"{name}" is {shown(turns)}; it must be a list of turns')
@@ -165,24 +173,32 @@ def _turn(turn: Any, place: str) -> tuple[Message, bool]:
         message["reasoning_content"] = string(turn, "reasoning_content", place)
     if calls:
         message["tool_calls"] = calls
-    if in_parts := images.of_parts(turn.get(text_key), place):
-        message["images"] = in_parts
+    message |= media.of_parts(turn.get(text_key), place)
     if role == "tool":
         message |= {key: turn[key] for key in _USED_OF_TOOLS if is_given(turn.get(key))}
     return message, False
 
 
 def _content(turn: Row, key: str, place: str) -> str:
-    """Returns the text of a turn; the parts of a list are joined, with a mark for each image."""
+    """Returns the text of a turn; the parts of a list are joined, with a mark for each image and video."""
     parts = turn.get(key)
     if not isinstance(parts, list):
         return string(turn, key, place)
-    if not all(_is_text_part(part) or images.is_image(part) for part in parts):
-        raise InvalidConfig(f"{place}: {key} has parts that are neither text nor an image, which is not supported")
-    return "".join(part["text"] if _is_text_part(part) else images.MARK for part in parts)
+    texts = []
+    for part in parts:
+        kind = media.kind_of(part)
+        if kind is not None:
+            media.require_plain(part, kind, f"{place}: {key}")
+            texts.append(kind.mark)
+        elif _is_text_part(part):
+            texts.append(part["text"])
+        else:
+            problem = f"{place}: {key} has parts that are neither text nor an image or a video"
+            raise InvalidConfig(f"{problem}, which is not supported")
+    return "".join(texts)
 
 
 def _is_text_part(part: Any) -> bool:
-    """Returns whether a part of a turn is text only: an image may come with text."""
+    """Returns whether a part of a turn is text only."""
     is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
     return is_text and part.get("type") in (None, "text", "input_text", "output_text")

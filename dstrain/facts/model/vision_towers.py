@@ -23,6 +23,11 @@ PACKS_IMAGES = frozenset(["glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5
 Source: transformers 5.23 models/*/modeling_*.py: get_rope_index, and forward of the text model, which takes four rows
 of positions."""
 
+TRAINS_VIDEOS = frozenset(["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+"""Families that train on videos: those of Transformers' Qwen3VLProcessor, which writes times between their frames.
+
+Source: transformers 5.23 models/auto/processing_auto.py, and get_rope_index of these families, which is the same."""
+
 _NOT_SAID = "its processor does not say which tokens are those of an image"
 UNTRAINED_IMAGES: Mapping[str, str] = MappingProxyType(
     {
@@ -48,6 +53,15 @@ def require_images(family: str | None) -> None:
         problem = f"{family} does not train on images: {UNTRAINED_IMAGES[family]}"
         raise InvalidConfig(problem, hint="See docs/data.md, Images, for the families that do.")
     require_image_package(family)
+
+
+def require_videos(family: str | None) -> None:
+    """Raises InvalidConfig for a family that does not train on videos; None: one that is not known; the ranks know."""
+    if family is not None and family not in TRAINS_VIDEOS:
+        raise InvalidConfig(
+            f"{family} does not train on videos; {', '.join(sorted(TRAINS_VIDEOS))} do",
+            hint="Name a model of these families, or write a few frames of each video as images.",
+        )
 
 
 def require_image_package(family: str) -> None:

@@ -17,7 +17,7 @@ COUNTED = MappingProxyType(
         "cut_images": (
             "conversation is",
             "conversations are",
-            "dropped: seq_len would cut images (max_pixels makes them smaller)",
+            "dropped: seq_len would cut images or videos (max_pixels and the keys video_… make them smaller)",
         ),
         "lost_thoughts": ("answer is", "answers are", "trained without thoughts (thinking: {job.thinking})"),
         "empty_thoughts": (

@@ -1,4 +1,4 @@
-"""Positions of packed samples with images, as the family of the model counts them in each sample."""
+"""Positions of packed samples with images and videos, as the family of the model counts them in each sample."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ImagePositions:
         """Returns the positions of text, by which attention keeps samples apart, and three for the rotation.
 
         Of a micro-batch it takes `input_ids`, `position_ids`, which count from 0 in each sample, and
-        `mm_token_type_ids` (0 text, 1 image): (batch, seq); and `image_grid_thw`, the frames, rows and columns of
-        patches of each image: (images, 3). Result: (4, batch, seq). The model is asked once for all samples, padded to
-        the longest.
+        `mm_token_type_ids` (0 text, 1 image, 2 video): (batch, seq); and what it has of `image_grid_thw` and
+        `video_grid_thw`, the frames, rows and columns of patches of each image: (images, 3), and video: (videos, 3).
+        Result: (4, batch, seq). The model is asked once for all samples, padded to the longest.
         Source: transformers 5.23 models/qwen3_vl/modeling_qwen3_vl.py: get_rope_index, Qwen3VLTextModel.forward.
         """
         positions = batch["position_ids"]
@@ -47,7 +47,8 @@ class ImagePositions:
         rotated, _ = self.model.get_rope_index(
             apart(batch["input_ids"]),
             mm_token_type_ids=apart(batch["mm_token_type_ids"]),
-            image_grid_thw=batch["image_grid_thw"],
+            image_grid_thw=batch.get("image_grid_thw"),
+            video_grid_thw=batch.get("video_grid_thw"),
             attention_mask=apart(torch.ones_like(flat)),
         )
         return torch.cat([positions[None], rotated[:, sample, flat].reshape(3, *positions.shape)])

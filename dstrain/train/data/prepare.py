@@ -26,6 +26,7 @@ from dstrain.train.data.counts import counted
 from dstrain.train.data.mixture import Indices, drawn, numbers_of, split
 from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.sources import rows_of
+from dstrain.train.data.token_files import IMAGES, VIDEOS
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.data.tokenized import SEQUENCES, Form, Report, Said, cache_folder, tokenized
 
@@ -53,9 +54,9 @@ class PreparedData:
     notes: tuple[str, ...]
     """Lines for the log."""
     digest: str
-    """Changes with any token, any label, any path of an image, and the order of samples."""
-    num_images: int
-    """Images of an epoch."""
+    """Changes with any token, any label, any file of an image or a video, and the order of samples."""
+    media: frozenset[str]
+    """The columns of images and videos that a sample has."""
     num_made: int
     """Files of tokens that were not in the cache."""
     folders: tuple[Path, ...]
@@ -100,13 +101,12 @@ def prepare(
     notes = [note for one in tokens for note in one.notes] if training or has_own else []
     notes += _mixture_notes(job, sources, tokens, chosen, training=training)
     digest = _digest(_column(tokens, chosen, "crc"), job)
-    num_learned, num_images = (_sum(tokens, chosen, name) for name in ("num_learned", "num_images"))
+    num_learned = int(_column(tokens, chosen, "num_learned").sum(dtype=np.int64))
     lengths = _column(tokens, chosen, "length")
     if job.packing:
         name = "evaluation" if not training else tokens[0].name if len(tokens) == 1 else "data"
         dataset, note = _packed(dataset, lengths, job, name, digest)
         notes += [note, *_image_notes(name, job, form)]
-    pa.default_memory_pool().release_unused()  # what the columns took
     return PreparedData(
         dataset=dataset,
         num_samples=len(lengths),
@@ -116,7 +116,7 @@ def prepare(
         num_dropped=sum(len(one.dataset) - len(one.kept) for one in tokens),
         notes=tuple(notes),
         digest=digest,
-        num_images=num_images,
+        media=_media(tokens, chosen),
         num_made=sum(one.num_made for one in tokens),
         folders=tuple(one.folder for one in tokens),
     )
@@ -126,7 +126,7 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     """Returns the tokens of a data set. Raises InvalidConfig if no sample of it can be trained on."""
     rows = rows_of(source, job, training=training)
     dataset, said = tokenized(rows, encoder, job, report, form)
-    if _figure(dataset, "num_images").any():
+    if any(_figure(dataset, f"num_{name}").any() for name in (IMAGES, VIDEOS)):
         packs_images = form.images is not None and form.images.positions is not None
         task_limits.require_for_images(job, packs_images=packs_images)
     lengths, is_long = _figure(dataset, "length"), _figure(dataset, "num_cut") > 0
@@ -203,8 +203,12 @@ def _column(tokens: Sequence[_Tokens], chosen: Sequence[Indices], name: str) -> 
     return figures[0] if len(figures) == 1 else np.concatenate(figures)
 
 
-def _sum(tokens: Sequence[_Tokens], chosen: Sequence[Indices], name: str) -> int:
-    return int(_column(tokens, chosen, name).sum(dtype=np.int64))
+def _media(tokens: Sequence[_Tokens], chosen: Sequence[Indices]) -> frozenset[str]:
+    """Returns which of images and videos an epoch has; then gives back the memory of the columns, of which these are the
+    last to be read."""
+    found = frozenset(name for name in (IMAGES, VIDEOS) if _column(tokens, chosen, f"num_{name}").any())
+    pa.default_memory_pool().release_unused()
+    return found
 
 
 def _is_whole(rows: Indices, dataset: datasets.Dataset) -> bool:

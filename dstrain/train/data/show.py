@@ -22,7 +22,8 @@ from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
 from dstrain.train.data.counts import counted
-from dstrain.train.data.images import image_text, load_images
+from dstrain.train.data.image_processor import load_images
+from dstrain.train.data.images import image_text
 from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
 from dstrain.train.data.tokenized import counts_of
@@ -78,19 +79,21 @@ def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit:
     notes += [f"{len(skipped):,} unusable rows were skipped; the first: {skipped[0]}"] if skipped else []
     return ShownData(
         name=rows.name,
-        sample=_sample(encoder.tokenizer, sample, tally.chosen),
+        sample=_sample(encoder, sample, tally.chosen),
         is_complete=next(samples, None) is None,
         notes=tuple(notes),
         **{one.name: getattr(tally, one.name) for one in fields(tally) if one.name != "chosen"},
     )
 
 
-def _sample(tokenizer: Any, number: int, encoded: Encoded) -> ShownSample:
-    counts = encoded.counts
+def _sample(encoder: Encoder, number: int, encoded: Encoded) -> ShownSample:
+    counts, names = encoded.counts, []
+    if encoder.images is not None:
+        names = [*map(image_text, encoded.images), *map(encoder.images.video_text, encoded.videos)]
     return ShownSample(
         number=number,
         place=encoded.where + ", desirable" * counts.desirable + ", undesirable" * counts.undesirable,
-        pieces=tuple(pieces(tokenizer, encoded.input_ids, encoded.labels, encoded.images, encoded.image_of)),
+        pieces=tuple(pieces(encoder.tokenizer, encoded.input_ids, encoded.labels, names, encoded.media_of)),
         num_tokens=len(encoded.input_ids),
         num_learned=encoded.num_learned,
         num_cut=encoded.num_cut,
@@ -101,18 +104,19 @@ def pieces(
     tokenizer: Any,
     input_ids: Sequence[int],
     labels: Sequence[int],
-    images: Sequence[str] = (),
-    image_of: Sequence[int | None] = (),
+    names: Sequence[str] = (),
+    media_of: Sequence[int | None] = (),
 ) -> Iterator[Piece]:
     """Yields the text of consecutive tokens that are all learned or all not; special tokens are pieces of their own.
 
-    So are the tokens of an image, as its size and their number.
+    So are the tokens of an image or a video, as its name of `names` and their number; `media_of` has the index of it
+    for each token, None of text.
 
     A piece is what it adds to the text before it: alone, a first token would lose its space in some tokenizers.
     """
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *(token for token, entry in added.items() if entry.special)}
-    image_of = image_of or [None] * len(input_ids)
+    media_of = media_of or [None] * len(input_ids)
     kinds = [
         (
             label != IGNORED,
@@ -120,14 +124,14 @@ def pieces(
             image,
             index if image is None and token in special else -1,
         )
-        for index, (token, label, image) in enumerate(zip(input_ids, labels, image_of, strict=True))
+        for index, (token, label, image) in enumerate(zip(input_ids, labels, media_of, strict=True))
     ]
     end, before = 0, ""
     for (is_learned, is_special, image, _), group in groupby(kinds):
         num_tokens = len(list(group))
         end += num_tokens
         text = tokenizer.decode(input_ids[:end], clean_up_tokenization_spaces=False)
-        added_text = text[len(before) :] if image is None else image_text(images[image], num_tokens)
+        added_text = text[len(before) :] if image is None else f"[{names[image]}, {num_tokens:,} tokens]"
         yield Piece(text=added_text, is_learned=is_learned, is_special=is_special or image is not None)
         before = text
 

@@ -32,7 +32,8 @@ class StreamedData:
     """Lines for the log."""
     digest: str
     """Changes with the rows and their order."""
-    num_images: int = 0
+    media: frozenset[str] = frozenset()
+    """The columns of images and videos that a sample has."""
 
 
 def streamed(job: Job, tokenizer: Any) -> tuple[StreamedData, PreparedData | None]:
@@ -138,7 +139,7 @@ def _evaluation(job: Job, samples: Sequence[Encoded], digest: str) -> PreparedDa
         num_dropped=0,
         notes=(note,),
         digest=digest,
-        num_images=0,
+        media=frozenset(),
         num_made=0,
         folders=(),
     )

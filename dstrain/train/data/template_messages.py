@@ -1,4 +1,4 @@
-"""Messages in the forms that only some chat templates take: images as parts, arguments of calls as text."""
+"""Messages in the forms that only some chat templates take: images and videos as parts, arguments of calls as text."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from dstrain.facts.data import images
+from dstrain.facts.data import media
 
 _PROBE = "probe"
 
 
 def with_parts(message: Mapping[str, Any], *, always: bool = False) -> Mapping[str, Any]:
-    """Returns a message as templates of vision-language models take it: a list of parts if it has images.
+    """Returns a message as templates of vision-language models take it: a list of parts if it has images
+    or videos.
 
-    `always`: whether messages without images are lists, too.
+    `always`: whether other messages are lists, too.
     """
-    text, *rest = images.split(message["content"])
-    if not (rest or always):
+    pieces = media.split(message["content"])
+    if not (len(pieces) > 1 or always):
         return message
-    parts: list[dict[str, str]] = [{"type": "text", "text": text}]
-    for piece in rest:
-        parts += [{"type": "image"}, {"type": "text", "text": piece}]
+    parts = [{"type": piece} if index % 2 else {"type": "text", "text": piece} for index, piece in enumerate(pieces)]
     return {**message, "content": [part for part in parts if part.get("text") != ""]}
 
 

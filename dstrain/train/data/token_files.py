@@ -14,11 +14,11 @@ import datasets  # type: ignore[import-untyped]
 import numpy as np
 import pyarrow  # type: ignore[import-untyped]
 
-PATHS = "images"
-"""Column with the paths of images."""
+IMAGES, VIDEOS = "images", "videos"
+"""Columns with the files of images, and with those of each video."""
 NUMBERS = datasets.List(datasets.Value("int32"))
 """Type of a column with a list of numbers for each sample."""
-FIGURES = ("length", "num_learned", "num_cut", "num_images")
+FIGURES = ("length", "num_learned", "num_cut", "num_images", "num_videos")
 _BATCH_ROWS = 1000
 _SAID = b"dstrain"
 
@@ -28,12 +28,13 @@ class TokenRow:
     """One sample in tokens."""
 
     columns: Mapping[str, Sequence[Any]]
-    """Lists of numbers, or lists of such, and of paths; empty ones if there is nothing to learn."""
+    """Lists of numbers, or lists of such, and of files; empty ones if there is nothing to learn."""
     length: int = 0
     """Tokens; 0 if there is nothing to learn."""
     num_learned: int = 0
     num_cut: int = 0
     num_images: int = 0
+    num_videos: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
     """Key of `COUNTED` → number."""
 
@@ -128,7 +129,7 @@ class _Numbers:
 
 
 class _Values:
-    """A column with lists of lists of numbers, or of strings."""
+    """A column with lists of lists of numbers, of strings, or of lists of strings."""
 
     def __init__(self, kind: Any) -> None:
         self._kind = kind
@@ -139,8 +140,9 @@ class _Values:
         self._rows.append(values)
         if values and isinstance(values[0], str):
             return zlib.crc32("\n".join(values).encode(), crc)
-        for numbers in values:
-            crc = zlib.crc32(array("i", numbers), crc)
+        for part in values:
+            is_text = bool(part) and isinstance(part[0], str)
+            crc = zlib.crc32("\n".join([*part, ""]).encode() if is_text else array("i", part), crc)
         return crc
 
     def taken(self) -> Any:

@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from dstrain.choices import LossOn, Thinking
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import Refuse, stop
+from dstrain.facts.data.media import Files
 from dstrain.facts.data.turns import Conversation
 from dstrain.train.data.chat import Counts, Follower, Span, Text, Written, as_written, lacks_tools
 from dstrain.train.data.habits import learn
@@ -32,7 +33,6 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BATCH_SAMPLES = 256
 _VISION_MODEL = "Train a vision-language model, with all files of its repository."
 _NOTHING = Counts()
-Paths = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +49,11 @@ class Encoded:
     """Truncated tokens."""
     counts: Counts
     images: tuple[str, ...] = ()
-    """Paths of its images."""
-    image_of: Sequence[int | None] = ()
-    """Index of the image of each token, None of text; empty without images: (seq,)."""
+    """Files of its images."""
+    videos: tuple[Files, ...] = ()
+    """Files of its videos."""
+    media_of: Sequence[int | None] = ()
+    """Index of the image, or of the video after all images, of each token, None of text; empty without: (seq,)."""
 
     @property
     def num_learned(self) -> int:
@@ -75,7 +77,7 @@ class Encoder:
     loss_on: LossOn
     thinking: Thinking = Thinking.AUTO
     images: Images | None = None
-    """Reads images; None: samples with images are refused."""
+    """Reads images and videos; None: samples with any are refused."""
 
     def encode(self, samples: Iterable[tuple[str, Conversation | str]], refuse: Refuse = stop) -> Iterator[Encoded]:
         """Yields the tokens of each sample, given as (place, conversation or text), in order.
@@ -106,21 +108,21 @@ class Encoder:
             write = self._writer()
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise _refused(batch[0][0], error) from error
-        conversations: list[tuple[str, Written, Paths]] = []
+        conversations: list[tuple[str, Written, Conversation]] = []
         for where, conversation in batch:
             try:
-                if conversation.images:
-                    self._require_images()
+                if conversation.has_media:
+                    self._require_images("images" if conversation.images else "videos")
                 written = self._masked(conversation, write(conversation))
-                conversations.append((where, written, conversation.images))
+                conversations.append((where, written, conversation))
             except Exception as error:
                 refuse(_refused(where, error))
-        texts = [written.text for _, written, paths in conversations if not paths] if self.tokenizer.is_fast else []
-        tokens = self._with_offsets(texts)
-        for where, written, paths in conversations:
+        plain = [written.text for _, written, conversation in conversations if not conversation.has_media]
+        tokens = self._with_offsets(plain if self.tokenizer.is_fast else [])
+        for where, written, conversation in conversations:
             try:
-                if paths:
-                    yield self._encode_with_images(where, written, paths)
+                if conversation.has_media:
+                    yield self._encode_with_images(where, written, conversation)
                 elif self.tokenizer.is_fast:
                     ids, offsets = next(tokens)
                     yield self._cut(where, ids, _labels(ids, offsets, written.spans), written.counts)
@@ -156,18 +158,16 @@ class Encoder:
         if self.loss_on is not LossOn.LAST and not conversation.unlearned:
             return written
         answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        of_last = self.loss_on is LossOn.LAST
-        learned = [i not in conversation.unlearned and (i == answers[-1] or not of_last) for i in answers]
-        if all(learned):
+        wanted = {*(answers[-1:] if self.loss_on is LossOn.LAST else answers)} - conversation.unlearned
+        if len(wanted) == len(answers):
             return written
         if self.loss_on is LossOn.ALL:
             raise InvalidConfig("an answer has weight 0, but loss_on is all", hint="loss_on: answer")
         if len(written.spans) != len(answers):
             problem = f"the chat template marks {len(written.spans)} stretches, but there are {len(answers)} answers"
             raise InvalidConfig(f"{problem}, so single answers cannot be left out of the loss", hint=OTHER_TEMPLATE)
-        return replace(
-            written, spans=[span for span, is_learned in zip(written.spans, learned, strict=True) if is_learned]
-        )
+        spans = [span for span, answer in zip(written.spans, answers, strict=True) if answer in wanted]
+        return replace(written, spans=spans)
 
     def _template(self, *conversations: Messages, prompt: bool = False, tools: Any = None) -> list[str]:
         """Returns rendered conversations; with `prompt` each is followed by the generation prompt."""
@@ -198,8 +198,7 @@ class Encoder:
         return text, spans
 
     def _as_templates_take(self, messages: Messages) -> list[Mapping[str, Any]]:
-        only_parts = takes_only_parts(self.tokenizer)
-        return [with_parts(message, always=only_parts) for message in messages]
+        return [with_parts(message, always=takes_only_parts(self.tokenizer)) for message in messages]
 
     @property
     def _options(self) -> dict[str, Any]:
@@ -212,19 +211,20 @@ class Encoder:
         ids, labels = ids[: self.seq_len], labels[: self.seq_len]
         return Encoded(where=where, input_ids=ids, labels=labels, num_cut=num_cut, counts=counts)
 
-    def _encode_with_images(self, where: str, written: Written, paths: Paths) -> Encoded:
-        """Returns the tokens with those of images, which carry no loss; none to learn if `seq_len` would cut images."""
+    def _encode_with_images(self, where: str, written: Written, conversation: Conversation) -> Encoded:
+        """Returns the tokens: those of images and videos have no loss, and none has if `seq_len` would cut one."""
         assert self.images is not None
         try:
-            found = self.images.expanded(written.text, written.spans, paths)
+            found = self.images.expanded(written.text, written.spans, conversation.images, conversation.videos)
         except InvalidConfig as error:
             raise _refused(where, error) from None
-        labels = _labels(found.input_ids, found.offsets, found.spans)
-        labels = [IGNORED if image is not None else label for label, image in zip(labels, found.image_of, strict=True)]
-        has_cut = any(image is not None for image in found.image_of[self.seq_len :])
+        has_cut = any(index is not None for index in found.media_of[self.seq_len :])
+        labels = _labels(found.input_ids, found.offsets, [] if has_cut else found.spans)
+        labels = [label if index is None else IGNORED for label, index in zip(labels, found.media_of, strict=True)]
         counts = replace(written.counts, cut_images=1) if has_cut else written.counts
-        sample = self._cut(where, found.input_ids, [IGNORED] * len(labels) if has_cut else labels, counts)
-        return replace(sample, images=paths, image_of=found.image_of[: self.seq_len])
+        sample = self._cut(where, found.input_ids, labels, counts)
+        media_of = found.media_of[: self.seq_len]
+        return replace(sample, images=conversation.images, videos=conversation.videos, media_of=media_of)
 
     def _encode_by_prefix(self, where: str, written: Written) -> Encoded:
         """Returns the tokens for a tokenizer without offsets, by tokenizing prefixes up to each border of an answer."""
@@ -260,10 +260,10 @@ class Encoder:
             for found in self.tokenizer.backend_tokenizer.encode_batch(texts[1:], add_special_tokens=False):
                 yield found.ids, found.offsets
 
-    def _require_images(self) -> None:
+    def _require_images(self, what: str) -> None:
         if self.images is None or not self.tokenizer.is_fast:
             lack = "a fast tokenizer" if self.images is not None else "a vision tower and its processor"
-            raise InvalidConfig(f"has images, but the model lacks {lack}", hint=_VISION_MODEL)
+            raise InvalidConfig(f"has {what}, but the model lacks {lack}", hint=_VISION_MODEL)
 
     def _require_template(self) -> None:
         if not getattr(self.tokenizer, "chat_template", None):

@@ -122,6 +122,9 @@ def test_an_absent_key_is_the_tools_default(text: str, name: str, target: str, e
         ("adapter_name_or_path: /saved\n", "a.yaml", "adapter", "/saved"),
         ("additional_target: embed_tokens,lm_head\n", "a.yaml", "lora.modules_to_save", ["embed_tokens", "lm_head"]),
         ("stage: pt\n", "a.yaml", "data_format", "text"),
+        ("video_max_pixels: 50176\n", "a.yaml", "video_max_pixels", 50176),
+        ("video_fps: 1.0\n", "a.yaml", "video_fps", 1.0),
+        ("video_maxlen: 64\n", "a.yaml", "video_maxlen", 64),
     ],
 )
 def test_llamafactory(text: str, name: str, target: str, expected: Any) -> None:
@@ -151,6 +154,23 @@ def test_llamafactorys_data_are_found_by_their_name(here: Path) -> None:
     assert [note.key for note in imported(f"{LLAMAFACTORY}dataset: pairs\n").stops] == ["dataset"]
     with pytest.raises(InvalidConfig, match=r'train.yaml:3:1: "other" is not in data/dataset_info.json'):
         imported(f"{LLAMAFACTORY}dataset: other\n")
+
+
+def test_llamafactorys_data_with_videos_have_its_limits_of_frames(here: Path) -> None:
+    info = {"clips": {"file_name": "clips.jsonl", "formatting": "sharegpt", "columns": {"videos": "films"}}}
+    (here / "data").mkdir()
+    (here / "data" / "dataset_info.json").write_text(json.dumps(info))
+    found = imported(f"{LLAMAFACTORY}dataset: clips\nvideo_fps: 1.0\n")
+    assert value(found, "data") == [{"path": "data/clips.jsonl", "columns": {"videos": "films"}}]
+    limits = [value(found, key) for key in ("video_max_pixels", "video_fps", "video_maxlen")]
+    assert limits == [65536, 1.0, 128]
+
+
+def test_swifts_variables_limit_images_and_frames() -> None:
+    variables = "MAX_PIXELS=1003520 VIDEO_MAX_TOKEN_NUM=128 FPS=1.5 FPS_MAX_FRAMES=12"
+    found = imported(f"{variables} swift sft --model a", "a.sh")
+    targets = ("max_pixels", "video_max_pixels", "video_fps", "video_maxlen")
+    assert [value(found, target) for target in targets] == [1003520, 131072, 1.5, 12]
 
 
 @pytest.mark.parametrize(

@@ -617,6 +617,22 @@ def test_keys_of_images_for_a_language_model_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("qwen3-vl-8b", []),
+        ("gemma-3-12b", [("DS911", 6), ("DS911", 7)]),
+        ("qwen3-8b", [("DS909", 6), ("DS909", 7), ("DS909", 8)]),
+    ],
+)
+def test_keys_of_videos_are_told_for_a_model_that_does_not_train_on_them(
+    tmp_path: Path, name: str, told: list[tuple[str, int]]
+) -> None:
+    asked = job(tmp_path, "video_fps: 1.0\nvideo_maxlen: 16\nmax_pixels: 4096\n")
+    findings = found(ZERO2, job=asked, model=model(name))
+    assert [(each.rule, each.place.line) for each in findings if each.rule in ("DS909", "DS911")] == told
+
+
+@pytest.mark.parametrize(
     "limit",
     [limit for limit in CPU_LIMITS if limit.key != "offload" and not limit.is_of_engine],
     ids=lambda limit: limit.value,

@@ -98,13 +98,14 @@ def test_small_files_are_spread_over(tmp_path: Path) -> None:
     assert rows == [str(number) for number in range(0, 100, 10)]
 
 
-def test_data_with_images_have_lengths_once_their_tokens_are_given(tmp_path: Path, tokenizer: Path) -> None:
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_data_with_images_have_lengths_once_their_tokens_are_given(tmp_path: Path, tokenizer: Path, kind: str) -> None:
     (tmp_path / "a.png").write_bytes(b"")
     data, plain = tmp_path / "train.jsonl", tmp_path / "plain.jsonl"
-    row = {"instruction": "<image><image>What?", "output": "b"}
-    data.write_text(f"{json.dumps(row | {'images': ['a.png'] * 2})}\n{json.dumps(row | {'instruction': 'What?'})}\n")
+    row = {"instruction": f"<{kind}><{kind}>What?", "output": "b"}
+    data.write_text(f"{json.dumps(row | {f'{kind}s': ['a.png'] * 2})}\n{json.dumps(row | {'instruction': 'What?'})}\n")
     plain.write_text(json.dumps(row | {"instruction": "What?"}))
-    with pytest.raises(InvalidConfig, match="has images, whose tokens the model's processor counts; --image-patches N"):
+    with pytest.raises(InvalidConfig, match=f"has {kind}s, whose tokens the model's processor counts; --image-patches"):
         read_lengths(str(data), PLAIN, tokenizer)
     found, text = (read_lengths(str(file), PLAIN, tokenizer, image_tokens=256) for file in (data, plain))
     assert found.tokens == (*text.tokens, text.tokens[0] + 256 + 2 * 2)

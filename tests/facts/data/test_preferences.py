@@ -54,6 +54,7 @@ def test_a_system_prompt_and_earlier_turns_are_part_of_both_sides() -> None:
         ({"prompt": "a", "chosen": "b", "rejected": 3}, "rejected: is 3, not a text"),
         ({"instruction": "a", "chosen": ["b", "c"], "rejected": "c"}, "chosen: is not the text of one answer"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["x.png"]}, '"images" holds images'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "videos": ["x.mp4"]}, '"videos" holds videos'),
     ],
 )
 def test_what_is_no_pair_is_refused(row: dict[str, Any], problem: str) -> None:

@@ -140,7 +140,7 @@ def test_text_is_returned_as_it_is() -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "text": "a", "image": "a.png"}]}]},
             MESSAGES,
-            "parts that are neither text nor an image",
+            "content has an image with text",
         ),
         ({"text": None}, TEXT, '"text" is missing'),
     ],
@@ -151,9 +151,11 @@ def test_what_is_wrong_with_a_row_is_said(row: dict[str, object], data_format: D
     assert problem in caught.value.problem
 
 
-@pytest.mark.parametrize("name", ["video", "videos", "audio", "audios"])
+@pytest.mark.parametrize("name", ["image", "images", "video", "videos", "audio", "audios"])
 def test_media_are_refused_by_name(name: str) -> None:
-    for row, data_format in (({"text": "a"}, TEXT), ({"messages": [user("a"), assistant("b")]}, MESSAGES)):
+    rows: list[tuple[dict[str, Any], DataFormat]] = [({"text": "a"}, TEXT)]
+    rows += [({"messages": [user("a"), assistant("b")]}, MESSAGES)] if name.startswith("audio") else []
+    for row, data_format in rows:
         with pytest.raises(InvalidConfig, match=f'^"{name}" .* is not supported'):
             to_messages(row | {name: ["a.png"]}, data_format)
         assert to_messages(row | {name: []}, data_format) == to_messages(row, data_format)

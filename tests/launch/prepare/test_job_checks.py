@@ -89,7 +89,8 @@ def images_of(folder: Path, **job: Any) -> list[str]:
     """Returns the notes about a job whose data have an image."""
     (folder / "a.png").write_bytes(b"")
     (folder / "model").mkdir()
-    row = {"instruction": "<image>", "output": "b", "images": ["a.png"]}
+    kind = job.pop("kind", "image")
+    row = {"instruction": f"<{kind}>", "output": "b", f"{kind}s": ["a.png"]}
     (folder / "train.jsonl").write_text(json.dumps(row))
     if job.pop("has_processor", True):
         (folder / "model" / "preprocessor_config.json").write_text("{}")
@@ -110,6 +111,7 @@ def test_an_estimate_without_images_says_so(tmp_path: Path, packing: bool) -> No
         ({"packing": True, "family": "gemma3"}, "data: packing is true, which data with images do not support"),
         ({"tp": 2}, "data: tp is 2, which data with images do not support"),
         ({"has_processor": False}, "has no processor for them"),
+        ({"kind": "video", "family": "gemma3"}, "data: gemma3 does not train on videos; qwen3_5, "),
         (
             {"family": "mllama"},
             "data: mllama does not train on images: its layers attend to images through a mask of tiles",

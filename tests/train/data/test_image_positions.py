@@ -1,7 +1,9 @@
-"""Tiny random models of the families that pack images: a packed row has the loss and the gradients of its samples."""
+"""Tiny random models of the families that pack images, and videos: a packed row has the loss and the gradients of its
+samples."""
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +16,7 @@ torch = pytest.importorskip("torch")
 from transformers import AutoModelForImageTextToText  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
 
-from dstrain.facts.model.vision_towers import PACKS_IMAGES  # noqa: E402
+from dstrain.facts.model.vision_towers import PACKS_IMAGES, TRAINS_VIDEOS  # noqa: E402
 from dstrain.train.data.by_sample import attend_by_sample  # noqa: E402
 from dstrain.train.data.collate import Collator, joins_rows, taken_by  # noqa: E402
 from dstrain.train.data.image_positions import positions_of  # noqa: E402
@@ -22,8 +24,8 @@ from dstrain.train.data.packing import row_of  # noqa: E402
 from dstrain.train.data.tokenize import IGNORED  # noqa: E402
 from tests.train.data.test_packing_families import of_each_sample, of_one_row  # noqa: E402
 
-IMAGE, WIDTH = 5, 3 * 2 * 4 * 4
-"""Token of an image, and numbers of a patch: channels, frames, height and width."""
+IMAGE, VIDEO, WIDTH = 5, 6, 3 * 2 * 4 * 4
+"""Tokens of an image and a video, and numbers of a patch: channels, frames, height and width."""
 TEXT = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -65,7 +67,7 @@ TOWER = {
 }
 TOKENS: dict[str, Any] = {
     "image_token_id": IMAGE,
-    "video_token_id": 6,
+    "video_token_id": VIDEO,
     "vision_start_token_id": 7,
     "vision_end_token_id": 8,
     "image_start_token_id": 7,
@@ -74,8 +76,12 @@ TOKENS: dict[str, Any] = {
     "video_end_token_id": 10,
 }
 Grid = tuple[int, int, int]
-ROWS: tuple[tuple[tuple[Grid, ...], ...], ...] = ((((1, 4, 6),), (), ((1, 4, 4), (1, 8, 4))), (((1, 6, 4),),), ((), ()))
-"""Row → sample → image → its frames, and rows and columns of patches."""
+ROWS: tuple[tuple[tuple[Grid, ...], ...], ...] = (
+    (((1, 4, 6),), (), ((1, 4, 4), (2, 4, 6), (1, 8, 4))),
+    (((1, 6, 4),), ((3, 4, 4), (2, 6, 4))),
+    ((), ()),
+)
+"""Row → sample → image, or video of several frames → its frames, and rows and columns of patches."""
 
 
 def make(family: str) -> Any:
@@ -96,14 +102,26 @@ def make(family: str) -> Any:
 
 def tokens_of(grids: Sequence[Grid], random: np.random.Generator) -> list[int]:
     ids: list[int] = random.integers(11, 64, 5).tolist()
-    for _, height, width in grids:
-        ids += [7, *[IMAGE] * (height * width // 4), 8, *random.integers(11, 64, 4).tolist()]
-    return ids
+    for frames, height, width in grids:
+        kind = IMAGE if frames == 1 else VIDEO
+        for _ in range(frames):  # with a time before each of a video's
+            ids += [*random.integers(11, 64, 4).tolist(), 7, *[kind] * (height * width // 4), 8]
+    return [*ids, *random.integers(11, 64, 4).tolist()]
+
+
+def seen_by(family: str, grids: Sequence[Grid]) -> list[Grid]:
+    """Returns the images, and the videos of a family that trains on them."""
+    return [grid for grid in grids if grid[0] == 1 or family in TRAINS_VIDEOS]
 
 
 def inputs_of(ids: Any, pixels: Sequence[Any], grids: Sequence[Grid]) -> dict[str, Any]:
-    images = {"pixel_values": torch.cat(list(pixels)), "image_grid_thw": torch.tensor(grids)} if grids else {}
-    return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).long(), **images}
+    given: dict[str, Any] = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).long() + 2 * (ids == VIDEO).long()}
+    for name, suffix, is_video in (("image", "", False), ("video", "_videos", True)):
+        chosen = [index for index, grid in enumerate(grids) if (grid[0] > 1) is is_video]
+        if chosen:
+            given[f"pixel_values{suffix}"] = torch.cat([pixels[index] for index in chosen])
+            given[f"{name}_grid_thw"] = torch.tensor([grids[index] for index in chosen])
+    return given
 
 
 def backward(model: Any, inputs: dict[str, Any], labels: Any, count: int) -> float:
@@ -127,8 +145,9 @@ def test_packed_rows_with_images_have_the_loss_and_the_gradients_of_their_sample
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, random = make(family), np.random.default_rng(0)
-    samples = [[(tokens_of(grids, random), grids) for grids in row] for row in ROWS]
-    pixels = {grid: torch.randn(grid[1] * grid[2], WIDTH) for row in ROWS for grids in row for grid in grids}
+    rows = [[seen_by(family, grids) for grids in row] for row in ROWS]
+    samples = [[(tokens_of(grids, random), grids) for grids in row] for row in rows]
+    pixels = {grid: torch.randn(math.prod(grid), WIDTH) for row in rows for grids in row for grid in grids}
     count = sum(len(ids) - 1 for row in samples for ids, _ in row)
     alone = 0.0
     for ids, grids in (sample for row in samples for sample in row):
@@ -145,11 +164,11 @@ def test_packed_rows_with_images_have_the_loss_and_the_gradients_of_their_sample
          for all_ids in ([ids for ids, _ in row] for row in samples)]
     )  # fmt: skip
     labels = batch.pop("labels")
-    every = [grid for row in ROWS for grids in row for grid in grids]
+    every = [grid for row in rows for grids in row for grid in grids]
     batch |= inputs_of(batch["input_ids"], [pixels[grid] for grid in every], every)
     assert attend_by_sample(model)
     of_text = {**batch, "position_ids": batch["position_ids"].expand(4, -1, -1)}
-    assert backward(model, of_text, labels, count) != pytest.approx(alone, rel=1e-3)
+    assert backward(model, of_text, labels, count) != pytest.approx(alone, rel=1e-4)
     model.zero_grad()
     positions = positions_of(model.config)
     assert positions is not None

@@ -20,7 +20,9 @@ from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.monitor.meter import COUNTS, CountingCollator
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.images import ImageCollator, Images, load_images
+from dstrain.train.data.image_collator import ImageCollator
+from dstrain.train.data.image_processor import load_images
+from dstrain.train.data.images import Images
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.show import shown
 from dstrain.train.data.tokenize import IGNORED, Encoder
@@ -82,7 +84,7 @@ def test_only_answers_carry_loss_and_tokens_are_those_of_the_processor(folder: P
     assert decoded(tokenizer, sample.labels) == "red<|im_end|>white<|im_end|>"
     image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
     assert sample.input_ids.count(image_id) == 2 * 3 + 5 * 3  # 16 × 24 and 40 × 24 pixels, 8 × 8 to a token
-    assert [index for index in sample.image_of if index is not None] == [0] * 6 + [1] * 15
+    assert [index for index in sample.media_of if index is not None] == [0] * 6 + [1] * 15
 
 
 def test_tokens_of_images_carry_no_loss_where_all_others_do(folder: Path, tokenizer: Any) -> None:
@@ -120,7 +122,7 @@ def collator_of(folder: Path, tokenizer: Any, *, packing: bool) -> ImageCollator
     return ImageCollator(
         collator=Collator(pad_token_id=tokenizer.pad_token_id, packing=packing),
         images=images,
-        blank=images.blank_tokens(tokenizer),
+        blanks={"images": images.blank_tokens(tokenizer)},
         parameters=frozenset({"mm_token_type_ids"}),
     )
 
@@ -139,7 +141,7 @@ def test_a_packed_row_has_the_images_of_its_samples_in_order_and_positions_of_ea
     assert data.notes[-2].endswith("packed into 2 rows of 256 tokens, 59.4% filled")
     assert data.notes[-1].endswith("a row has at most 256 tokens of images, each of 8 × 8 pixels")
     packed = [data.dataset[index] for index in range(2)]
-    assert sum(len(row["images"]) for row in packed) == data.num_images == 6
+    assert sum(len(row["images"]) for row in packed) == 6
     collator = collator_of(folder, tokenizer, packing=True)
     batch = collator(packed)
     text, *rotated = batch["position_ids"]
@@ -175,7 +177,7 @@ def test_a_packed_row_without_images_has_a_blank_one_as_a_sample_that_counts_as_
 
 def test_a_batch_without_images_has_a_hidden_blank_one(job: Job, folder: Path, tokenizer: Any) -> None:
     data = prepared(job, folder, tokenizer)
-    assert data.num_images == 6
+    assert data.media == {"images"}
     collator = collator_of(folder, tokenizer, packing=False)
     texts = [data.dataset[index] for index in (5, 6)]
     batch, image_id = collator(texts), tokenizer.convert_tokens_to_ids("<|image_pad|>")

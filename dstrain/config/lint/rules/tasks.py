@@ -12,6 +12,7 @@ from dstrain.config.lint.rules.jobs import in_job
 from dstrain.config.lint.subject import Subject
 from dstrain.facts.model.model_facts import why_unscored
 from dstrain.facts.model.parameter_names import names_of
+from dstrain.facts.model.vision_towers import TRAINS_VIDEOS
 from dstrain.job import task_limits
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
@@ -20,6 +21,8 @@ from dstrain.plan.named_parts import unknown, unknown_experts, untargeted
 
 _STOPS = "the run stops before it loads the model"
 _STOPS_LOADED = "the run stops once the model is loaded"
+_OF_IMAGES = ("max_pixels", "image_patches")
+_OF_VIDEOS = ("video_max_pixels", "video_fps", "video_maxlen")
 _MAY_STOP = "the run stops once the model is loaded if it has no such names"
 
 
@@ -41,15 +44,26 @@ def _unused_smoothing(subject: Subject) -> Iterator[Fault]:
 
 
 def _without_tower(subject: Subject) -> Iterator[Fault]:
-    """Reports keys of images and towers in the job of a language model."""
+    """Reports keys of images, videos and towers in the job of a language model."""
     if subject.job is None or subject.model is None or subject.model.has_tower:
         return
     given, plain = subject.job.job, Job(model="", output_dir="")
-    for key in ("max_pixels", "image_patches", *(limit.key for limit in task_limits.WITH_ADAPTERS)):
+    for key in (*_OF_IMAGES, *_OF_VIDEOS, *(limit.key for limit in task_limits.WITH_ADAPTERS)):
         value = getattr(given, key)
         if value != getattr(plain, key):
             problem = f"{key} is {task_limits.shown(value)}, but {subject.model.name} has no vision tower"
             yield in_job(subject, key, problem, "it changes nothing, or stops the run", "remove the key")
+
+
+def _without_videos(subject: Subject) -> Iterator[Fault]:
+    """Reports keys of videos in the job of a vision-language model that does not train on them."""
+    if subject.job is None or subject.model is None or not subject.model.has_tower:
+        return
+    given, family = subject.job.job, subject.model.model_type
+    for key in _OF_VIDEOS if family not in TRAINS_VIDEOS else ():
+        if getattr(given, key) is not None:
+            problem = f"{key} is {task_limits.shown(getattr(given, key))}, but {family} does not train on videos"
+            yield in_job(subject, key, problem, "it changes nothing", "remove the key")
 
 
 def _named_in_vain(subject: Subject) -> Iterator[Fault]:
@@ -114,6 +128,13 @@ RULES = (
         title="key of images or towers for a language model",
         find=_without_tower,
         source="dstrain/train/model_parts.py: freeze",
+    ),
+    Rule(
+        id="DS911",
+        severity=Severity.WARNING,
+        title="key of videos for a family that does not train on them",
+        find=_without_videos,
+        source="dstrain/facts/model/vision_towers.py: TRAINS_VIDEOS",
     ),
 )
 """Rules about the task."""

@@ -1,0 +1,275 @@
+"""Finds the images and videos of a sample: in a column, or in parts of turns, with a mark in the text for each.
+
+An image is a path, or its content as a data URL: `data:image/png;base64,…`. A video is one such file, or the files of
+its frames.
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from dstrain import units
+from dstrain.errors import InvalidConfig
+from dstrain.facts.data.row_values import is_given, shown
+
+Files = tuple[str, ...]
+"""The file of an image or a video, or those of the frames of a video."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """Images, or videos."""
+
+    article: str
+    """The article of its name."""
+    noun: str
+    """Its name, and that of its mark in a text."""
+    columns: tuple[str, ...]
+    """Columns with one, or a list of them; the first is also a key of `turns.Message`."""
+    types: tuple[str, ...]
+    """Types of the parts of a turn."""
+    values: tuple[str, ...]
+    """Keys of a part that name the file."""
+    content: str
+    """Media type of its content, in an example."""
+    limits: str
+    """Keys of the job that hold for all of them."""
+    has_frames: bool = False
+    """Whether it may be a list of images."""
+
+    @property
+    def mark(self) -> str:
+        """Its place in a text."""
+        return f"<{self.noun}>"
+
+
+IMAGE = Kind(
+    article="an",
+    noun="image",
+    columns=("images", "image"),
+    types=("image", "image_url", "input_image"),
+    values=("image", "image_url", "url", "path"),
+    content="image/png",
+    limits="max_pixels",
+)
+"""Source: LLaMA-Factory, ms-swift, TRL (columns), Transformers and Qwen (`image`), OpenAI (the other types)."""
+VIDEO = Kind(
+    article="a",
+    noun="video",
+    columns=("videos", "video"),
+    types=("video", "video_url"),
+    values=("video", "video_url", "url", "path"),
+    content="video/mp4",
+    limits="video_fps, video_maxlen and video_max_pixels",
+    has_frames=True,
+)
+"""Source: LLaMA-Factory, ms-swift (columns), Transformers and Qwen (`video`), vLLM's form of OpenAI's (`video_url`)."""
+KINDS = (IMAGE, VIDEO)
+COLUMNS = (*IMAGE.columns, *VIDEO.columns)
+
+_MARKS = re.compile(rf"(?<!`)<({'|'.join(kind.noun for kind in KINDS)})>(?!`)(?!.*</\1>)", re.DOTALL)
+"""Marks; between backticks or with `</image>` it is HTML."""
+_CONTENT = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[^;,]*)*;base64,", re.IGNORECASE)
+"""The beginning of a data URL. Source: RFC 2397."""
+_MOST_BYTES = 20 * 2**20
+"""Bytes of a file in a row; that of an image in OpenAI's interface is 20 MB."""
+_LONGEST_PATH = 4096
+"""Characters. Source: Linux, PATH_MAX."""
+
+
+def kind_of(part: Any) -> Kind | None:
+    """Returns the kind of a part of a turn, or None; its other keys are not looked at."""
+    name = part.get("type") if isinstance(part, Mapping) else None
+    return next((kind for kind in KINDS if name in kind.types), None)
+
+
+def require_plain(part: Mapping[str, Any], kind: Kind, place: str) -> None:
+    """Raises InvalidConfig for a part with settings or a text of its own."""
+    read = {"type", "detail", *kind.values}
+    others = [name for name, value in part.items() if name not in read and is_given(value)]
+    if others:
+        raise InvalidConfig(
+            f"{place} has {kind.article} {kind.noun} with {', '.join(others)}, which is not supported",
+            hint=f"Remove them: {kind.limits} of the job hold for every {kind.noun}; a text is a part of its own.",
+        )
+
+
+def of_parts(parts: Any, place: str) -> dict[str, list[Files | None]]:
+    """Returns the files of the parts of a turn by the column of their kind; None for one that is in the column."""
+    found: dict[str, list[Files | None]] = {}
+    for part in parts if isinstance(parts, list) else ():
+        if (kind := kind_of(part)) is not None:
+            found.setdefault(kind.columns[0], []).append(_of_part(part, kind, place))
+    return found
+
+
+def _of_part(part: Mapping[str, Any], kind: Kind, place: str) -> Files | None:
+    values = [part[name] for name in kind.values if is_given(part.get(name))]
+    if not values:
+        return None
+    value = values[0]
+    return _files(value.get("url", value) if isinstance(value, Mapping) else value, kind, f"{place}: {kind.noun}")
+
+
+def split(text: str) -> list[str]:
+    """Returns the text before, between and after the marks, and between these the nouns of the marks.
+
+    >>> split("Compare <image> and <video>."), split("the tag `<image>`")
+    (['Compare ', 'image', ' and ', 'video', '.'], ['the tag `<image>`'])
+    """
+    return _MARKS.split(text)
+
+
+def without_marks(text: str, kinds: Collection[Kind] = KINDS) -> str:
+    """Returns a text without the marks of some kinds.
+
+    >>> without_marks("<image>a <video>b", [IMAGE])
+    'a <video>b'
+    """
+    nouns = {kind.noun for kind in kinds}
+    return _MARKS.sub(lambda mark: "" if mark[1] in nouns else mark[0], text)
+
+
+def attach(
+    row: Mapping[str, Any], messages: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], Files, tuple[Files, ...]]:
+    """Returns the messages with a mark for each image and video, the images in order, and the videos.
+
+    `messages` are those of `turns.parse`. Those of a column without any mark stand before the first question, as TRL
+    and ms-swift have it, images before videos. Raises InvalidConfig unless there is one mark for each.
+    """
+    plain, videos = _attached(row, list(messages), VIDEO)
+    plain, images = _attached(row, plain, IMAGE)
+    return plain, tuple(path for (path,) in images), videos
+
+
+def _attached(
+    row: Mapping[str, Any], messages: list[dict[str, Any]], kind: Kind
+) -> tuple[list[dict[str, Any]], tuple[Files, ...]]:
+    key = kind.columns[0]
+    in_parts = [files for message in messages for files in message.get(key, ())]
+    in_column = _of_column(row, kind)
+    if not in_parts and not in_column:
+        return messages, ()
+    plain = [{name: value for name, value in message.items() if name != key} for message in messages]
+    given = [files for files in in_parts if files is not None]
+    if given and (in_column or len(given) < len(in_parts)):
+        raise InvalidConfig(f"some {key} are parts of turns, others are not", hint=_forms(kind))
+    found = tuple(given or in_column)
+    marks = [split(message["content"])[1::2].count(kind.noun) for message in plain]
+    for number, (message, num_marks) in enumerate(zip(plain, marks, strict=True), start=1):
+        if message["role"] == "assistant" and num_marks:
+            what = f"{kind.article} {kind.noun}"
+            raise InvalidConfig(f"turn {number}, of the assistant: has {what}, which no model here can write")
+    if found and not sum(marks):
+        first = next((i for i, message in enumerate(plain) if message["role"] == "user"), None)
+        if first is None:
+            raise InvalidConfig(f"{_count(len(found), kind.noun)} but no question to put them before")
+        plain[first]["content"] = kind.mark * len(found) + plain[first]["content"]
+    elif sum(marks) != len(found):
+        raise InvalidConfig(
+            f"{_count(sum(marks), 'mark')} {kind.mark}, but {_count(len(found), kind.noun)}",
+            hint=f"Write one {kind.mark} for each {kind.noun}; without any, {key} stand before the first question.",
+        )
+    return plain, found
+
+
+def _of_column(row: Mapping[str, Any], kind: Kind) -> list[Files]:
+    """Returns what is in the column of a kind."""
+    named = [name for name in kind.columns if is_given(row.get(name))]
+    if not named:
+        return []
+    if len(named) > 1:
+        raise InvalidConfig(f"{' and '.join(named)} are both given", hint="Keep one of the two columns.")
+    values = row[named[0]]
+    return [_files(value, kind, f'"{named[0]}"') for value in (values if isinstance(values, list) else [values])]
+
+
+def _files(given: Any, kind: Kind, place: str) -> Files:
+    """Returns the file of an image or a video, or those of its frames. Raises InvalidConfig for a single frame."""
+    if not kind.has_frames or not isinstance(given, list):
+        return (_file(given, kind, place),)
+    if len(given) < 2:
+        hint = "Write a video as its file, or as the files of two or more frames; a picture is an image."
+        raise InvalidConfig(f"{place} is {shown(given)}, a list of {_count(len(given), 'frame')}", hint=hint)
+    return tuple(_file(frame, IMAGE, place) for frame in given)
+
+
+def _file(given: Any, kind: Kind, place: str) -> str:
+    """Returns a path or a data URL, also of bytes, and of the hub's `{"bytes": …, "path": …}`.
+
+    Raises InvalidConfig for addresses on the web, and for large contents.
+    """
+    value = given
+    if isinstance(given, Mapping):
+        value = given["bytes"] if isinstance(given.get("bytes"), bytes) else given.get("path")
+    if isinstance(value, bytes):
+        value = f"data:;base64,{b64encode(value).decode()}"
+    one = f"{kind.article} {kind.noun}"
+    files = f"Write {kind.noun}s to files, and their paths here."
+    urls = f"The content of {one} is a data URL: data:{kind.content};base64,…"
+    if not isinstance(value, str) or not value:
+        raise InvalidConfig(f"{place} is {shown(given)}; it must be a path, bytes or a data URL", hint=files)
+    if value.startswith(("http://", "https://")):
+        raise InvalidConfig(
+            f"{place} is {shown(value)}, not a file", hint=f"Download {kind.noun}s, and write their paths."
+        )
+    if value.startswith("data:"):
+        if not _CONTENT.match(value):
+            raise InvalidConfig(f"{place} is {shown(value)}, a data URL without base64", hint=urls)
+        size, most = (units.format_bytes(count) for count in (len(value) * 3 // 4, _MOST_BYTES))
+        if len(value) * 3 // 4 > _MOST_BYTES:
+            raise InvalidConfig(f"{place} has {size}; {one} in a row has {most} at most", hint=files)
+        return value
+    if len(value) > _LONGEST_PATH:
+        raise InvalidConfig(f"{place} is {shown(value)}, too long for a path", hint=urls)
+    return value.removeprefix("file://")
+
+
+def _forms(kind: Kind) -> str:
+    noun = kind.noun
+    return f'Write the paths in a column "{noun}s", or as parts: {{"type": "{noun}", "{noun}": PATH}}.'
+
+
+def name_of(file: str, noun: str = "image") -> str:
+    """Returns the name of a file for messages: its path, or the type of its content.
+
+    >>> name_of("cats/a.png"), name_of("data:image/png;base64,iVBORw0KGgo=")
+    ('cats/a.png', 'PNG in the row')
+    """
+    content = _CONTENT.match(file)
+    if not content:
+        return file
+    return f"{content[1].rpartition('/')[2].upper() if content[1] else noun} in the row"
+
+
+def stream_of(file: str) -> Any:
+    """Returns what a decoder reads: a path, or the content of a data URL as a stream of bytes.
+
+    Raises ValueError if its base64 is broken.
+    """
+    content = _CONTENT.match(file)
+    return BytesIO(b64decode(file[content.end() :])) if content else file
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def located(files: Sequence[str], folder: Path | None, noun: str) -> Files:
+    """Returns the files, which exist; relative paths are relative to `folder`, by default the current one.
+
+    Raises InvalidConfig for a file that does not exist.
+    """
+    found = tuple(path if _CONTENT.match(path) else str((folder or Path()) / Path(path).expanduser()) for path in files)
+    for path, file in zip(files, found, strict=True):
+        if not _CONTENT.match(file) and not Path(file).is_file():
+            where = "" if file == path else f" ({file})"
+            raise InvalidConfig(f'{noun} "{path}" does not exist{where}', hint="Paths are relative to the data file.")
+    return found

@@ -1,0 +1,91 @@
+"""Loads the processor of a model, which reads images and videos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoProcessor, ProcessorMixin
+from transformers.models.auto import video_processing_auto
+from transformers.utils.hub import PushToHubMixin, cached_file
+
+from dstrain.facts.data import images
+from dstrain.facts.model.model_files import PROCESSOR_FILES
+from dstrain.facts.model.vision_towers import TRAINS_VIDEOS, require_image_package
+from dstrain.job.schema import Job
+from dstrain.train.data.image_positions import positions_of
+from dstrain.train.data.images import Images
+from dstrain.train.data.videos import videos_of
+from dstrain.train.tokenizer import cannot_load
+
+
+class _NoVideos(PushToHubMixin):
+    """Stands for the part of a processor that reads videos and needs torchvision."""
+
+    model_input_names: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns its settings, which are none."""
+        return {}
+
+    @classmethod
+    def from_pretrained(cls, *_: Any, **__: Any) -> _NoVideos:
+        """Returns it, whatever the settings of the model."""
+        return cls()
+
+
+@contextmanager
+def _without_videos() -> Iterator[None]:
+    """Lets Transformers make processors without their part for videos, which some families or machines lack.
+
+    Source: transformers 5.23 processing_utils.py: ProcessorMixin._get_arguments_from_pretrained and __init__.
+    """
+    part, check = video_processing_auto.AutoVideoProcessor, ProcessorMixin.check_argument_for_proper_class
+
+    def checked(self: Any, name: str, argument: Any) -> Any:
+        return _NoVideos if isinstance(argument, _NoVideos) else check(self, name, argument)  # type: ignore[no-untyped-call]
+
+    video_processing_auto.AutoVideoProcessor = _NoVideos  # type: ignore[assignment, misc]
+    ProcessorMixin.check_argument_for_proper_class = checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        video_processing_auto.AutoVideoProcessor = part  # type: ignore[misc]
+        ProcessorMixin.check_argument_for_proper_class = check  # type: ignore[method-assign]
+
+
+def load_images(job: Job, source: str, tokenizer: Any) -> Images | None:
+    """Returns the images of a model with a vision tower and a processor; None of a language model.
+
+    Raises InvalidConfig if the processor cannot be loaded, EnvironmentProblem if it lacks a package.
+    """
+    lenient = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+    files = [cached_file(source, name, **lenient) for name in PROCESSOR_FILES]
+    if not any(files[:2]):
+        return None
+    images.require_pillow()
+    config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
+    require_image_package(config.model_type)
+    has_videos = config.model_type in TRAINS_VIDEOS and find_spec("torchvision") is not None
+    try:
+        with nullcontext() if has_videos else _without_videos():
+            load: Any = AutoProcessor.from_pretrained
+            processor = load(source, trust_remote_code=job.trust_remote_code)
+    except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
+        raise cannot_load("processor", job, error) from error
+    if getattr(processor, "image_processor", None) is None:
+        return None
+    if job.chat_template is None and isinstance(processor.chat_template, str):
+        tokenizer.chat_template = processor.chat_template  # that of the tokenizer may know no images
+    processor.tokenizer = tokenizer
+    return Images(
+        family=config.model_type,
+        processor=processor,
+        max_pixels=job.max_pixels,
+        videos=videos_of(processor, job) if has_videos else None,
+        positions=positions_of(config),
+        files=tuple(Path(file) for file in files if file is not None),
+    )
