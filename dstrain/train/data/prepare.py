@@ -204,8 +204,10 @@ def _column(tokens: Sequence[_Tokens], chosen: Sequence[Indices], name: str) -> 
 
 
 def _media(tokens: Sequence[_Tokens], chosen: Sequence[Indices]) -> frozenset[str]:
-    """Returns which of images and videos an epoch has; then gives back the memory of the columns, of which these are the
-    last to be read."""
+    """Returns which of images and videos an epoch has.
+
+    Then gives back the memory of columns: these are the last ones to be read.
+    """
     found = frozenset(name for name in (IMAGES, VIDEOS) if _column(tokens, chosen, f"num_{name}").any())
     pa.default_memory_pool().release_unused()
     return found
