@@ -5,7 +5,8 @@ Examples: python benchmarks/levers.py
           python benchmarks/levers.py --questions
 
 A star marks a lever that the plan uses, ! a configuration that does not fit. What no rule allows beside the rest of the
-plan is left out, and so is what changes nothing. All figures are predicted.
+plan is left out, and so is what changes nothing. All figures are predicted. `pytest tests/test_levers.py --update`
+writes them into docs/levers.md and docs/levers-questions.md.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ PAIRS = (
     "--model llama-3.1-70b --gpus 16 --gpu a100-80g --interconnect eth25",
 )
 """Models and clusters: cards and nodes, adapters and whole models, short and long rows, fast and slow links."""
+THIRTY = tuple(question.words for question in QUESTIONS)
+"""Those of `questions.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +91,7 @@ def rows(workload: Workload, chosen: Configuration) -> list[str]:
         off, on = (assess(workload, configuration) for configuration in pair)
         if (_rate(off), _gib(off)) != (_rate(on), _gib(on)):
             mark = "*" if pair[1] == chosen else " "
-            gain = f"{100 * (_rate(on) / _rate(off) - 1):+.0f} %"
+            gain = f"{round(100 * (_rate(on) / _rate(off) - 1)):+d} %"
             lines.append(
                 f"{mark} {lever.name:28}{_rate(off):9,.0f}{_rate(on):9,.0f}{gain:>8}{_gib(off):>11}{_gib(on):>11}"
             )
@@ -121,7 +124,7 @@ def main() -> None:
     parser.add_argument("--questions", action="store_true", help="ask those of questions.py in place of the pairs")
     parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers of the pairs or questions")
     options = parser.parse_args()
-    pairs = [question.words for question in QUESTIONS] if options.questions else PAIRS
+    pairs = THIRTY if options.questions else PAIRS
     everything = range(1, len(pairs) + 1)
     numbers = options.only or everything
     if wrong := sorted({*numbers} - {*everything}):

@@ -203,6 +203,9 @@ class ExpandablePool(Pool):
 
     def choose(self, at: int) -> int:
         """Returns the smallest block that is large enough, where a block counts with what it can still grow by."""
+        after = self._blocks[self._keys[at]].after
+        if after is None or after.is_mapped:  # it cannot grow, and no other is smaller
+            return at
         while at + 1 < len(self._keys) and self._room(at + 1) < self._room(at):
             at += 1
         return at
@@ -262,7 +265,7 @@ class ExpandablePool(Pool):
     def remove(self, block: Block) -> None:
         """Removes a block from the free or the unmapped ones."""
         if block.is_mapped:
-            super().remove(block)
+            Pool.remove(self, block)
         else:
             del self._unmapped[block.address]
 

@@ -7,7 +7,7 @@ to `caching_allocator`. `outside` has what lies outside of PyTorch's allocator.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 
@@ -15,6 +15,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Allocator, Event
 from dstrain.plan.memory.deepspeed import allocations
+from dstrain.plan.memory.deepspeed.settings import micro_batches_played
 from dstrain.plan.memory.traces import fsdp, unsharded
 from dstrain.units import MIB
 
@@ -45,7 +46,6 @@ class Reserved:
     """Whether an allocation failed nevertheless."""
 
 
-@lru_cache(256)
 def reserved(
     model: ModelFacts,
     configuration: Configuration,
@@ -62,6 +62,25 @@ def reserved(
     4-bit Mixtrals under FSDP, perhaps as one rank loads the whole model. Five runs of DeepSpeed on one H200 are met to
     -1.5 to +4.9 % (docs/accuracy.md). The model's layer code has to be on the tape.
     """
+    shared = replace(
+        configuration,
+        step=replace(configuration.step, grad_accum=micro_batches_played(configuration)),
+        zero=replace(configuration.zero, pin_memory=True),
+    )
+    return _reserved(model, shared, num_ranks, capacity_bytes, expandable_segments, workspace_bytes)
+
+
+@lru_cache(256)
+def _reserved(
+    model: ModelFacts,
+    configuration: Configuration,
+    num_ranks: int,
+    capacity_bytes: int | None,
+    expandable_segments: bool,
+    workspace_bytes: int,
+) -> Reserved:
+    """Replays what differs only in choices that the GPU does not see once: all the micro-batches of a step but two, and
+    whether host memory is page-locked."""
     allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
     is_sharded_engine = configuration.model.is_deepspeed and configuration.zero.stage == 3
     count = SHARDED_STEPS_REPLAYED if is_sharded_engine else STEPS_REPLAYED

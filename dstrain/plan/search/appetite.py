@@ -25,8 +25,10 @@ def kind_of(candidate: Candidate) -> object:
 
 def appetite_of(candidate: Candidate) -> Appetite:
     """Returns SP, on which only NCCL's buffers depend, and what blocks depend on: tokens of this rank, layers and
-    inputs kept, whole MLPs, buffers, accumulation, hpZ, and states that stay."""
+    inputs kept, whole MLPs, buffers, accumulation (for which ZeRO-3 without hpZ has room from the beginning), hpZ, and
+    states that stay."""
     zero, checkpointing, sp = candidate.way.zero, candidate.way.checkpointing, candidate.way.parallel.sp
+    has_room = zero.stage == 3 and zero.hpz == 1 and candidate.way.model.is_deepspeed
     return (
         sp,
         candidate.micro_batch * candidate.way.batch.seq_len / sp,
@@ -34,7 +36,7 @@ def appetite_of(candidate: Candidate) -> Appetite:
         not checkpointing.offload,
         not checkpointing.tiled_mlp,
         candidate.rung or 0,
-        candidate.grad_accum > 1,
+        candidate.grad_accum > 1 and not has_room,
         zero.hpz,
         list(Offload)[::-1].index(zero.offload),
         -zero.offload_ratio,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import ge
 
 from dstrain.facts.workload import Workload
@@ -161,11 +162,12 @@ class Evaluator:
     def _holds_all(self, candidate: Candidate) -> bool:
         if self._is_known_to_fail(candidate) or not self._is_host_room(candidate):
             return False
-        fits = self.estimate(candidate).fits_gpu
-        if not fits:
-            self._look_at_least(candidate)
-            self.too_large[kind_of(candidate)].append(appetite_of(candidate))
-        return fits
+        if self.estimate(candidate).fits_gpu:
+            return True
+        for failed in (candidate, *self._least_of_kin(candidate)):
+            if not self.estimate(failed).fits_gpu:
+                self.too_large[kind_of(failed)].append(appetite_of(failed))
+        return False
 
     def _fails(self, candidate: Candidate) -> bool:
         """Returns whether the candidate cannot fit, and notes what that says of others."""
@@ -175,16 +177,15 @@ class Evaluator:
         self._learn(candidate, self._error_ratio(candidate))
         if self._seems_to_fit_gpu(candidate):
             return False
-        self._look_at_least(candidate)
-        return True
-
-    def _look_at_least(self, failed: Candidate) -> None:
-        """Learns from the candidate of least appetite whether any of its kin can fit, once one has failed."""
-        kin = self.kin.pop((kind_of(failed), failed.way.parallel.sp), [])
-        least = next((each for each in sorted(kin, key=appetite_of) if self._is_host_room(each)), None)
-        if least is not None:
+        for least in self._least_of_kin(candidate):
             self.estimate(least)
             self._learn(least, self._error_ratio(least))
+        return True
+
+    def _least_of_kin(self, failed: Candidate) -> list[Candidate]:
+        """Returns the candidate of least appetite once one of its kin has failed: it tells whether any of them fits."""
+        kin = self.kin.pop((kind_of(failed), failed.way.parallel.sp), [])
+        return list(islice((each for each in sorted(kin, key=appetite_of) if self._is_host_room(each)), 1))
 
     def shortage(self, candidate: Candidate) -> Shortage:
         """Returns how far a candidate is from fitting: what the GPU could hold is nearer than what it could not."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple
 
 from dstrain.facts.workload import Workload
@@ -182,35 +182,47 @@ def _ranked(
     """Returns the best of candidates in the order of time that seem to fit, one per strategy, and the fastest of all.
 
     Those that are slower than the fastest by no more than the prediction is worth (`_is_tie`) are as good as it, and
-    the simplest of them comes first; then those of the fastest that is left. What could not come before another of its
-    way is not estimated.
+    the simplest of them comes first; then those of the fastest that is left. Times tell what is as good, so that of
+    these only the simplest are estimated.
     """
-    ranked: list[Candidate] = []
-    waiting: list[_Tied] = []
+    ranked: dict[tuple[object, ...], Candidate] = {}
     fastest: Candidate | None = None
-    for key, candidate in ordered:
-        while waiting and not _may_tie(key, waiting[0].key) and len(ranked) < top:
-            waiting = _move_ties(evaluator, waiting, ranked)
-        if len(ranked) >= top:
+    entries = iter(ordered)
+    waiting: list[_Tied] = []
+    while len(ranked) < top:
+        first = _first_that_fits(waiting, entries, ranked, seems_to_fit)
+        if first is None:
             break
-        if candidate is None:
-            continue
-        new = _tied(candidate, key)
-        is_ranked = any(strategy_key(other.way) == new.strategy for other in ranked)
-        if not is_ranked and not any(other[:3] <= new[:3] for other in waiting if other.strategy == new.strategy):
-            waiting += [new] if seems_to_fit(candidate) else []
-            fastest = fastest or (waiting[0].candidate if waiting else None)
-    while waiting and len(ranked) < top:
-        waiting = _move_ties(evaluator, waiting, ranked)
-    return ranked[:top], fastest
+        fastest = fastest or first.candidate
+        for key, candidate in entries:
+            waiting += [] if candidate is None else [_tied(candidate, key)]
+            if not _may_tie(key, first.key):
+                break
+        ties = (other for other in waiting if _is_tie(evaluator, first, other))
+        for tie in sorted(ties, key=lambda tie: tie[:4]):
+            if len(ranked) == top:
+                break
+            if tie.strategy not in ranked and seems_to_fit(tie.candidate):
+                better = (other.candidate for other in waiting if _is_better(other, tie))
+                if not any(map(seems_to_fit, better)):
+                    ranked[tie.strategy] = tie.candidate
+    return list(ranked.values()), fastest
 
 
-def _move_ties(evaluator: Evaluator, waiting: list[_Tied], ranked: list[Candidate]) -> list[_Tied]:
-    """Moves what ties with the first that waits to the ranking, the simplest first; returns what is left."""
-    ties = [other for other in waiting if _is_tie(evaluator, waiting[0], other)]
-    ranked += _simplest_first(ties)
-    taken = {tie.strategy for tie in ties}
-    return [other for other in waiting if other.strategy not in taken]
+def _first_that_fits(
+    waiting: list[_Tied],
+    entries: Iterator[tuple[Key, Candidate | None]],
+    ranked: Container[tuple[object, ...]],
+    seems_to_fit: Callable[[Candidate], bool],
+) -> _Tied | None:
+    """Returns the fastest of a strategy that is not ranked, of those that wait and then of the others; drops from
+    those that wait what comes before it."""
+    others = (_tied(candidate, key) for key, candidate in entries if candidate is not None)
+    for number, tied in enumerate(chain(waiting, others)):
+        if tied.strategy not in ranked and seems_to_fit(tied.candidate):
+            waiting[: number + 1] = [tied]
+            return tied
+    return None
 
 
 class _Tied(NamedTuple):
@@ -247,12 +259,9 @@ def _is_tie(evaluator: Evaluator, first: _Tied, other: _Tied) -> bool:
     )
 
 
-def _simplest_first(tied: list[_Tied]) -> list[Candidate]:
-    """Returns one candidate per strategy, simplest first; of equals, roomy buffers, then few rows first."""
-    best: dict[tuple[object, ...], Candidate] = {}
-    for tie in sorted(tied, key=lambda tie: tie[:4]):
-        best.setdefault(tie.strategy, tie.candidate)
-    return list(best.values())
+def _is_better(one: _Tied, other: _Tied) -> bool:
+    """Returns whether one of the same strategy is faster and no less simple."""
+    return one.strategy == other.strategy and one.key < other.key and one[:3] <= other[:3]
 
 
 def _complexity(candidate: Candidate) -> int:

@@ -139,22 +139,24 @@ def _without_places(recording: Recording) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("is_terse", [False, True], ids=["whole", "terse"])
-@pytest.mark.parametrize("grad_ckpt", [False, True], ids=["saved", "checkpointed"])
+@pytest.mark.parametrize("period", [0, 1, 2], ids=["saved", "checkpointed", "every second"])
 @pytest.mark.parametrize("release", list(GradRelease))
 @pytest.mark.parametrize("method", list(Method))
 @pytest.mark.parametrize("task", [Task.SFT, Task.REWARD])
 def test_repeated_layers_have_the_peak_of_played_ones_and_leave_nothing(
-    task: Task, method: Method, release: GradRelease, grad_ckpt: bool, is_terse: bool
+    task: Task, method: Method, release: GradRelease, period: int, is_terse: bool
 ) -> None:
-    model = with_head_of(replace(MISTRAL, num_hidden_layers=12), task)
-    configuration = changed(ONE_GPU, task=task, method=method, grad_ckpt=grad_ckpt, expandable_segments=is_terse)
+    layers = 12 * max(1, period) + (period > 1)
+    model = with_head_of(replace(MISTRAL, num_hidden_layers=layers), task)
+    recomputed = {"grad_ckpt": period > 0, "grad_ckpt_every_n_layers": max(1, period)}
+    configuration = changed(ONE_GPU, task=task, method=method, expandable_segments=is_terse, **recomputed)
     passes = Passes(release=release, stops_early=True)
     variant = replace(variant_of(configuration), release=release, gathers=False)
-    played = record_pass._played(model, variant, {"dense": 12}, passes)
+    played = record_pass._played(model, variant, {"dense": layers}, passes)
     repeated = record(model, configuration, passes)
     assert live(repeated) == live(played)
     assert live(played)[1] == 0
-    if is_terse:
+    if is_terse and period < 2:
         assert len(repeated.events) < 0.9 * len(played.events)
     else:
         assert [size for _, size in repeated.events] == [size for _, size in played.events]
@@ -171,6 +173,16 @@ def test_under_deepspeed_more_is_held_than_lives(method: Method, zero_stage: int
     peak = engine.peak(MISTRAL, configuration, 8).total
     found = reserved(MISTRAL, configuration, 8, capacity_bytes=None, expandable_segments=True)
     assert 0.99 * peak <= found.reserved_bytes <= 1.4 * peak
+
+
+def test_what_the_gpu_does_not_see_is_replayed_once() -> None:
+    limits: dict[str, Any] = {"capacity_bytes": None, "expandable_segments": True}
+    asked = changed(ONE_GPU, zero_stage=2, offload=Offload.OPTIMIZER, grad_accum=2, state_dtypes=StateDtypes.MIXED)
+    found = reserved(MISTRAL, asked, 8, **limits)
+    assert reserved(MISTRAL, changed(asked, pin_memory=False, grad_accum=16), 8, **limits) is found
+    assert reserved(MISTRAL, changed(asked, grad_accum=1), 8, **limits) is not found
+    sharded = changed(asked, zero_stage=3)
+    assert reserved(MISTRAL, sharded, 8, **limits) is reserved(MISTRAL, changed(sharded, grad_accum=1), 8, **limits)
 
 
 def test_segments_that_grow_hold_less() -> None:

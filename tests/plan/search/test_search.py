@@ -16,7 +16,8 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.request import Request
-from dstrain.plan.search.evaluator import Evaluator
+from dstrain.plan.search.appetite import kind_of
+from dstrain.plan.search.evaluator import Evaluator, usable_ratio
 from dstrain.plan.search.nearest import _bound
 from dstrain.plan.search.search import MOST_TIE_RATIO, TIE_RATIO, Ranking, least_plan, search
 from dstrain.plan.search.search_space import global_batch, mechanisms, space, strategy_key
@@ -67,6 +68,16 @@ def test_the_whole_space_is_estimated_or_excluded() -> None:
     asked, request = everything(model="qwen3-32b", gpus=16)
     found = search(asked.workload, request)
     assert found.num_estimated + found.num_excluded == len(space(asked.workload, request))
+    assert found.num_estimated < found.num_excluded / 100  # of those that are as good as the fastest, the simplest
+
+
+def test_once_one_does_not_hold_all_the_least_of_its_kin_tells_of_the_others() -> None:
+    asked, request = everything(model="deepseek-v3", gpus=32, gpu="gh200")
+    evaluator = Evaluator(asked.workload, usable_ratio(request))
+    candidates = [each for each in evaluator.space(request) if each.way.zero.stage == 3]
+    kinds = {(kind_of(each), each.way.parallel.sp) for each in candidates}
+    assert not any(evaluator.seems_to_hold_all(each) for each in candidates)
+    assert len(evaluator.estimates) <= 2 * len(kinds) < len(candidates) / 10
 
 
 def sample_s(found: Ranking, cluster: Cluster) -> list[float]:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import repeat
 
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Event
 from dstrain.plan.memory.deepspeed.byte_account import Action, EngineEvent, Part
-from dstrain.plan.memory.deepspeed.engine import engine_of, places, recorded
+from dstrain.plan.memory.deepspeed.engine import Engine, engine_of, places, recorded
 from dstrain.plan.memory.layers.recording import Recording
 from dstrain.plan.memory.traces.event_writer import MAIN, REDUCE, UNSHARD, Script
 
@@ -37,16 +38,23 @@ def steps(
     script.allocate_all((between.params, between.grads, between.optimizer, between.buffers, between.gathered))
     script.allocate(workspace_bytes)
     yield script.take()
-    replay, step = engine.replays[0], engine.steps[0]
-    while True:
-        blocks = _Blocks(script, STREAMS if configuration.zero.overlap_comm else {})
-        for actions in replay.micro_batches:
-            _write(script, blocks, recording, actions, workspace_bytes)
-            workspace_bytes = 0
-        for grads, buffers, _ in step:
-            script.free(script.allocate(max(0, grads - replay.kept)), script.allocate(buffers))
-        blocks.close()
-        yield script.take()
+    streams = STREAMS if configuration.zero.overlap_comm else {}
+    yield _step(script, engine, recording, streams, workspace_bytes)
+    yield from repeat(_step(script, engine, recording, streams, 0))
+
+
+def _step(
+    script: Script, engine: Engine, recording: Recording, streams: dict[Part, int], workspace_bytes: int
+) -> list[Event]:
+    """Returns the events of a step; all but a workspace, which its first micro-batch allocates, go with it."""
+    replay, blocks = engine.replays[0], _Blocks(script, streams)
+    for actions in replay.micro_batches:
+        _write(script, blocks, recording, actions, workspace_bytes)
+        workspace_bytes = 0
+    for grads, buffers, _ in engine.steps[0]:
+        script.free(script.allocate(max(0, grads - replay.kept)), script.allocate(buffers))
+    blocks.close()
+    return script.take()
 
 
 def _write(

@@ -33,12 +33,17 @@ class Settings:
 
 def settings_of(configuration: Configuration) -> Settings:
     """Returns the engine's part of a configuration."""
-    step, zero = configuration.step, configuration.zero
-    most = MICRO_BATCHES_PLAYED if zero.stage < 3 or zero.hpz > 1 else 1
     return Settings(
         model=configuration.model,
-        step=replace(step, grad_accum=min(step.grad_accum, most)),
-        zero=zero,
+        step=replace(configuration.step, grad_accum=micro_batches_played(configuration)),
+        zero=configuration.zero,
         parallel=configuration.parallel,
         checkpointing=configuration.checkpointing,
     )
+
+
+def micro_batches_played(configuration: Configuration) -> int:
+    """Returns how many micro-batches of a step are played: at most as many as differ."""
+    zero, is_deepspeed = configuration.zero, configuration.model.is_deepspeed
+    most = MICRO_BATCHES_PLAYED if zero.stage < 3 or zero.hpz > 1 or not is_deepspeed else 1
+    return min(configuration.step.grad_accum, most)

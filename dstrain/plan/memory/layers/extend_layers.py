@@ -1,4 +1,4 @@
-"""Extends a recording of a few layers to the full depth by repeating one of them."""
+"""Extends a recording of a few layers to the full depth by repeating one of them, or one period of them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from dstrain.plan.memory.layers.recording import END, Moment, Recording, TapeEve
 from dstrain.plan.memory.layers.tensor import Part
 
 Slice = tuple[str, int]
-"""`f` or `b` for forward or backward, and the layer; `before`, `between` and `after` have layer -1."""
+"""`f` or `b` for forward or backward, and the number of a period of layers; `before`, `between` and `after` have -1."""
 Home = tuple[str, int, int]
 """The slice that allocates a tensor, and its position among the tensors of that slice."""
 
 
-def repeated(short: Recording, copies: Mapping[int, int], *, is_terse: bool) -> Recording | None:
-    """Returns the recording with more `copies` of some layers, or None if one differs from its neighbours.
+def repeated(short: Recording, copies: Mapping[int, int], *, is_terse: bool, period: int = 1) -> Recording | None:
+    """Returns the recording with more `copies` of some periods of layers, or None if one differs from its neighbours.
 
-    A slice of the recording reaches from the first linear of a layer to that of the next, backward from the gradient of
-    a layer's output to that of the one before it. Each tensor is known by the slice that allocates it and its place
-    there; what a copy frees of a neighbour is the neighbour's tensor at the same place. What lives at a mark grows by
-    the same bytes from copy to copy.
+    A slice of the recording reaches from the first linear of a period to that of the next, backward from the gradient
+    of its output to that of the one before it. Each tensor is known by the slice that allocates it and its place there;
+    what a copy frees of a neighbour is the neighbour's tensor at the same place. What lives at a mark grows by the same
+    bytes from copy to copy.
     """
-    cut = _Cut(short)
-    if not all(cut.is_regular(layer) for layer in copies):
+    cut = _Cut(short, period)
+    if not all(cut.is_regular(number) for number in copies):
         return None
     return _Writer(short, cut, copies, is_terse).write()
 
@@ -32,7 +32,8 @@ def repeated(short: Recording, copies: Mapping[int, int], *, is_terse: bool) -> 
 class _Cut:
     """A recording cut into slices."""
 
-    def __init__(self, short: Recording) -> None:
+    def __init__(self, short: Recording, period: int) -> None:
+        self.period = period
         self.order: list[Slice] = []
         self.start: dict[Slice, int] = {}
         self.moments: dict[Slice, list[Moment]] = {}
@@ -50,13 +51,13 @@ class _Cut:
         self._open(("before", -1), 0)
         for moment in short.moments:
             what, layer, _ = moment.key
-            position = moment.place
-            if what == "forward" and layer >= 0 and ("f", layer) not in self.start:
-                self._open(("f", layer), position)
+            position, number = moment.place, layer // self.period
+            if what == "forward" and layer >= 0 and ("f", number) not in self.start:
+                self._open(("f", number), position)
             elif what == "loss forward":
                 self._open(("between", -1), position)
-            elif what == "layer backward":
-                self._open(("b", layer), position)
+            elif what == "layer backward" and ("b", number) not in self.start:
+                self._open(("b", number), position)
             elif what in ("vision backward", "embedding backward") and ("after", -1) not in self.start:
                 self._open(("after", -1), position)
             self.moments[self.order[-1]].append(moment)
@@ -66,14 +67,14 @@ class _Cut:
         self.start[slice_] = position
         self.moments[slice_] = []
 
-    def is_regular(self, layer: int) -> bool:
-        """Returns whether a layer can be repeated.
+    def is_regular(self, number: int) -> bool:
+        """Returns whether a period of layers can be repeated.
 
-        The next layer must repeat its events, both neighbours allocate the same, and it frees only their tensors.
+        The next one must repeat its events, both neighbours allocate the same, and it frees only their tensors.
         """
         for direction in "fb":
-            shape, following = (self._shape((direction, number)) for number in (layer, layer + 1))
-            made = [self._made((direction, layer + step)) for step in (-1, 0, 1)]
+            shape, following = (self._shape((direction, other)) for other in (number, number + 1))
+            made = [self._made((direction, number + step)) for step in (-1, 0, 1)]
             if shape is None or shape != following or made[0] != made[1] or made[1] != made[2]:
                 return False
             if any(len(event) == 3 and event[1] not in (-1, 0, 1, None) for event in shape):
@@ -95,9 +96,9 @@ class _Cut:
             return None
         return [(size,) if size else self._relative(self.home[key], slice_[1]) for key, size in self.events[slice_]]
 
-    def _relative(self, home: Home, layer: int) -> tuple[object, ...]:
+    def _relative(self, home: Home, number: int) -> tuple[object, ...]:
         direction, other, place = home
-        return (direction, other - layer if other >= 0 else None, place)
+        return (direction, other - number if other >= 0 else None, place)
 
 
 class _Writer:
@@ -113,8 +114,8 @@ class _Writer:
 
     def write(self) -> Recording:
         for slice_ in self.cut.order:
-            layer = self._moved(slice_[1])
-            numbers = range(layer, layer + self.copies.get(slice_[1], 0) + 1)
+            first = self._moved(slice_[1])
+            numbers = range(first, first + self.copies.get(slice_[1], 0) + 1)
             for number in numbers if slice_[0] == "f" else reversed(numbers):
                 is_copy = number != numbers[0] if slice_[0] == "f" else number != numbers[-1]
                 if is_copy:
@@ -122,49 +123,51 @@ class _Writer:
                 self._slice(slice_, number)
         return replace(self.short, events=self.events, freed=list(self._freed()), moments=self.moments)
 
-    def _moved(self, layer: int) -> int:
-        """Returns a layer's number in the longer recording."""
-        return layer + sum(count for repeated_, count in self.copies.items() if repeated_ < layer)
+    def _moved(self, number: int) -> int:
+        """Returns the number of a period of layers in the longer recording."""
+        return number + sum(count for repeated_, count in self.copies.items() if repeated_ < number)
 
-    def _slice(self, slice_: Slice, layer: int) -> None:
-        """Writes a slice as that of `layer`; a copy without what it gives back itself."""
+    def _slice(self, slice_: Slice, number: int) -> None:
+        """Writes a slice as that of `number`; a copy without what it gives back itself."""
         template = self.cut.events[slice_]
-        is_copy = self.is_terse and slice_[1] in self.copies and self._moved(slice_[1]) != layer
+        is_copy = self.is_terse and slice_[1] in self.copies and self._moved(slice_[1]) != number
         own = {key for key, size in template if not size and self.cut.home[key][:2] == slice_} if is_copy else set()
         moments = iter(self.cut.moments[slice_])
         moment = next(moments, None)
         for position, (key, size) in enumerate(template, self.cut.start[slice_]):
             while moment is not None and moment.place == position:
-                self._moment(moment, layer)
+                self._moment(moment, number)
                 moment = next(moments, None)
             if key not in own:
-                self.events.append((self._id(self._shifted(self.cut.home[key], slice_, layer)), size))
+                self.events.append((self._id(self._shifted(self.cut.home[key], slice_, number)), size))
         while moment is not None:
-            self._moment(moment, layer)
+            self._moment(moment, number)
             moment = next(moments, None)
 
-    def _moment(self, moment: Moment, layer: int) -> None:
+    def _moment(self, moment: Moment, number: int) -> None:
         what, at, name = key = moment.key
         if key == END:
             self.moments.append(moment._replace(place=len(self.events)))
             return
         begin, peak = (tuple(map(add, parts, self.grown)) for parts in (moment.begin, moment.peak))
-        self.moments.append(Moment((what, layer if at >= 0 else at, name), len(self.events), begin, peak))
+        period = self.cut.period
+        at = number * period + at % period if at >= 0 else at
+        self.moments.append(Moment((what, at, name), len(self.events), begin, peak))
 
-    def _shifted(self, home: Home, slice_: Slice, layer: int) -> Home:
-        """Returns the home of a tensor as a slice that stands for `layer` means it."""
+    def _shifted(self, home: Home, slice_: Slice, number: int) -> Home:
+        """Returns the home of a tensor as a slice that stands for `number` means it."""
         direction, other, place = home
         if other < 0:
             return home
         if slice_[1] < 0 or abs(other - slice_[1]) > 1:  # no neighbour's, such as the logits, freed at the very end
             return (direction, self._moved(other), place)
-        return (direction, layer + other - slice_[1], place)
+        return (direction, number + other - slice_[1], place)
 
     def _id(self, home: Home) -> int:
         return self.ids.setdefault(home, len(self.ids))
 
     def _freed(self) -> Iterator[TapeEvent]:
-        """Yields the final frees, those of a repeated layer once for every copy."""
+        """Yields the final frees, those of a repeated period once for every copy."""
         for key, _ in self.short.freed:
             direction, other, place = self.cut.home[key]
             for copy in range(self.copies.get(other, 0) + 1):

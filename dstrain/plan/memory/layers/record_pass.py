@@ -1,9 +1,9 @@
 """Records a micro-batch on the tape.
 
-A few layers of each kind are played. The others are written by repeating one of them: layers in the middle ask for the
-same blocks in the same order. Where the allocator may grow its segments, what such a layer takes and gives back itself
-is left out: it finds the blocks of the layer before it. Without that a hole more or less matters, and nothing is left
-out.
+A few layers of each kind are played. The others are written by repeating one of them, or the n of which one is
+recomputed: layers in the middle ask for the same blocks in the same order. Where the allocator may grow its segments,
+what such a layer takes and gives back itself is left out: it finds the blocks of the layer before it. Without that, and
+where layers take turns, a hole more or less matters (up to 1 % of what is held), and nothing is left out.
 """
 
 from __future__ import annotations
@@ -90,16 +90,17 @@ def plain_passes(configuration: Configuration, release: GradRelease) -> Passes:
 
 @lru_cache(RECORDINGS_KEPT)
 def _recorded(model: ModelFacts, variant: Variant, passes: Passes, is_terse: bool) -> Recording:
-    depth = layer_kinds(model, variant)
-    short = {kind: min(count, 2 * EDGE) for kind, count in depth.items()}
-    if short == depth or variant.checkpointing.period > 1 or variant.kernels.router_loss:
+    depth, period = layer_kinds(model, variant), variant.checkpointing.period
+    short = to_play(depth, period=period, edge=EDGE * period)
+    if short == depth or variant.kernels.router_loss:
         return _played(model, variant, depth, passes)
     copies, first = {}, 0
     for kind, count in short.items():
         if depth[kind] > count:
-            copies[first + EDGE - 1] = depth[kind] - count
+            copies[-(-first // period) + EDGE - 1] = (depth[kind] - count) // period
         first += count
-    recording = repeated(_played(model, variant, short, passes), copies, is_terse=is_terse)
+    is_terse = is_terse and period == 1
+    recording = repeated(_played(model, variant, short, passes), copies, is_terse=is_terse, period=period)
     if recording is not None and _is_sound(recording):
         return recording
     return _played(model, variant, depth, passes)
