@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from benchmarks.published.out_of_sample import HALF_BARS, HalfScore
+from benchmarks.published.out_of_sample import APART, HALF_BARS, HalfScore
 from benchmarks.published.score import Errors
 
 HEAD = ("figure", "fit", "runs", "unseen", "runs", "bar", "")
@@ -89,6 +89,11 @@ FIGURES = (
         value=lambda score: median(score.ranks.values()) if score.ranks else None,
         count=lambda score: len(score.ranks),
         is_ratio=False,
+    ),
+    _Figure(
+        name=f"throughput, pairs of a table over {100 * APART:.0f} % apart in the right order",
+        value=lambda score: score.order[0] / score.order[1] if score.order[1] else None,
+        count=lambda score: score.order[1],
     ),
     _Figure(
         name="allocated, mean error",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 
 from benchmarks.published.answers import Answer, Comparison, Side, is_bound, table_of
 from benchmarks.published.halves import Half
@@ -32,6 +33,8 @@ class HalfBars:
 
 
 HALF_BARS = HalfBars()
+APART = 0.05
+"""Ratio by which two runs have to differ to have an order: less is what runs of one recipe differ by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +49,8 @@ class HalfScore:
     """Throughput."""
     ranks: Mapping[str, float]
     """Spearman's correlation of throughput by table."""
+    order: tuple[int, int]
+    """Pairs of runs of a table whose throughput differs by more than `APART`: in the right order, and all."""
     allocated: Errors | None
     """Allocated bytes."""
     nvidia_smi: Errors | None
@@ -76,6 +81,7 @@ def half_score(answers: Sequence[Answer], halves: Mapping[str, Half], half: Half
         tables=len({table_of(one.row) for one in mine}),
         speed=errors(speeds),
         ranks=_ranks(speeds),
+        order=_order(speeds),
         allocated=errors(comparison for comparison in memory if comparison.basis == Basis.ALLOCATED),
         nvidia_smi=errors(comparison for comparison in memory if comparison.basis == Basis.NVIDIA_SMI),
         verdicts=confusion(verdicts),
@@ -85,8 +91,20 @@ def half_score(answers: Sequence[Answer], halves: Mapping[str, Half], half: Half
 
 def _ranks(speeds: Sequence[Comparison]) -> dict[str, float]:
     """Returns Spearman's correlation of predicted and measured throughput by table."""
+    found = {table: rank_correlation(runs) for table, runs in sorted(_by_table(speeds).items())}
+    return {table: rank for table, rank in found.items() if rank is not None}
+
+
+def _order(speeds: Sequence[Comparison]) -> tuple[int, int]:
+    """Returns how many pairs of runs of a table are in the right order, and of how many that are clearly apart."""
+    pairs = [pair for runs in _by_table(speeds).values() for pair in combinations(sorted(runs), 2)]
+    apart = [(slow, fast) for slow, fast in pairs if fast[0] > (1 + APART) * slow[0]]
+    return sum(fast[1] > slow[1] for slow, fast in apart), len(apart)
+
+
+def _by_table(speeds: Sequence[Comparison]) -> dict[str, list[tuple[float, float]]]:
+    """Returns measured and predicted throughput of the runs of each table."""
     tables: dict[str, list[tuple[float, float]]] = {}
     for comparison in speeds:
         tables.setdefault(comparison.table, []).append((comparison.measured, comparison.predicted))
-    found = {table: rank_correlation(pairs) for table, pairs in sorted(tables.items())}
-    return {table: rank for table, rank in found.items() if rank is not None}
+    return tables
