@@ -54,7 +54,8 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
     if not variant.is_by_sample:
         return _torch(run, q, k, v, heads, is_cat=is_cat)
     if _is_at_once(run, q, values, heads):
-        return _flash_attention_2(run, q, k, v, heads, is_cat=is_cat)
+        output = _flash_attention_2(run, q, k, v, heads, is_cat=is_cat)
+        return ops.copy(run.tape, output) if is_cat and not _flattens(run) else output
     return _by_sample(run, q, k, v, heads)
 
 
