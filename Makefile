@@ -9,7 +9,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile -c co
 SERVERS := .cache/language_servers
 QLORA := .cache/qlora
 VIDEOS := .cache/videos
-# one worker runs all tests of a cluster, which wait for time-outs; two run those of the engine meanwhile
+# one worker runs tests of the engine and one those of a cluster, which wait for time-outs; another uses cores meanwhile
 WORKERS := $(shell echo $$(($$(nproc) + 1)))
 # DeepSpeed compiles its ops on first use; they are kept here
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions

@@ -83,23 +83,30 @@ MARKS = {
 }
 """What a test needs that takes long, by the beginning of its node id; a test of none of these is fast. A test with the
 fixture `engine` needs the engine, too."""
+BESIDE_CLUSTER = (
+    "tests/launch/",
+    "tests/cli/test_script.py",
+    "tests/cli/test_doctor_network.py",
+    "tests/test_measure.py",
+)
+"""Tests of the engine on the worker of a cluster, which takes as long then; at three at a time all of them are slower."""
 SAMPLED = {
-    "tests/plan/search/test_search.py::test_bounds_lose_nothing": 3,
-    "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 15,
-    "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 20,
-    "tests/train/test_engine_memory.py": 8,
-    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 12,
+    "tests/plan/search/test_search.py::test_bounds_lose_nothing": 2,
+    "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 10,
+    "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 14,
+    "tests/train/test_engine_memory.py": 5,
+    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 8,
     "tests/train/test_space.py::test_shared_experts_train_as_one_rank_does": 2,
     "tests/train/test_space.py::test_the_choice_for_a_question_trains": 2,
     "tests/train/test_model_parallel.py": 2,
-    "tests/train/test_trace.py::test_a_trace_equals_what_pytorch_allocates": 6,
-    "tests/train/data/test_packing_families.py::test_every_family_on_the_tape_attends_by_sample_as_the_tape_has_it": 5,
-    "tests/facts/model/test_tracer.py::test_a_known_family_is_described_as_it_is_known": 3,
-    "tests/facts/model/test_tracer.py::test_a_profile_equals_the_trace_of_the_whole_model": 4,
-    "tests/cli/test_options.py::test_every_value_of_every_option_has_a_documented_end": 80,
-    "tests/facts/model/test_families.py::test_every_tensor_is_the_one_that_transformers_builds": 12,
+    "tests/train/test_trace.py::test_a_trace_equals_what_pytorch_allocates": 4,
+    "tests/train/data/test_packing_families.py::test_every_family_on_the_tape_attends_by_sample_as_the_tape_has_it": 3,
+    "tests/facts/model/test_tracer.py::test_a_known_family_is_described_as_it_is_known": 2,
+    "tests/facts/model/test_tracer.py::test_a_profile_equals_the_trace_of_the_whole_model": 3,
+    "tests/cli/test_options.py::test_every_value_of_every_option_has_a_documented_end": 50,
+    "tests/facts/model/test_families.py::test_every_tensor_is_the_one_that_transformers_builds": 8,
     "tests/cli/test_bombs.py::test_a_bomb_does_not_go_off": 8,
-    "tests/test_docs.py::test_the_page_of_a_model_has_the_plan": 3,
+    "tests/test_docs.py::test_the_page_of_a_model_has_the_plan": 2,
 }
 """How many of the cases of these tests a sample has; all of them are also a sweep. Other sweeps draw inside theirs."""
 
@@ -139,8 +146,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(wrapper=True)  # before -m selects, and before a worker of xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Marks the tests. One worker runs those of a file, one all that share an engine's ranks, one all that launch an
-    engine of their own, and one all of a cluster.
+    """Marks the tests; those of a file, all of the engine and all of a cluster are for one worker.
 
     Of the cases of SAMPLED as many are left as are written there, the same ones for all tests of a file."""
     for item in items:
@@ -151,7 +157,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if mark is not None:
             item.add_marker(mark)
         if mark in ("engine", "cluster"):
-            group = "launches" if mark == "engine" and not shares_ranks else mark
+            group = "cluster" if item.nodeid.startswith(BESIDE_CLUSTER) and not shares_ranks else mark
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in MARKS])
     for place, size in SAMPLED.items():

@@ -11,6 +11,7 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory import closed_form, pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine
+from dstrain.plan.memory.deepspeed.settings import micro_batches_played
 from dstrain.plan.memory.fragmentation import quick_ratio
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.layers.attention import as_attended
@@ -202,7 +203,7 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
         )
         if not replay.out_of_memory:
             break
-    replayed = min(configuration.step.grad_accum, 2)  # micro-batches of a step in the trace
+    replayed = micro_batches_played(configuration)
     return _Held(
         most=max(live, replay.reserved_bytes),
         settled=max(live, replay.settled_bytes),

@@ -8,7 +8,6 @@ from dstrain.choices import Method, Precision
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.job.model_changes import Lora
-from dstrain.plan.memory.params import adapted_experts
 
 LINEAR_FLOPS_PER_ELEMENT = 6.0
 """FLOPs of the forward pass of a token for each element of a recurrent state: read by the key, written, read by the
@@ -96,6 +95,8 @@ def products(model: ModelFacts, *, method: Method, lora: Lora | None = None) -> 
     ends with is not computed again. Source: torch 2.13 utils/checkpoint.py: _checkpoint_without_reentrant_generator;
     counted in traces of Transformers 5.23's layers: 13 products of 14 in a dense layer, all in one with experts.
     """
+    from dstrain.plan.memory.params import adapted_experts  # here: a rank counts FLOPs without it
+
     copied = [] if method is Method.FULL or lora is None else adapted_experts(model, lora)
     matrix_products = [
         replace(_product(model, group, method), is_copy=group in copied)

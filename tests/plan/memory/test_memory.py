@@ -12,6 +12,7 @@ from dstrain.plan.estimate import assess, estimate
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.memory import BASELINE_HOST_BYTES_PER_RANK
 from dstrain.plan.memory.params import Trained
+from dstrain.plan.memory.reserved import Reserved
 from dstrain.plan.memory.zero import pinned_waste
 from dstrain.plan.request import Request
 from dstrain.units import GIB
@@ -142,3 +143,15 @@ def test_pinned_rounding_of_offloaded_parameters_is_of_the_partition() -> None:
     way = changed(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, sub_group_size=2**28)
     # the flat gradient and the parameters, 2 B x 1.02e9 each, go up to 2 GiB; sub-groups are powers of two already
     assert pinned_waste(counts, way, 8) == 2 * (2**31 - 2 * 8_190_735_360 // 8)
+
+
+@pytest.mark.parametrize(("stage", "grad_accum", "retries"), [(3, 1, 1), (3, 8, 8), (2, 1, 1), (2, 8, 4)])
+def test_retries_of_the_micro_batches_played_stand_for_those_of_the_step(
+    stage: int, grad_accum: int, retries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO-3 plays one micro-batch of a step, ZeRO-2 up to two."""
+    held = Reserved(reserved_bytes=20 * GIB, settled_bytes=20 * GIB, retries=1, settled_retries=1, out_of_memory=False)
+    monkeypatch.setattr("dstrain.plan.memory.memory.reserved", lambda *_, **__: held)
+    configuration = changed(DEFAULTS, zero_stage=stage, grad_accum=grad_accum, seq_len=1024)
+    found = assess(ask(model="qwen3-0.6b", gpus=8, gpu="h100").workload, configuration)
+    assert found.memory.retries_per_step == retries

@@ -17,6 +17,8 @@ from dstrain.plan.request import Request
 from dstrain.plan.search.rules import RULES, broken
 from dstrain.plan.search.search_space import batches, global_batch, space, ways
 
+ADAPTED = Lora(dropout=0.0, target_parameters=("experts",))
+EXPERTS: dict[str, Any] = {"method": Method.LORA, "lora": ADAPTED}
 OFFLOADED = {"zero_stage": 3, "offload": Offload.OPTIMIZER}
 
 BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
@@ -31,6 +33,13 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("hpZ divides the GPUs", "qwen3-8b", {"zero_stage": 3, "hpz": 3}),
     ("hpZ keeps its copy on the GPU", "qwen3-8b", {"zero_stage": 3, "offload": Offload.PARAMS, "hpz": 8}),
     ("hpZ and AutoTP", "qwen3-8b", {"zero_stage": 3, "hpz": 8, "tp": 2}),
+    ("adapters of experts and dropout", "qwen3-30b-a3b", {**EXPERTS, "lora": replace(ADAPTED, dropout=0.1)}),
+    ("adapters of experts and Liger", "qwen3-30b-a3b", {**EXPERTS, "liger": True}),
+    ("torch.compile and adapters of experts", "qwen3-30b-a3b", {**EXPERTS, "torch_compile": True}),
+    (
+        *("adapters of experts are planned under DeepSpeed", "qwen3-30b-a3b"),
+        {**EXPERTS, "zero_stage": 0, "state_dtypes": StateDtypes.AUTOCAST},
+    ),
     ("SP and AutoTP", "qwen3-8b", {"sp": 2, "tp": 2, "zero_stage": 2}),
     ("SP divides the GPUs", "qwen3-8b", {"sp": 32}),
     ("SP divides the heads", "qwen2.5-7b", {"sp": 8}),
