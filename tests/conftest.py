@@ -89,7 +89,7 @@ BESIDE_CLUSTER = (
     "tests/cli/test_doctor_network.py",
     "tests/test_measure.py",
 )
-"""Tests of the engine on the worker of a cluster, which takes as long then; at three at a time all of them are slower."""
+"""Tests of the engine on the worker of a cluster, so that both take as long; three at a time slow each other down."""
 SAMPLED = {
     "tests/plan/search/test_search.py::test_bounds_lose_nothing": 2,
     "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 10,
