@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dstrain.open_files import open_files
+
 OPS: Mapping[str, str] = MappingProxyType(
     {
         "cpu_adam": "DeepSpeed's CPU Adam",
@@ -178,11 +180,4 @@ def _lock(path: Path) -> Lock:
 
 def held_locks(processes: Iterable[int] | None = None) -> frozenset[Path]:
     """Returns the lock files that these processes have open; by default all processes visible to this user."""
-    folders = ["[0-9]*"] if processes is None else map(str, processes)
-    targets = set()
-    for link in (link for folder in folders for link in Path("/proc").glob(f"{folder}/fd/*")):
-        with suppress(OSError):
-            target = link.readlink()
-            if target.name == "lock":
-                targets.add(target)
-    return frozenset(targets)
+    return frozenset(path for path in open_files(processes) if path.name == "lock")

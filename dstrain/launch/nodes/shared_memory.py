@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+from dstrain.open_files import open_files
 
 _FOLDER = Path("/dev/shm")
 _STARTED_S = 10.0
@@ -25,7 +27,7 @@ def remove_buffers(master_port: int | None = None, folder: Path = _FOLDER) -> No
     A buffer that looks unused may belong to a process of another container, unless it has the port: it stays until
     that run has started.
     """
-    held = set(_held(folder))
+    held = set(open_files())
     for buffer in _buffers(folder):
         if buffer not in held and (_is_of(buffer, master_port) or _age_s(buffer) > _STARTED_S):
             buffer.unlink(missing_ok=True)
@@ -38,7 +40,7 @@ def claim_buffers(master_port: int, folder: Path = _FOLDER, wait: Callable[[floa
     """
     remove_buffers(master_port, folder)
     for buffer in _buffers(folder):
-        while _is_of(buffer, master_port) and 0 <= _age_s(buffer) < _STARTED_S and buffer in _held(folder):
+        while _is_of(buffer, master_port) and 0 <= _age_s(buffer) < _STARTED_S and buffer in open_files():
             wait(0.2)
         if _is_of(buffer, master_port):
             buffer.unlink(missing_ok=True)
@@ -57,12 +59,3 @@ def _age_s(buffer: Path) -> float:
     with suppress(OSError):
         return max(time.time() - buffer.stat().st_ctime, 0.0)
     return -1.0
-
-
-def _held(folder: Path) -> Iterator[Path]:
-    """Yields the files of a folder that a process of this user has open: ranks never close a buffer."""
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            target = link.readlink()
-            if target.parent == folder:
-                yield target
