@@ -9,11 +9,12 @@ training: all of them, without those that are too long, and packed by the first 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,12 +33,13 @@ from dstrain.job.schema import Job
 from dstrain.train.data import prepare as preparing
 
 _BATCH = 10**6
-CASES: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("all samples", {}),
-    ("without long ones", {"on_long_sample": OnLongSample.DROP}),
-    ("packed by this rank", {"packing": True}),
-    ("packed by another one", {"packing": True}),
-)
+TOKENS = "tokens.arrow"
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "all samples": {},
+    "without long ones": {"on_long_sample": OnLongSample.DROP},
+    "packed by this rank": {"packing": True},
+    "packed by another one": {"packing": True},
+}
 
 
 def write_tokens(path: Path, samples: int) -> None:
@@ -87,26 +89,36 @@ def peak_of(work: Callable[[], object]) -> int:
     return peak - before
 
 
+def measured(folder: Path, case: str) -> int:
+    """Returns by how much the memory of this process grows at most as it reads the tokens in a folder, bytes."""
+    tokens = datasets.Dataset.from_file(str(folder / TOKENS))
+    made = SimpleNamespace(num_made=0, folder=folder)
+    names: dict[str, Any] = {
+        "rows_of": lambda *_, **__: SimpleNamespace(name="data"),
+        "tokenized": lambda *_: (tokens, made),
+        "_remarks": lambda *_: [],
+        "cache_folder": lambda: folder,
+    }
+    job = Job(model="m", output_dir="", data="data", seq_len=128, **CASES[case])
+    with mock.patch.multiple(preparing, **names):
+        return peak_of(partial(preparing.prepare, job, None, training=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=10**7, metavar="N", help="(default: %(default)s)")
-    samples = parser.parse_args().samples
+    parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child is not None:
+        print(measured(Path(given.child[0]), given.child[1]))
+        return
     with tempfile.TemporaryDirectory() as folder:
-        write_tokens(Path(folder) / "tokens.arrow", samples)
-        tokens = datasets.Dataset.from_file(f"{folder}/tokens.arrow")
-        made = SimpleNamespace(num_made=0, folder=Path(folder))
-        names: dict[str, Any] = {
-            "rows_of": lambda *_, **__: SimpleNamespace(name="data"),
-            "tokenized": lambda *_: (tokens, made),
-            "_remarks": lambda *_: [],
-            "cache_folder": lambda: Path(folder),
-        }
+        write_tokens(Path(folder) / TOKENS, given.samples)
         print("| read | bytes a sample at the peak |\n|---|---:|")
-        with mock.patch.multiple(preparing, **names):
-            for name, values in CASES:
-                job = Job(model="m", output_dir="o", data="data", seq_len=128, **values)
-                peak = peak_of(partial(preparing.prepare, job, None, training=True))
-                print(f"| {name} | {peak / samples:.0f} |", flush=True)
+        for case in CASES:  # each in a process of its own: what one leaves behind the next one would use
+            line = [sys.executable, __file__, "--child", folder, case]
+            done = subprocess.run(line, check=True, stdout=subprocess.PIPE, text=True)
+            print(f"| {case} | {int(done.stdout) / given.samples:.0f} |", flush=True)
 
 
 if __name__ == "__main__":

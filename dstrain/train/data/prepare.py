@@ -185,7 +185,7 @@ def _chosen(job: Job, sources: Sequence[DataSource], tokens: Sequence[_Tokens], 
 def _selected(tokens: _Tokens, rows: Indices) -> datasets.Dataset:
     """Returns samples of a data set; all of them without a list of their numbers.
 
-    `Dataset.select` writes the numbers in batches of 1,000, with up to 60 bytes each; one column has eight.
+    `Dataset.select` writes the numbers in batches of 1,000, which takes up to 60 bytes each; one column takes eight.
     """
     dataset = tokens.dataset
     if _is_whole(rows, dataset):
