@@ -244,9 +244,9 @@ def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tenso
         layer = _layer(run, code, kind)
         hidden = tape.checkpoint(layer, hidden) if variant.checkpointing.recomputes(index) else layer(hidden)
         hidden = output = marked(run, hidden, f"layer backward {index}")
-        is_at_end = index in (0, model.num_hidden_layers - 1)
+        is_at_end = index == 0 or index >= model.num_hidden_layers - 2
         if seen and index < len(seen.levels) and (is_at_end or seen.levels[index].node is not None):
-            # frozen ones between the first and the last layer leave as much behind as layers without
+            # frozen ones between the first and the last two layers leave as much behind as layers without
             hidden = features.deepened(run, hidden, seen.levels[index], seen.mask)
     hidden = code.norm(run, hidden, model.hidden_size)
     del embeddings, seen, output, idle
