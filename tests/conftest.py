@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ BESIDE_CLUSTER = (
     "tests/test_measure.py",
 )
 """Tests of the engine on the worker of a cluster, so that both take as long; three at a time slow each other down."""
-SAMPLED = {
+SAMPLED_CASES = {
     "tests/plan/search/test_search.py::test_bounds_lose_nothing": 2,
     "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 10,
     "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 14,
@@ -108,7 +109,39 @@ SAMPLED = {
     "tests/cli/test_bombs.py::test_a_bomb_does_not_go_off": 8,
     "tests/test_docs.py::test_the_page_of_a_model_has_the_plan": 2,
 }
-"""How many of the cases of these tests a sample has; all of them are also a sweep. Other sweeps draw inside theirs."""
+"""How many of the cases of these tests a sample has. Other sweeps draw inside theirs."""
+SAMPLED_TESTS = {
+    "tests/launch/test_hosts.py": 9,
+    "tests/launch/test_slurm.py": 5,
+    "tests/launch/test_process.py": 5,
+    "tests/launch/run/test_start.py": 3,
+}
+"""How many tests of these files a run of all tests has; each starts hosts, jobs or ranks of its own."""
+SAMPLED_PLACES = {
+    (
+        *("tests/train/test_best_model_and_samples.py", "tests/train/test_bf16_states.py", "tests/train/test_muon.py"),
+        *("tests/train/test_communication.py", "tests/train/test_elastic.py", "tests/train/test_model_parallel.py"),
+        *("tests/train/test_expert_adapters.py", "tests/train/test_experts.py", "tests/train/test_optimizer.py"),
+        *("tests/train/test_families_of_2026.py", "tests/train/test_rope_scaling.py", "tests/train/test_options.py"),
+        *("tests/train/test_compiled_layers.py", "tests/train/test_loading.py", "tests/train/test_nonfinite_step.py"),
+        *("tests/train/test_image_families.py", "tests/train/test_images.py", "tests/train/test_videos.py"),
+        *("tests/train/test_kto.py", "tests/train/test_preferences.py", "tests/train/test_rewards.py"),
+        *("tests/train/test_streaming.py", "tests/train/test_notices_of_ranks.py"),
+    ): 12,
+    (
+        "tests/cli/test_page.py::test_a_browser_shows_the_point_of_the_address_or_of_the_sliders",
+        "tests/cli/test_script.py::test_torchrun_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
+        "tests/cli/test_tune.py::test_the_fastest_is_written_edits_stay_and_what_failed_is_a_result",
+        "tests/launch/filesync/test_sync.py::test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one",
+        "tests/launch/filesync/test_sync.py::test_zero_3_over_pdsh_from_a_machine_without_ranks_brings_everything_there",
+        "tests/launch/run/test_out_of_memory.py",
+        "tests/launch/scripts/test_exports.py::test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1",
+        "tests/launch/test_slurm_run.py",
+        "tests/test_measure.py::test_one_case_is_measured_on_the_cpu_and_compared_with_its_plan",
+        "tests/train/data/test_tokenized.py::test_a_killed_preparation_goes_on_where_it_was_by_two_at_once_and_run_finds_it",
+    ): 5,
+}
+"""In how many of these places a run of all tests has those that are not fast, which take up to two minutes in each."""
 
 pytest_plugins = ["tests.launch.fixtures"]
 settings.register_profile("dstrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -123,20 +156,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the seed of this run; workers take the one of the run that started them.
+    """Chooses the seed of this run and finds whether it is of all tests; workers take both from it.
 
     Puts the programs of this Python first: ninja compiles again what another release of it has built."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     worker = getattr(config, "workerinput", {})
     if config.option.seed is None:
         config.option.seed = worker.get("seed", random.SystemRandom().randrange(10**6))
+    is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    config.option.is_whole = worker.get("is_whole", is_whole)
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(config.option.seed)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
-    node.workerinput["seed"] = node.config.option.seed
+    node.workerinput |= {"seed": node.config.option.seed, "is_whole": node.config.option.is_whole}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
@@ -148,7 +183,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Marks the tests; those of a file, all of the engine and all of a cluster are for one worker.
 
-    Of the cases of SAMPLED as many are left as are written there, the same ones for all tests of a file."""
+    A sample is left of those of which a run has one."""
     for item in items:
         mark = next((mark for mark, places in MARKS.items() if item.nodeid.startswith(places)), None)
         shares_ranks = "engine" in getattr(item, "fixturenames", ())
@@ -160,14 +195,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             group = "cluster" if item.nodeid.startswith(BESIDE_CLUSTER) and not shares_ranks else mark
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in MARKS])
-    for place, size in SAMPLED.items():
-        tests = [item for item in items if item.nodeid.startswith(place)]
-        drawn = set(draw_of(config)(list(dict.fromkeys(map(case_of, tests))), size))
-        left = {item for item in tests if case_of(item) not in drawn}
-        for item in tests:
-            item.add_marker("sweep")
-        config.hook.pytest_deselected(items=[item for item in tests if item in left])
-        items[:] = [item for item in items if item not in left]
+    leave_out(config, items)
     yield
     if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in items):
         raise pytest.UsageError("this pytest-xdist does not group tests under this pytest; see setup.cfg")
@@ -201,6 +229,36 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Removes what DeepSpeed's CPU collectives left behind: 66 MiB of RAM for each rank of every launch."""
     if not hasattr(session.config, "workerinput") and not session.config.option.collectonly:
         remove_buffers()
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves in a list of tests a sample of those of which a run has one, and marks them all as sweeps."""
+
+    def sample(tests: list[pytest.Item], part_of: Callable[[pytest.Item], str], size: int) -> None:
+        drawn = set(draw_of(config)(list(dict.fromkeys(map(part_of, tests))), size))
+        left = {item for item in tests if part_of(item) not in drawn}
+        for item in tests:
+            item.add_marker("sweep")
+        config.hook.pytest_deselected(items=list(left))
+        items[:] = [item for item in items if item not in left]
+
+    def within(*places: str) -> list[pytest.Item]:
+        return [item for item in items if item.nodeid.startswith(places)]
+
+    for place, size in SAMPLED_CASES.items():
+        sample(within(place), case_of, size)
+    if not config.option.is_whole:
+        return
+    for place, size in SAMPLED_TESTS.items():
+        sample(within(place), lambda item: item.name, size)
+    for places, size in SAMPLED_PLACES.items():
+        slow = [item for item in within(*places) if any(map(item.get_closest_marker, MARKS))]
+        sample(slow, partial(place_of, places), size)
+
+
+def place_of(places: tuple[str, ...], item: pytest.Item) -> str:
+    """Returns where a test is of places that are beginnings of node ids."""
+    return next(filter(item.nodeid.startswith, places))
 
 
 def case_of(item: pytest.Item) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import MARKS, SAMPLED
+from tests.conftest import MARKS, SAMPLED_CASES, SAMPLED_PLACES, SAMPLED_TESTS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dstrain"
@@ -161,8 +161,9 @@ def test_functions_have_at_most_40_lines() -> None:
 
 
 def test_what_has_a_mark_is_there() -> None:
-    for place in chain(*MARKS.values(), SAMPLED):
+    for place in chain(*MARKS.values(), SAMPLED_CASES, SAMPLED_TESTS, *SAMPLED_PLACES):
         file, _, test = place.partition("::")
+        assert list(ROOT.glob(f"{file}*")), place
         assert not test or f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8"), place
 
 
