@@ -67,10 +67,10 @@ def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant:
     with the first gradient. Of a single micro-batch ZeRO-1 keeps whole, layer by layer, what no bucket can hold.
     """
     stage = configuration.zero.stage
-    if stage == 0:
-        return instant.grads
     counts = trained_on_rank(model, configuration)
     taken = states(counts, configuration, ranks).grads
+    if stage == 0:
+        return max(instant.grads, taken) if configuration.step.grad_accum > 1 else instant.grads
     is_after = instant.name in AFTER_GRADIENTS
     if configuration.step.grad_accum > 1 or stage == 3:
         return taken + (engine_buffers(counts, configuration, ranks).backward_grads if is_after or stage != 2 else 0)

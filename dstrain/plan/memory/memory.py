@@ -20,7 +20,7 @@ from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import Trained, trained, trained_on_rank
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.reserved import reserved
-from dstrain.plan.memory.zero import States, optimizer_bytes_per_param, pinned, pinned_waste, states
+from dstrain.plan.memory.zero import States, pinned, pinned_waste, states, stepped_bytes_per_param
 from dstrain.units import GIB, MIB
 
 BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
@@ -296,5 +296,5 @@ def shard_bytes(configuration: Configuration, *, trainable: int, frozen: int) ->
     Source: deepspeed 0.19.8 runtime/engine.py: save_checkpoint; files of runs on two CPU ranks.
     """
     whole = (trainable if configuration.zero.stage < 3 else 0) + (frozen if configuration.model.is_full else 0)
-    stepped = round(optimizer_bytes_per_param(configuration.step.optimizer) * trainable)
+    stepped = round(stepped_bytes_per_param(configuration) * trainable)
     return configuration.model.item * whole + stepped

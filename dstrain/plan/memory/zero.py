@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dstrain.choices import Offload, Optimizer
-from dstrain.plan.configuration import Configuration, Zero
+from dstrain.choices import Offload, Optimizer, Precision
+from dstrain.plan.configuration import Configuration, TrainedModel, Zero
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
 from dstrain.plan.quantized_gradients import work_bytes
 
@@ -73,10 +73,26 @@ def optimizer_bytes_per_param(optimizer: Optimizer) -> float:
     return master_item(optimizer) + STATES[optimizer] * moment
 
 
+def has_master(model: TrainedModel, zero: Zero) -> bool:
+    """Returns whether a copy of the parameters is stepped in place of them; ZeRO-0 steps fp32 parameters themselves.
+
+    Source: deepspeed 0.19.8 runtime/engine.py: _configure_optimizer.
+    """
+    return zero.stage > 0 or model.precision is not Precision.FP32
+
+
+def stepped_bytes_per_param(configuration: Configuration) -> float:
+    """Returns the bytes of a configuration's master copy and optimizer states for each trained parameter."""
+    optimizer = configuration.step.optimizer
+    return optimizer_bytes_per_param(optimizer) - (
+        0 if has_master(configuration.model, configuration.zero) else master_item(optimizer)
+    )
+
+
 def states(counts: Trained, configuration: Configuration, num_ranks: int) -> States:
     """Returns the model states of one rank, with P trainable and F frozen parameters of s bytes over N ranks.
 
-    With AdamW, ZeRO-0: sP + sP + 12P. ZeRO-1 and 2: sP + sP/N + 12P/N when the optimizer steps.
+    With AdamW, ZeRO-0: sP + sP + 12P, in fp32 8P. ZeRO-1 and 2: sP + sP/N + 12P/N when the optimizer steps.
     ZeRO-3: (s + s + 12)P/N. Other optimizers have `optimizer_bytes_per_param` in place of 12.
     Under ZeRO-1 and 2 a gradient that lies across two partitions is whole on both ranks; the largest share is returned.
     Frozen parameters cost sF, sF/N under ZeRO-3. An optimizer on the CPU takes gradients and optimizer states there:
@@ -95,7 +111,7 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     trainable = counts.everywhere if stage == 3 else counts.trainable
     params = round((s * (trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / share)
     partition = partition_of(counts, configuration, num_ranks)
-    per_param, item = optimizer_bytes_per_param(configuration.step.optimizer), master_item(configuration.step.optimizer)
+    per_param, item = stepped_bytes_per_param(configuration), master_item(configuration.step.optimizer)
     if offload is Offload.NONE:
         optimizer = round(per_param * partition)
         kept = max(counts.gradient_shares(num_ranks)) if stage in (1, 2) else partition
@@ -218,7 +234,8 @@ def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int
     offloaded = configuration.zero.is_offloaded
     largest = s * counts.largest_trainable
     if stage == 0:
-        return EngineBuffers(resident=0, backward_grads=0, backward=0, step=round(4 * counts.trainable))
+        copied = counts.trainable if has_master(configuration.model, configuration.zero) else 0
+        return EngineBuffers(resident=0, backward_grads=0, backward=0, step=round(4 * copied))
     if stage == 3:
         resident = s * configuration.zero.reduce_bucket_size
         step = 0 if offloaded else sub_group_bytes(configuration, partition)

@@ -12,7 +12,7 @@ from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained, is_inside, shard, trained_on_rank
-from dstrain.plan.memory.zero import master_item, partition_of
+from dstrain.plan.memory.zero import has_master, master_item, partition_of
 from dstrain.plan.speed.compute import passes
 from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.flops import peak_flops_per_s
@@ -200,8 +200,7 @@ def _staying_bytes(counts: Trained, way: Configuration, partition: float) -> flo
 
 def _optimizer_bytes(way: Configuration) -> int:
     """Returns bytes of master copy and moments for each trained parameter."""
-    is_copied = way.model.is_deepspeed and way.model.precision is not Precision.FP32
-    master = master_item(way.step.optimizer) if is_copied else 0
+    master = master_item(way.step.optimizer) if way.model.is_deepspeed and has_master(way.model, way.zero) else 0
     return master + MOMENT_BYTES_PER_PARAM[way.model.state_dtypes][way.step.optimizer]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Hub, Method, Offload, Optimizer
+from dstrain.choices import Hub, Method, Offload, Optimizer, Precision
 from dstrain.facts import probe
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory import closed_form
@@ -28,6 +28,8 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"zero_stage": 3, "offload": Offload.PARAMS},
     {"zero_stage": 2, "tp": 2},
     {"zero_stage": 3, "tp": 4},
+    {"zero_stage": 0, "precision": Precision.FP32},
+    {"zero_stage": 2, "precision": Precision.FP32},
     {"zero_stage": 0, "optimizer": Optimizer.ADAMW_8BIT},
     {"zero_stage": 2, "optimizer": Optimizer.LION},
     {"zero_stage": 3, "optimizer": Optimizer.ADAMW_8BIT},

@@ -23,6 +23,11 @@ def test_fp32_keeps_a_separate_master_copy() -> None:
     assert (found.params, found.grads, found.optimizer) == (4 * P, 4 * P // N, 12 * P // N)
 
 
+def test_zero_0_steps_fp32_parameters_themselves() -> None:
+    found = states(COUNTS, changed(DEFAULTS, zero_stage=0, precision=Precision.FP32), N)
+    assert (found.params, found.grads, found.optimizer) == (4 * P, 4 * P, 8 * P)
+
+
 def test_optimizer_offload_leaves_parameters_on_the_gpu_and_18_bytes_a_parameter_on_the_host() -> None:
     found = states(COUNTS, changed(DEFAULTS, zero_stage=2, offload=Offload.OPTIMIZER), N)
     assert (found.device, found.host + found.staging) == (2 * P, 18 * P // N)

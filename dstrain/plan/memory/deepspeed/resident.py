@@ -10,7 +10,7 @@ from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
-from dstrain.plan.memory.zero import EIGHT_BIT_STATE, STATES, master_item
+from dstrain.plan.memory.zero import EIGHT_BIT_STATE, STATES, has_master, master_item
 
 FP32 = 4
 
@@ -125,8 +125,8 @@ def sub_groups(modules: Modules, ranks: int, size: int) -> list[list[int]]:
 def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
     """Returns what a rank holds between two steps, with P trainable and F frozen elements of s bytes over N ranks.
 
-    ZeRO-0: sP + 12P. ZeRO-1, 2: sP + 12P/N. ZeRO-3: (s + 12)P/N, the flat gradient sP/N and the bucket. Frozen: sF, or
-    sF/N under ZeRO-3. Of states in bf16 12 is 6.
+    ZeRO-0: sP + 12P, in fp32 sP + 8P. ZeRO-1, 2: sP + 12P/N. ZeRO-3: (s + 12)P/N, the flat gradient sP/N and the
+    bucket. Frozen: sF, or sF/N under ZeRO-3. Of states in bf16 12 is 6.
     Source: deepspeed 0.19.8 runtime/fp16/unfused_optimizer.py, runtime/zero/stage_1_and_2.py, stage3.py: __init__.
     """
     if settings.zero.stage == 3:
@@ -136,7 +136,7 @@ def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
     frozen = sum(rounded(item * weight.numel) for weight in weights if not weight.trains)
     trainable = [weight.numel for weight in weights if weight.trains]
     if settings.zero.stage == 0:
-        master = 0 if settings.model.precision is Precision.FP32 else FP32  # fp32 has no second copy here
+        master = FP32 if has_master(settings.model, settings.zero) else 0
         states = sum(rounded(master * n) + state_bytes(n, settings.step.optimizer) for n in trainable)
         return Resident(params=frozen + sum(rounded(item * n) for n in trainable), optimizer=states - less)
     flat = layout(modules, ranks)
