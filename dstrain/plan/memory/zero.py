@@ -184,11 +184,8 @@ def bucket_bytes(configuration: Configuration, trainable: int | None) -> int:
     """
     elements = configuration.zero.reduce_bucket_size
     copied = elements if trainable is None else min(elements, trainable)
-    return (
-        configuration.model.item
-        * (num_buckets(configuration.zero) * elements + copied)
-        * bool(configuration.zero.stage)
-    )
+    buckets = num_buckets(configuration.zero) * elements + copied
+    return configuration.model.item * buckets if configuration.zero.stage else 0
 
 
 def sub_group_bytes(configuration: Configuration, partition: float | None) -> int:
@@ -228,11 +225,9 @@ def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets, step; runtime/zero/stage3.py: __init__,
     _prepare_sub_group; counted from live tensors of the engine on CPU ranks.
     """
-    s, stage = configuration.model.item, configuration.zero.stage
+    s, stage, offloaded = configuration.model.item, configuration.zero.stage, configuration.zero.is_offloaded
     partition = partition_of(counts, configuration, num_ranks)
-    bucket = bucket_bytes(configuration, counts.trainable)
-    offloaded = configuration.zero.is_offloaded
-    largest = s * counts.largest_trainable
+    bucket, largest = bucket_bytes(configuration, counts.trainable), s * counts.largest_trainable
     if stage == 0:
         copied = counts.trainable if has_master(configuration.model, configuration.zero) else 0
         return EngineBuffers(resident=0, backward_grads=0, backward=0, step=round(4 * copied))
@@ -279,11 +274,10 @@ def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) 
     adds to frozen ones, which are pinned one by one, is not counted.
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py and stage3.py: __init__, pin_memory.
     """
-    s, stage, master = configuration.model.item, configuration.zero.stage, master_item(configuration.step.optimizer)
-    partition = partition_of(counts, configuration, num_ranks)
-    sizes: list[float] = []
     if not configuration.zero.is_offloaded:
         return 0
+    s, stage, master = configuration.model.item, configuration.zero.stage, master_item(configuration.step.optimizer)
+    partition, sizes = partition_of(counts, configuration, num_ranks), list[float]()
     if configuration.zero.pin_memory and stage < 3:
         sizes += [master * partition, master * partition, s * partition]
     elif configuration.zero.pin_memory:
