@@ -16,11 +16,12 @@ from dstrain.plan.memory.fragmentation import quick_ratio
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.layers.attention import as_attended
 from dstrain.plan.memory.loading import Loading, Machine, loading
+from dstrain.plan.memory.optimizer_states import stepped_bytes_per_param
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import Trained, trained, trained_on_rank
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.reserved import reserved
-from dstrain.plan.memory.zero import States, pinned, pinned_waste, states, stepped_bytes_per_param
+from dstrain.plan.memory.zero import States, pinned, pinned_waste, states
 from dstrain.units import GIB, MIB
 
 BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
@@ -243,11 +244,8 @@ def _workspace_bytes(cluster: Cluster) -> int:
 def host_bytes(workload: Workload, configuration: Configuration, load: Loading | None = None) -> int:
     """Returns host RAM of one node while it trains or loads, whichever takes more: the processes, and what is
     offloaded with pinned rounding. What a load takes may be known."""
-    model, ranks, sharing = (
-        workload.model,
-        workload.cluster.gpus_per_node,
-        sharing_ranks(workload.cluster, configuration),
-    )
+    model, ranks = workload.model, workload.cluster.gpus_per_node
+    sharing = sharing_ranks(workload.cluster, configuration)
     counts = trained_on_rank(model, configuration)
     load = load or _load(workload, configuration, counts)
     if configuration.model.is_deepspeed and has_layer_code(model):

@@ -38,6 +38,8 @@ class Trained:
     """Frozen elements of linears kept in 4 bits."""
     largest_trainable: int
     """Elements of the largest trainable tensor, whose gradient exists whole for a moment."""
+    matrices: int = 0
+    """Trainable elements in matrices of layers, which Muon steps."""
     elsewhere: int = 0
     """Trainable elements of the experts that other ranks of an expert-parallel group have."""
     flat_groups: tuple[tuple[int, ...], ...] = ()
@@ -271,6 +273,7 @@ def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
             frozen=model.num_params - trainable,
             quantized=0,
             largest_trainable=largest,
+            matrices=sum(group.num_trained for group in groups if is_inside(group) and len(group.shape) > 1),
             flat_groups=_flat_groups(model),
         )
     copies = [group.numel for group in kept_whole(model, lora)]
@@ -287,4 +290,5 @@ def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
         frozen=model.num_params - quantized,
         quantized=quantized,
         largest_trainable=largest,
+        matrices=lora_params(model, lora),
     )

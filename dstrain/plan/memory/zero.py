@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dstrain.choices import Offload, Optimizer, Precision
-from dstrain.plan.configuration import Configuration, TrainedModel, Zero
+from dstrain.choices import Offload
+from dstrain.plan.configuration import Configuration, Zero
+from dstrain.plan.memory.optimizer_states import has_master, master_item, saved_by_muon, stepped_bytes_per_param
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
 from dstrain.plan.quantized_gradients import work_bytes
 
@@ -34,61 +35,6 @@ class States:
         return self.params + self.grads + self.optimizer
 
 
-STATES: dict[Optimizer, int] = {
-    Optimizer.ADAMW: 2,
-    Optimizer.ADAMW_FUSED: 2,
-    Optimizer.ADAMW_8BIT: 2,  # in fp32 where it is offloaded: CPU Adam takes its place
-    Optimizer.ADAMW_BF16: 2,
-    Optimizer.ADAFACTOR: 1,
-    Optimizer.LION: 1,
-    Optimizer.SGD: 0,
-    Optimizer.MUON: 2,  # AdamW's, less what `saved_by_muon` says of matrices
-}
-"""Tensors in the dtype of the master copy that an optimizer keeps beside it. Adafactor keeps one: DeepSpeed gives it
-flat partitions, and only matrices can be factored. Source: torch 2.13 optim; transformers 5.23 optimization.py:
-Adafactor._get_options; bitsandbytes 0.49 optim/lion.py."""
-EIGHT_BIT_STATE = 1 + 4 / 256
-"""Bytes of an element of an 8-bit state: one, and an fp32 scale for 256. Source: bitsandbytes 0.49
-optim/optimizer.py: Optimizer2State.init_state."""
-
-
-def master_item(optimizer: Optimizer) -> int:
-    """Returns the bytes of an element of master weights, and of the gradients and moments that step them.
-
-    Source: deepspeed 0.19.8 runtime/base_optimizer.py: _configure_master_weights.
-    """
-    return 2 if optimizer is Optimizer.ADAMW_BF16 else 4
-
-
-def optimizer_bytes_per_param(optimizer: Optimizer) -> float:
-    """Returns the bytes of the master copy and of what the optimizer keeps beside it, for each trained parameter.
-
-    With AdamW in mixed precision: fp32 master copy 4, first moment 4, second moment 4. DeepSpeed keeps a separate copy
-    for a model in that dtype too. Source: ZeRO (arXiv 1910.02054), 3.1; deepspeed 0.19.8 stage_1_and_2.py: __init__.
-
-    >>> [optimizer_bytes_per_param(each) for each in (Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_BF16)]
-    [12, 6.03125, 6]
-    """
-    moment = EIGHT_BIT_STATE if optimizer is Optimizer.ADAMW_8BIT else master_item(optimizer)
-    return master_item(optimizer) + STATES[optimizer] * moment
-
-
-def has_master(model: TrainedModel, zero: Zero) -> bool:
-    """Returns whether a copy of the parameters is stepped in place of them; ZeRO-0 steps fp32 parameters themselves.
-
-    Source: deepspeed 0.19.8 runtime/engine.py: _configure_optimizer.
-    """
-    return zero.stage > 0 or model.precision is not Precision.FP32
-
-
-def stepped_bytes_per_param(configuration: Configuration) -> float:
-    """Returns the bytes of a configuration's master copy and optimizer states for each trained parameter."""
-    optimizer = configuration.step.optimizer
-    return optimizer_bytes_per_param(optimizer) - (
-        0 if has_master(configuration.model, configuration.zero) else master_item(optimizer)
-    )
-
-
 def states(counts: Trained, configuration: Configuration, num_ranks: int) -> States:
     """Returns the model states of one rank, with P trainable and F frozen parameters of s bytes over N ranks.
 
@@ -113,7 +59,9 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     partition = partition_of(counts, configuration, num_ranks)
     per_param, item = stepped_bytes_per_param(configuration), master_item(configuration.step.optimizer)
     if offload is Offload.NONE:
-        optimizer = round(per_param * partition)
+        optimizer = round(per_param * partition) - saved_by_muon(
+            counts.matrices, configuration.model, configuration.step, configuration.zero, num_ranks
+        )
         kept = max(counts.gradient_shares(num_ranks)) if stage in (1, 2) else partition
         return States(params=params, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:

@@ -10,9 +10,10 @@ from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import has_layer_code
+from dstrain.plan.memory.optimizer_states import has_master, master_item
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained, is_inside, shard, trained_on_rank
-from dstrain.plan.memory.zero import has_master, master_item, partition_of
+from dstrain.plan.memory.zero import partition_of
 from dstrain.plan.speed.compute import passes
 from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.flops import peak_flops_per_s

@@ -10,7 +10,7 @@ from dstrain.choices import Offload, Optimizer, StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.multiprocessors import MULTIPROCESSORS
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.zero import master_item
+from dstrain.plan.memory.optimizer_states import master_item
 from dstrain.plan.speed.efficiency import CPU_ADAM_BYTES_PER_PARAM, PAGEABLE_RATIO, Efficiency
 from dstrain.plan.speed.traffic import Work
 

@@ -102,3 +102,24 @@ def test_ram_is_not_above_the_engines(
     quick = states(counts, configuration, ranks)
     ram = quick.host + quick.staging + pinned_waste(counts, configuration, ranks)
     assert ram <= (1 + QUICK_ERROR_RATIO) * engine.host_of(model, configuration, ranks).taken
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("optimizer", [each for each in Optimizer if each is not Optimizer.ADAMW_BF16])
+def test_model_states_are_those_of_the_engine(optimizer: Optimizer, zero_stage: int) -> None:
+    model = probe.read_model("qwen3-0.6b", hub=Hub.HF)
+    for precision, method in product(Precision, (Method.FULL, Method.LORA)):
+        configuration = changed(
+            DEFAULTS,
+            optimizer=optimizer,
+            zero_stage=zero_stage,
+            precision=precision,
+            method=method,
+            micro_batch=1,
+            seq_len=1024,
+        )
+        played = engine.peak(model, configuration, 4)
+        found = states(trained(model, method, configuration.model.lora), configuration, 4)
+        assert found.params == pytest.approx(played.params, rel=0.01), configuration
+        beside = 2**28 if optimizer is Optimizer.MUON and zero_stage == 3 else 2**20  # buffers of Muon
+        assert found.optimizer == pytest.approx(played.optimizer, rel=0.01, abs=beside), configuration

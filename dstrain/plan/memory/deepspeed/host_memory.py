@@ -10,7 +10,8 @@ from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.resident import FP32, accumulation_item, sub_groups
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
-from dstrain.plan.memory.zero import STATES, master_item, pinned
+from dstrain.plan.memory.optimizer_states import STATES, master_item
+from dstrain.plan.memory.zero import pinned
 
 ALWAYS_IN_RAM = 1_000_000_000
 """Elements of parameters that stay in RAM under NVMe offload. Source: deepspeed 0.19.8 runtime/zero/offload_config.py:

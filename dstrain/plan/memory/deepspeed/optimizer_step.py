@@ -11,7 +11,7 @@ from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.resident import FP32, accumulation_item, is_wide, sub_groups
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
-from dstrain.plan.memory.zero import master_item
+from dstrain.plan.memory.optimizer_states import master_item
 
 TEMPORARIES: dict[Optimizer, int] = {
     Optimizer.ADAMW: 0,

@@ -16,7 +16,8 @@ from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero3_gathering import Coordinator, Gathers
 from dstrain.plan.memory.deepspeed.zero12_partitions import PartitionedReducer, layout
 from dstrain.plan.memory.layers.recording import END
-from dstrain.plan.memory.zero import master_item, num_buckets
+from dstrain.plan.memory.optimizer_states import master_item
+from dstrain.plan.memory.zero import num_buckets
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,7 +10,14 @@ from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
-from dstrain.plan.memory.zero import EIGHT_BIT_STATE, STATES, has_master, master_item
+from dstrain.plan.memory.optimizer_states import (
+    EIGHT_BIT_STATE,
+    STATES,
+    has_master,
+    master_item,
+    muon_buffers,
+    saved_by_muon,
+)
 
 FP32 = 4
 
@@ -73,27 +80,11 @@ def stepped_bytes(sizes: Iterable[int], optimizer: Optimizer) -> int:
     return sum(rounded(master_item(optimizer) * size) + state_bytes(size, optimizer) for size in sizes)
 
 
-_MUON_BUFFERS = 256 * 2**20
-"""Bytes of the buffers that DeepSpeed's Muon keeps, at most. Source: deepspeed 0.19.8 runtime/zero/stage3.py:
-_muon_allgather_max_cached_bytes."""
-
-
-def saved_by_muon(modules: Modules, settings: Settings, ranks: int) -> int:
-    """Returns the bytes that Muon's states are below AdamW's: of matrices, one fp32 moment of two, less its buffers.
-
-    ZeRO-1 and 2 keep the moment twice, both times in the gradients' dtype, and free their buffers; ZeRO-3 keeps up to
-    two parts and a whole of what it gathers. Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py:
-    _muon_momentum_buffer, _muon_staging_momentum; stage3.py: _muon_update_sub_group.
-    """
-    if settings.step.optimizer is not Optimizer.MUON:
-        return 0
+def _saved_by_muon(modules: Modules, settings: Settings, ranks: int) -> int:
+    """Returns the bytes that Muon's states, and what it keeps beside them, are below AdamW's."""
     matrices = sum(weight.numel for weight in modules.weights if weight.trains and weight.is_matrix)
-    if settings.zero.stage == 0:
-        return FP32 * matrices
-    share = matrices // ranks
-    if settings.zero.stage < 3:
-        return (2 * FP32 - 2 * accumulation_item(settings)) * share
-    return max(0, FP32 * share - min(_MUON_BUFFERS, settings.model.item * (share + matrices)))
+    saved = saved_by_muon(matrices, settings.model, settings.step, settings.zero, ranks)
+    return saved if settings.zero.stage < 3 else max(0, saved - muon_buffers(matrices, settings.model, ranks))
 
 
 def sub_groups(modules: Modules, ranks: int, size: int) -> list[list[int]]:
@@ -131,7 +122,7 @@ def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
     """
     if settings.zero.stage == 3:
         return _sharded(modules, settings, ranks)
-    item, less = settings.model.item, saved_by_muon(modules, settings, ranks)
+    item, less = settings.model.item, _saved_by_muon(modules, settings, ranks)
     weights = modules.weights
     frozen = sum(rounded(item * weight.numel) for weight in weights if not weight.trains)
     trainable = [weight.numel for weight in weights if weight.trains]
@@ -170,7 +161,7 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
     return Resident(
         params=(rounded(trainable * item) + frozen) if on_gpu else 0,
         grads=grads,
-        optimizer=stepped_bytes(stay, settings.step.optimizer) - saved_by_muon(modules, settings, ranks),
+        optimizer=stepped_bytes(stay, settings.step.optimizer) - _saved_by_muon(modules, settings, ranks),
         buffers=rounded(settings.zero.reduce_bucket_size * communication_item(settings)),
         gathered=whole if is_copied else 0,
         secondary=secondary,
