@@ -16,8 +16,6 @@ SHORTEST_S = 0.1
 """Seconds of an audio at least: Qwen2-Audio makes two tokens of it, and counts on two that follow each other.
 
 Source: transformers 5.23 models/qwen2_audio/modeling_qwen2_audio.py: legacy_processing."""
-
-
 _CONTAINER_UNIT_S = 1e-6
 """Source: PyAV 18 container/core.pyx: Container.duration, in AV_TIME_BASE."""
 _ANY_RATE = 16_000
@@ -49,23 +47,24 @@ def opened(audio: str, rate: int, max_s: float | None = None) -> Sound:
     import av  # type: ignore[import-not-found, unused-ignore]
     import numpy as np
 
-    most = None if max_s is None else round(max_s * rate)
+    name, most = media.name_of(audio, AUDIO.noun), None if max_s is None else round(max_s * rate)
     parts: list[Any] = []
     length = 0
     with _readable(audio) as (container, stream):
         resampler = av.AudioResampler(format="fltp", rate=rate)
         for frame in chain(container.decode(stream), [None]):
             for made in resampler.resample(frame):
-                part = made.to_ndarray().mean(axis=0, dtype=np.float32)
-                parts, length = [*parts, part], length + len(part)
+                parts.append(made.to_ndarray().mean(axis=0, dtype=np.float32))
+                length += len(parts[-1])
             if most is not None and length > most:
                 break
     if length < SHORTEST_S * rate:
-        problem = f'audio "{media.name_of(audio, AUDIO.noun)}" has {length / rate:g} seconds of sound'
-        raise InvalidConfig(problem, hint=f"Leave it out: an audio has {SHORTEST_S:g} seconds at least.")
-    samples = np.concatenate(parts)
-    is_cut = most is not None and length > most
-    return Sound(samples=samples[:most] if is_cut else samples, rate=rate, is_cut=is_cut)
+        hint = f"Leave it out: an audio has {SHORTEST_S:g} seconds at least."
+        raise InvalidConfig(f'audio "{name}" has {length / rate:g} seconds of sound', hint=hint)
+    samples = np.concatenate(parts)[:most]
+    if not np.isfinite(samples).all():
+        raise InvalidConfig(f'audio "{name}" has samples that are no numbers', hint=containers.again(AUDIO))
+    return Sound(samples=samples, rate=rate, is_cut=length > len(samples))
 
 
 def seconds_of(audio: str) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dstrain import units
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.media_kinds import IMAGE, KINDS, Kind
+from dstrain.facts.data.media_kinds import AUDIO, IMAGE, KINDS, Kind
 from dstrain.facts.data.row_values import is_given, shown
 from dstrain.facts.data.wav import wav_of
 
@@ -162,7 +162,7 @@ def _file(given: Any, kind: Kind, place: str) -> str:
 
     Raises InvalidConfig for addresses on the web, and for large contents.
     """
-    value = _content_of(given, place) if isinstance(given, Mapping) else given
+    value = _content_of(given, kind, place) if isinstance(given, Mapping) else given
     if isinstance(value, bytes):
         value = f"data:;base64,{b64encode(value).decode()}"
     one = f"{kind.article} {kind.noun}"
@@ -186,18 +186,18 @@ def _file(given: Any, kind: Kind, place: str) -> str:
     return value.removeprefix("file://")
 
 
-def _content_of(given: Mapping[str, Any], place: str) -> Any:
-    """Returns the bytes or the path of the hub's form, those of sound as numbers, or the data URL of OpenAI's form.
+def _content_of(given: Mapping[str, Any], kind: Kind, place: str) -> Any:
+    """Returns the bytes or the path of the hub's form; of audios also the bytes of numbers, and OpenAI's data URL.
 
     Source: datasets 5.2 features/audio.py: Audio (`array`, `sampling_rate`); OpenAI's API, chat (`data`, `format`).
     """
-    if isinstance(given.get("array"), Sequence):
+    if kind is AUDIO and isinstance(given.get("array"), Sequence):
         try:
             return wav_of(given["array"], int(given["sampling_rate"]))
         except (KeyError, TypeError, ValueError, struct.error):
             hint = '{"array": numbers in -1…1, (samples,) or (channels, samples), "sampling_rate": samples a second}'
             raise InvalidConfig(f"{place} is {shown(given)}, not sound as numbers", hint=f"Write {hint}.") from None
-    if isinstance(given.get("data"), str):
+    if kind is AUDIO and isinstance(given.get("data"), str):
         return f"data:audio/{given.get('format') or 'wav'};base64,{given['data']}"
     return given["bytes"] if isinstance(given.get("bytes"), bytes) else given.get("path")
 

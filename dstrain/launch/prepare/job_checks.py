@@ -252,9 +252,9 @@ def _check_media(job: Job, path: Path, named: Sequence[str]) -> None:
     """Raises InvalidConfig or EnvironmentProblem if a job cannot train on the media in these columns."""
     family = model_type(job.model, job.hub)
     require_media(family, named)
+    require_for_media(job, named, packs=family is None or packs_media(family))  # the ranks know
     for name in named:
         _PACKAGES[name]()
-    require_for_media(job, named, packs=family is None or packs_media(family))  # the ranks know
     folder = Path(job.model)
     if folder.is_dir() and not model_files.has_processor(folder):
         raise InvalidConfig(

@@ -99,6 +99,9 @@ def test_sound_in_rows_is_that_of_files(wav: Path) -> None:
     ):
         (audio,) = sample_of(given).audios
         assert np.abs(audios.opened(audio, RATE).samples - expected).max() < 1e-6
+    (none,) = sample_of(row("a", audios=[{"array": [*numbers, float("nan")], "sampling_rate": RATE}])).audios
+    with pytest.raises(InvalidConfig, match='audio "audio in the row" has samples that are no numbers'):
+        audios.opened(none, RATE)
     (two,) = sample_of(row("a", audios=[{"array": [numbers, [0.0] * len(numbers)], "sampling_rate": RATE}])).audios
     assert np.abs(audios.opened(two, RATE).samples - expected / 2).max() < 1e-6
 
