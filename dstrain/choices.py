@@ -137,8 +137,7 @@ class StateDtypes(StrEnum):
 
     `mixed` is DeepSpeed: weights and gradients in the training precision, an fp32 master copy and fp32 states.
     `pure-bf16` and `autocast` are PyTorch without DeepSpeed (one GPU, DDP, FSDP): everything in bf16, or everything in
-    fp32 with bf16 copies made for each use.
-    """
+    fp32 with bf16 copies made for each use."""
 
     MIXED = "mixed"
     PURE_BF16 = "pure-bf16"
@@ -210,6 +209,7 @@ class Column(StrEnum):
     FUNCTIONS = "functions"
     IMAGES = "images"
     VIDEOS = "videos"
+    AUDIOS = "audios"
     WEIGHT = "weight"
     CHOSEN = "chosen"
     REJECTED = "rejected"

@@ -122,6 +122,8 @@ class Job:
     """Frames of a video per second, also of a list of frames; default: the processor's (2 in Qwen3-VL)."""
     video_maxlen: Annotated[int, Ge(2)] | None = None
     """Frames of a video at most, evenly spaced; default: the processor's (768 in Qwen3-VL)."""
+    audio_max_seconds: Annotated[float, Ge(0.1)] | None = None
+    """Seconds of an audio at most, from its beginning; default: what the processor takes (30 in Qwen2-Audio)."""
     image_patches: Annotated[int, Ge(0)] = 0
     """Patches of all images and videos of a sample, for estimates of memory and speed alone."""
     freeze_vision_tower: bool = True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from types import MappingProxyType
 from typing import Any
@@ -100,16 +100,16 @@ LIMITS = (
 )
 """What tasks do not support; the first six keys are choices of the planner as well."""
 
-WITH_IMAGES = (
-    TaskLimit(key="streaming", values=(False,), why="the tokens of images were not tried in a stream"),
-    TaskLimit(key="samples", values=(None,), why="generation was not tried with images"),
-    TaskLimit(key="sp", values=(1,), why="images are not shared by ranks"),
-    TaskLimit(key="tp", values=(1,), why="it was not tried with images"),
-    TaskLimit(key="ep", values=(1,), why="it was not tried with images"),
+WITH_MEDIA = (
+    TaskLimit(key="streaming", values=(False,), why="their tokens were not tried in a stream"),
+    TaskLimit(key="samples", values=(None,), why="generation was not tried with them"),
+    TaskLimit(key="sp", values=(1,), why="they are not shared by ranks"),
+    TaskLimit(key="tp", values=(1,), why="it was not tried with them"),
+    TaskLimit(key="ep", values=(1,), why="it was not tried with them"),
 )
-"""What data with images do not support yet."""
+"""What data with images, videos or audios do not support yet."""
 _UNKNOWN_POSITIONS = TaskLimit(
-    key="packing", values=(False,), why="in packed rows, positions of images are not known of this model's family"
+    key="packing", values=(False,), why="in packed rows, their positions are not known of this model's family"
 )
 PARTS: Mapping[str, bool] = MappingProxyType(
     {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
@@ -189,13 +189,13 @@ def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
         yield from _exceeded(job, WITH_NEW_TOKENS, "new_tokens do")
 
 
-def broken_by_images(job: Job, *, packs_images: bool) -> Iterator[tuple[TaskLimit, str]]:
-    """Yields the limits of data with images that a job exceeds, and the problem in words.
+def broken_by_media(job: Job, columns: Sequence[str], *, packs: bool) -> Iterator[tuple[TaskLimit, str]]:
+    """Yields the limits of data with images, videos or audios that a job exceeds, and the problem in words.
 
-    `packs_images`: whether positions of images in packed rows are known of the model's family.
+    `columns`: what the data have. `packs`: whether their positions in packed rows are known of the model's family.
     """
-    limits = WITH_IMAGES if packs_images else (*WITH_IMAGES, _UNKNOWN_POSITIONS)
-    yield from _exceeded(job, limits, "data with images do")
+    limits = WITH_MEDIA if packs else (*WITH_MEDIA, _UNKNOWN_POSITIONS)
+    yield from _exceeded(job, limits, f"data with {' and '.join(columns)} do")
 
 
 def _exceeded(job: Job, limits: Iterable[TaskLimit], subject: str) -> Iterator[tuple[TaskLimit, str]]:
@@ -205,9 +205,9 @@ def _exceeded(job: Job, limits: Iterable[TaskLimit], subject: str) -> Iterator[t
             yield limit, limit.problem(subject, value)
 
 
-def require_for_images(job: Job, *, packs_images: bool) -> None:
-    """Raises InvalidConfig for a job that exceeds a limit of data with images, as `broken_by_images` finds it."""
-    for limit, problem in broken_by_images(job, packs_images=packs_images):
+def require_for_media(job: Job, columns: Sequence[str], *, packs: bool) -> None:
+    """Raises InvalidConfig for a job that exceeds a limit of its data, as `broken_by_media` finds it."""
+    for limit, problem in broken_by_media(job, columns, packs=packs):
         raise InvalidConfig(problem, hint=limit.instead)
 
 

@@ -12,7 +12,7 @@ from dstrain.choices import Interval
 from dstrain.facts.data.best_fit import best_fit
 from dstrain.facts.data.lengths import Lengths
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.vision_towers import PACKS_IMAGES
+from dstrain.facts.model.vision_towers import packs_media
 from dstrain.facts.workload import Workload
 from dstrain.job.schema import Job
 from dstrain.plan.configuration import Configuration
@@ -104,7 +104,7 @@ def with_lengths(
 
 def _keeps_apart(model: ModelFacts, lengths: Lengths) -> bool:
     """Returns whether a family is known to keep the samples of a row apart, and their images if they have any."""
-    return has_layer_code(model) and (not lengths.has_images or model.model_type in PACKS_IMAGES)
+    return has_layer_code(model) and (not lengths.has_images or packs_media(model.model_type))
 
 
 def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job, *, eval_samples: int = 0) -> RunTime:

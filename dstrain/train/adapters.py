@@ -78,7 +78,7 @@ def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype 
         lora_dropout=lora.dropout,
         target_modules=_adapter_targets(lora, model),
         target_parameters=_adapted_experts(lora, model),
-        exclude_modules=rf".*\.({others})\..*" if hasattr(model.config, "vision_config") else None,
+        exclude_modules=rf".*\.({others})\..*" if parts.has_tower(model.config) else None,
         modules_to_save=list(lora.modules_to_save) or None,
         ensure_weight_tying=bool(lora.modules_to_save) and is_tied(model) and not scoring.has_score(model),
         task_type="SEQ_CLS" if scoring.has_score(model) else "CAUSAL_LM",  # whose score trains whole

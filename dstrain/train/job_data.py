@@ -22,7 +22,7 @@ class JobData:
 
     tokenizer: Any
     images: Images | None
-    """Reads images and videos; None: the model has no vision tower, or the task no images."""
+    """Reads images, videos and audios; None: the model has no tower, or the task takes none."""
     train: PreparedData | StreamedData
     eval: PreparedData | None
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -35,6 +36,9 @@ def replace_loss(model: Any, loss: LossKernel) -> None:
     if loss is LossKernel.CHUNKED:
         base.loss_function = chunked_loss
         return
+    if computes_own_loss(model):
+        problem = f"loss: fused needs a model that asks for its loss, which {type(base).__name__} computes on its own"
+        raise InvalidConfig(problem, hint="loss: chunked")
     head, config = base.get_output_embeddings(), base.config.get_text_config()
     if hasattr(head, "modules_to_save"):  # the copy that trains beside an adapter
         head = head.modules_to_save[head.active_adapters[0]]
@@ -46,6 +50,29 @@ def replace_loss(model: Any, loss: LossKernel) -> None:
             problem = f"loss: fused needs a head that makes the logits, but {type(base).__name__} has {name}"
             raise InvalidConfig(problem, hint="loss: chunked")
     _FusedHead(head).replace_in(base)
+
+
+def computes_own_loss(model: Any) -> bool:
+    """Returns whether a model of Transformers shifts the targets of a micro-batch and takes their mean on its own.
+
+    Source: transformers 5.23 models/qwen2_audio/modeling_qwen2_audio.py: Qwen2AudioForConditionalGeneration.forward.
+    """
+    kind = type(without_adapter(model))
+    code = inspect.getsource(kind.forward) if kind.__module__.startswith("transformers.") else ""
+    return "shift_labels = labels" in code and "self.loss_function" not in code
+
+
+def asked_loss(model: Any) -> Callable[..., torch.Tensor]:
+    """Returns the loss that a model should ask for, as the Trainer calls it in its place."""
+    base = without_adapter(model)
+    vocab_size = base.config.get_text_config().vocab_size
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None) -> torch.Tensor:
+        counts = {"num_items_in_batch": num_items_in_batch}
+        found: torch.Tensor = base.loss_function(outputs.logits, labels, vocab_size, **counts)
+        return found
+
+    return loss
 
 
 def chunked_loss(

@@ -80,7 +80,7 @@ class TrainingSetup:
     """Observes those of training."""
     tokenizer: Any
     images: Images | None
-    """Reads images and videos; None: the model has no vision tower, or the task no images."""
+    """Reads images, videos and audios; None: the model has no tower, or the task takes none."""
     objective: Objective | None
     """The task, if its loss is not that of the model itself."""
     train_data: PreparedData | StreamedData
@@ -223,7 +223,7 @@ class TrainingSetup:
 
     @property
     def _media(self) -> frozenset[str]:
-        """The columns of images and videos that a sample of the data has."""
+        """The columns of images, videos and audios that a sample of the data has."""
         return self.train_data.media | (self.eval_data.media if self.eval_data is not None else frozenset())
 
     def _whole_collator(self) -> CountingCollator | StreamCollator:

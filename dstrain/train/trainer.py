@@ -27,7 +27,7 @@ from dstrain.train.data.packing import PackedRows, row_of
 from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.evaluation import Share, loss_of, mean_loss, without_targets
-from dstrain.train.loss import is_that_of_logits, sums_of, takes_targets
+from dstrain.train.loss import asked_loss, computes_own_loss, is_that_of_logits, sums_of, takes_targets
 from dstrain.train.preflight.checks import Checks
 from dstrain.train.rank import Rank
 from dstrain.train.router_loss import RouterLoss
@@ -63,6 +63,8 @@ class Trainer(StreamingTrainer):
         self._has_padding_masks = True  # whether padding needs them, see `sees_padding`
         self._checks = checks
         self._router_loss = RouterLoss(self.model, job, rank.world_size)
+        if computes_own_loss(self.model):
+            self.model_accepts_loss_kwargs, self.compute_loss_func = False, asked_loss(self.model)
         self.num_shares = job.data_parallel(rank.world_size)
         """Ranks, or groups of ranks, that have micro-batches of their own."""
         self._share, index_in_group = divmod(rank.index, job.ranks_per_batch)

@@ -1,4 +1,4 @@
-"""Trains tiny vision-language models of all families on this rank, under ZeRO-3: `tests.train.family_images FOLDER`.
+"""Trains tiny models of all families that see or hear on this rank, under ZeRO-3: `tests.train.family_images FOLDER`.
 
 Writes the losses of this rank to FOLDER/losses.RANK.json: family → step → loss.
 """
@@ -8,23 +8,27 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import deepspeed
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig
 
 from dstrain.choices import LossOn
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
+from dstrain.train.checkpoints.saved_model import family_of
 from dstrain.train.data.collate import Collator
 from dstrain.train.data.image_collator import ImageCollator
 from dstrain.train.data.image_processor import load_images
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.tokenizer import load_tokenizer
-from tests.train.vision_families import FAMILIES
+from tests.train import audio_families, vision_families
+
+FAMILIES = {**vision_families.FAMILIES, **(audio_families.FAMILIES if find_spec("av") else {})}
 
 RATE = 0.05
 SAMPLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -34,6 +38,13 @@ SAMPLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "tall": ("What is<image>this?", "blue", ("tall",)),
 }
 """Question, answer and images."""
+HEARD: dict[str, tuple[str, str, tuple[str, ...]]] = {
+    "wide": ("<audio>What is this?", "It is red", ("low",)),
+    "text": SAMPLES["text"],
+    "both": ("Is <audio> this?", "red or blue", ("long",)),
+    "tall": ("What is<audio>this?", "blue", ("high",)),
+}
+"""The same with audios; most families take one for a sample."""
 STEPS = ((("wide",), ("text",)), (("text", "both"), ("tall",)), (("text",), ("text", "text")))
 """Step → rank → samples of its micro-batch; the last one has no image on any rank."""
 CONFIG = {
@@ -44,10 +55,17 @@ CONFIG = {
 }
 
 
-def conversation(folder: Path, name: str) -> Conversation:
-    question, answer, images = SAMPLES[name]
+def conversation(folder: Path, name: str, family: str) -> Conversation:
+    question, answer, names = samples_of(family)[name]
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return Conversation(messages=turns, images=tuple(str(folder / f"{image}.png") for image in images))
+    if FAMILIES[family].kind == "audio":
+        return Conversation(messages=turns, audios=tuple(str(folder / f"{audio}.wav") for audio in names))
+    return Conversation(messages=turns, images=tuple(str(folder / f"{image}.png") for image in names))
+
+
+def samples_of(family: str) -> dict[str, tuple[str, str, tuple[str, ...]]]:
+    """Returns the samples of a family."""
+    return HEARD if FAMILIES[family].kind == "audio" else SAMPLES
 
 
 def encoder(folder: Path, family: str) -> Encoder:
@@ -62,22 +80,24 @@ def micro_batches(folder: Path, family: str, model: Any, rank: int) -> list[dict
     encodes = encoder(folder, family)
     images = encodes.images
     assert images is not None
+    column = f"{FAMILIES[family].kind}s"
     collate = ImageCollator(
         collator=Collator(pad_token_id=encodes.tokenizer.pad_token_id, packing=False),
         images=images,
-        blanks={"images": images.blank_tokens(encodes.tokenizer)},
+        blanks={column: images.blank_tokens(encodes.tokenizer, column)},
         parameters=frozenset(signature(model.forward).parameters),
     )
     found = []
     for step in STEPS:
-        samples = encodes.encode((name, conversation(folder, name)) for name in step[rank])
-        rows = [{"input_ids": s.input_ids, "labels": s.labels, "images": s.images} for s in samples]
+        samples = encodes.encode((name, conversation(folder, name, family)) for name in step[rank])
+        rows = [{"input_ids": s.input_ids, "labels": s.labels, column: getattr(s, column)} for s in samples]
         found.append(collate(rows))
     return found
 
 
 def losses_of(folder: Path, family: str, rank: int) -> list[float]:
-    model = AutoModelForImageTextToText.from_pretrained(folder / family, dtype=torch.float32)
+    family_class = family_of(AutoConfig.from_pretrained(folder / family))
+    model = family_class.from_pretrained(folder / family, dtype=torch.float32)
     batches = micro_batches(folder, family, model, rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=CONFIG)

@@ -125,7 +125,7 @@ def test_no_question_about_a_picture_tells_its_answer(tmp_path: Path) -> None:
 
     made = demo_images.build(tmp_path)
     found = check(made.train, PLAIN)
-    assert (found.rows_checked, found.has_images) == (made.train_samples, True)
+    assert (found.rows_checked, found.media) == (made.train_samples, ("images",))
     rows = [sample.row for sample in samples(made.train)]
     answers: dict[str, set[str]] = {question: set() for question in demo_images.QUESTIONS}
     for row in rows:

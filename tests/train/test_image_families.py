@@ -1,4 +1,4 @@
-"""Families that read images: tokens and labels of samples, and losses on two ranks of which one has no image."""
+"""Families that see or hear: tokens and labels of samples, and losses on two ranks of which one has neither."""
 
 from __future__ import annotations
 
@@ -13,22 +13,27 @@ pytest.importorskip("PIL")
 
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoConfig
 
 from dstrain.choices import Method
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
+from dstrain.train.checkpoints.saved_model import family_of
 from dstrain.train.data.images import image_text
 from dstrain.train.data.show import pieces
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.model import load_model
+from tests.sounds import RATE as SAMPLING_RATE
+from tests.sounds import read_wav, tone, write_wav
 from tests.train.engine import Engine
-from tests.train.family_images import RATE, SAMPLES, STEPS, conversation, encoder
-from tests.train.vision_families import FAMILIES, make_family
+from tests.train.family_images import FAMILIES, RATE, SAMPLES, STEPS, conversation, encoder, samples_of
+from tests.train.vision_families import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM-4V's processor
 IMAGES = {"wide": (64, 32), "tall": (24, 48)}
 """Name → width and height in pixels; some processors cut them into crops."""
+AUDIOS = {"low": (300, 0.4), "long": (700, 2.7), "high": (2000, 1.1)}
+"""Name → frequency in Hz and seconds; some processors make windows of 2 seconds of them, or drop what is beyond one."""
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +43,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         image = Image.new("RGB", size, color)
         image.paste("white", (4, 4, 16, 20))
         image.save(folder / f"{name}.png")
-    for family in FAMILIES:
-        make_family(family, folder / family)
+    for name, (hertz, seconds) in AUDIOS.items():
+        write_wav(folder / f"{name}.wav", tone(hertz, seconds))
+    for name, family in FAMILIES.items():
+        make_model(name, family, folder / name)
     return folder
 
 
@@ -54,13 +61,17 @@ def losses(models: Path, engine: Engine) -> list[dict[str, list[float]]]:
 
 def by_hand(folder: Path, family: str, processor: Any, name: str) -> dict[str, Any]:
     """Returns what the family's processor makes of a sample, with labels of the answer's tokens."""
-    question, answer, images = SAMPLES[name]
-    mark = FAMILIES[family].mark
-    prompt = f"<|im_start|>user\n{question.replace('<image>', mark)}<|im_end|>\n<|im_start|>assistant\n"
-    opened = [[Image.open(folder / f"{image}.png") for image in images]] if images else None
+    question, answer, names = samples_of(family)[name]
+    mark, kind = FAMILIES[family].mark, FAMILIES[family].kind
+    prompt = f"<|im_start|>user\n{question.replace(f'<{kind}>', mark)}<|im_end|>\n<|im_start|>assistant\n"
+    if kind == "audio":
+        given: Any = {"audio": [read_wav(folder / f"{audio}.wav") for audio in names] or None}
+        given |= {"sampling_rate": SAMPLING_RATE}
+    else:
+        given = {"images": [[Image.open(folder / f"{image}.png") for image in names]] if names else None}
 
     def inputs_of(text: str) -> Any:
-        return processor(text=[text], images=opened, return_tensors="pt", add_special_tokens=False)
+        return processor(text=[text], **given, return_tensors="pt", add_special_tokens=False)
 
     inputs = inputs_of(f"{prompt}{answer}<|im_end|>\n")
     labels = inputs["input_ids"].clone()
@@ -69,9 +80,12 @@ def by_hand(folder: Path, family: str, processor: Any, name: str) -> dict[str, A
     return {**inputs, "labels": labels}
 
 
-def image_token(folder: Path) -> int:
+def media_token(folder: Path) -> int:
     config = json.loads((folder / "config.json").read_text())
-    return int(config.get("image_token_id", config.get("image_token_index")))
+    return int(next(config[key] for key in TOKEN_KEYS if key in config))
+
+
+TOKEN_KEYS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -79,17 +93,17 @@ def test_tokens_are_those_of_the_processor_and_only_answers_carry_loss(models: P
     encodes = encoder(models, family)
     assert encodes.images is not None
     for name in SAMPLES:
-        (sample,) = encodes.encode([(name, conversation(models, name))])
+        (sample,) = encodes.encode([(name, conversation(models, name, family))])
         expected = by_hand(models, family, encodes.images.processor, name)
         assert sample.input_ids == expected["input_ids"][0].tolist()
         assert sample.labels == expected["labels"][0].tolist()
-        pixels = {index for index, token in enumerate(sample.input_ids) if token == image_token(models / family)}
+        pixels = {index for index, token in enumerate(sample.input_ids) if token == media_token(models / family)}
         assert pixels <= {index for index, image in enumerate(sample.media_of) if image is not None}
-        assert bool(pixels) == bool(sample.images)
+        assert bool(pixels) == bool(sample.images or sample.audios)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT asks for it
-@pytest.mark.parametrize("family", ["idefics3", "internvl"])
+@pytest.mark.parametrize("family", ["idefics3", "internvl", *(["qwen2_audio"] if "qwen2_audio" in FAMILIES else [])])
 def test_adapters_are_those_of_the_language_model(models: Path, family: str) -> None:
     job = Job(model=str(models / family), output_dir="o", method=Method.LORA)
     model = load_model(job, job.model, {})
@@ -98,7 +112,7 @@ def test_adapters_are_those_of_the_language_model(models: Path, family: str) -> 
 
 def test_an_image_with_text_around_its_tokens_is_shown_as_one(models: Path) -> None:
     encodes = encoder(models, "gemma3")
-    (sample,) = encodes.encode([("here", conversation(models, "wide"))])
+    (sample,) = encodes.encode([("here", conversation(models, "wide", "gemma3"))])
     shown = pieces(
         encodes.tokenizer, sample.input_ids, sample.labels, [*map(image_text, sample.images)], sample.media_of
     )
@@ -110,7 +124,7 @@ def test_a_blank_image_is_not_cut_into_crops(models: Path, family: str) -> None:
     images = encoder(models, family).images
     assert images is not None
     sides = images.pixels("images", [])["pixel_values"].shape
-    assert (sides.numel(), images.blank_tokens(images.processor.tokenizer).count(image_token(models / family))) == (
+    assert (sides.numel(), images.blank_tokens(images.processor.tokenizer).count(media_token(models / family))) == (
         3 * 32 * 32,
         4,
     )
@@ -122,13 +136,15 @@ def test_losses_of_ranks_with_and_without_images_are_those_of_transformers(
 ) -> None:
     encodes = encoder(models, family)
     assert encodes.images is not None
-    model = AutoModelForImageTextToText.from_pretrained(models / family, dtype=torch.float32).train()
+    whole = encodes.images.processor
+    model: Any = family_of(AutoConfig.from_pretrained(models / family))
+    model = model.from_pretrained(models / family, dtype=torch.float32).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     start = {name: value.detach().clone() for name, value in model.named_parameters()}
     for step, names_of in enumerate(STEPS):
         optimizer.zero_grad()
         for rank, names in enumerate(names_of):
-            samples = [by_hand(models, family, encodes.images.processor, name) for name in names]
+            samples = [by_hand(models, family, whole, name) for name in names]
             counts = [int((sample["labels"][:, 1:] != IGNORED).sum()) for sample in samples]
             each = [model(**sample).loss * count for sample, count in zip(samples, counts, strict=True)]
             loss = sum(each) / sum(counts)

@@ -48,6 +48,21 @@ QWEN3_VL: dict[str, Any] = {
     "text_config": {**LLAMA, "model_type": "qwen3_vl_text", "head_dim": 128},
     "vision_config": {**TOWER, "model_type": "qwen3_vl", "deepstack_visual_indexes": [0, 1]},
 }
+HEARING, EAR, MELS, POSITIONS = 3, 64, 16, 50
+"""Layers of an audio tower, its width, and the features and positions that it takes."""
+QWEN2_AUDIO: dict[str, Any] = {
+    "model_type": "qwen2_audio",
+    "text_config": {**LLAMA, "model_type": "qwen2"},
+    "audio_config": {
+        "model_type": "qwen2_audio_encoder",
+        "d_model": EAR,
+        "encoder_ffn_dim": 4 * EAR,
+        "encoder_layers": HEARING,
+        "encoder_attention_heads": 2,
+        "num_mel_bins": MELS,
+        "max_source_positions": POSITIONS,
+    },
+}
 PATCHES = 64
 PLAIN = Question(subject=Subject(config=LLAMA), micro_batch=B, seq_len=S, round_bytes=1)
 
@@ -83,6 +98,7 @@ QUESTIONS = {
     "two layers": of(LLAMA, num_hidden_layers=2),
     "tower 3": tower(3),
     "tower 4": tower(4),
+    "audio": of(QWEN2_AUDIO),
     "qlora": of(LLAMA, method=Method.QLORA),
     "unknown": of({"model_type": "nobody"}),
     "wrong": of(LLAMA | {"num_attention_heads": 7}),
@@ -290,3 +306,14 @@ def test_a_trace_equals_what_pytorch_allocates(on_a_cpu: dict[str, tuple[int, in
     traced, allocated = on_a_cpu[name]
     unseen = 512 + (RNG_STATE_BYTES * L if ON_A_CPU[name].grad_ckpt else 0)
     assert 0 <= allocated - traced <= unseen
+
+
+def test_the_frozen_tower_of_a_model_that_hears_is_counted_and_its_language_model_traced(
+    traces: dict[str, Trace],
+) -> None:
+    layer = 12 * EAR**2 + (3 + 4 + 4 + 1) * EAR  # keys have no bias
+    before = 3 * (MELS + EAR) * EAR + 2 * EAR + POSITIONS * EAR
+    tower, projector = before + HEARING * layer + 2 * EAR, EAR * H + H
+    found = traces["audio"]
+    assert found.params_bytes - found.trainable_bytes == 2 * (tower + projector)
+    assert per_token(found) == pytest.approx(LLAMA_FORM, abs=1)  # Qwen 2 keeps a seed more

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dstrain.facts.model.vision_towers import IMAGE_PACKAGES
+from dstrain.train.checkpoints.saved_model import family_of
 from dstrain.train.demo import make_tokenizer
 
 SIDE = 8
@@ -80,6 +81,8 @@ class Family:
     template: str = _TURNS
     has_own_template: bool = False
     """Whether the template is the processor's, and that of the tokenizer knows no images."""
+    kind: str = "image"
+    """Type of the part that a template writes the mark for."""
 
 
 _QWEN_IDS = {
@@ -194,22 +197,28 @@ FAMILIES = {name: family for name, family in _FAMILIES.items() if find_spec(IMAG
 
 def make_family(name: str, folder: Path) -> Path:
     """Writes a model of a family, its tokenizer and its processor."""
-    family = FAMILIES[name]
+    return make_model(name, FAMILIES[name], folder)
+
+
+def make_model(name: str, family: Family, folder: Path) -> Path:
+    """Writes the same, given the family."""
     tokenizer = _tokenizer(family)
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in family.ids.items()}
     text = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **_TEXT, **family.text}
     kind: Any = CONFIG_MAPPING[name]
-    config = kind(text_config=text, vision_config=dict(family.tower), **ids, **family.config)
+    tower = "vision_config" if family.kind == "image" else "audio_config"
+    config = kind(text_config=text, **{tower: dict(family.tower)}, **ids, **family.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+        model = family_of(config).from_config(config, dtype=torch.float32)
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 torch.nn.init.normal_(parameter, std=0.1)  # so that images matter
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     reader, settings = family.reader
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": reader, **settings}))
+    key = "image_processor_type" if family.kind == "image" else "feature_extractor_type"
+    (folder / "preprocessor_config.json").write_text(json.dumps({key: reader, **settings}))
     if family.has_own_template:
         (folder / "chat_template.json").write_text(json.dumps({"chat_template": _template(family)}))
     if family.processor:
@@ -227,4 +236,4 @@ def _tokenizer(family: Family) -> PreTrainedTokenizerFast:
 
 
 def _template(family: Family) -> str:
-    return family.template.replace("IMAGE", family.mark.replace("\n", "\\n"))
+    return family.template.replace("'image'", f"'{family.kind}'").replace("IMAGE", family.mark.replace("\n", "\\n"))

@@ -12,9 +12,10 @@ from dstrain.cli.options.question import PlanInputs
 from dstrain.errors import DstrainError
 from dstrain.facts.data.datafile import files_of, is_file_name
 from dstrain.facts.data.job_reading import reading_for
-from dstrain.facts.data.lengths import SAMPLED_ROWS, Lengths, mixed, read_lengths
+from dstrain.facts.data.lengths import SAMPLED_ROWS, Hearing, Lengths, mixed, read_lengths
 from dstrain.facts.data.mixture import epoch_counts, held_out_counts
 from dstrain.facts.data.row_counts import count_rows
+from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.facts.model.hub_config import tokenizer_file
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -155,11 +156,11 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
     image_tokens = None
     if job.image_patches and model.vision is not None:
         image_tokens = job.image_patches // model.vision.spatial_merge_size**2
+    options: dict[str, Any] = {"sampled_rows": rows, "loss_on": job.loss_on, "image_tokens": image_tokens}
+    options["hears"] = _hearing(model, job)
     for source in sources:
         reading = reading_for(source, job)
-        lengths = read_lengths(
-            source.path, reading, tokenizer, sampled_rows=rows, loss_on=job.loss_on, image_tokens=image_tokens
-        )
+        lengths = read_lengths(source.path, reading, tokenizer, **options)
         if source.max_samples is not None and source.max_samples <= lengths.num_samples:
             lengths = replace(lengths, num_samples=source.max_samples, estimate=None)
         found.append(lengths)
@@ -178,6 +179,14 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
         job=job,
         eval_samples=sum(held_out) or _eval_samples(job),
     )
+
+
+def _hearing(model: ModelFacts, job: Job) -> Hearing | None:
+    """Returns what a model makes of sound; None: it does not train on audio."""
+    family = TRAINS_AUDIO.get(model.model_type)
+    if family is None:
+        return None
+    return Hearing(tokens_per_s=family.tokens_per_s, max_s=job.audio_max_seconds or family.max_s)
 
 
 def planned_steps(job: Job, workload: Workload, estimate: Estimate) -> int | None:

@@ -103,8 +103,7 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
         renamed, form = renamed | {side: columns.get(side, side) for side in SIDES}, "preference"
     if label is not None:
         renamed, form = renamed | {"label": label if label not in LABELS else "label"}, "unpaired"
-    renamed |= {key: columns[key] for key in ("images", "videos") if key in columns}
-    losses = [f"dstrain refuses rows with {columns['audios']}"] if "audios" in columns else []
+    renamed |= {key: columns[key] for key in ("images", "videos", "audios") if key in columns}
     settings = {
         "path": str(hub) if hub else str(folder / file),
         "format": form,
@@ -114,7 +113,7 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
         "columns": {ours: theirs for ours, theirs in renamed.items() if ours != theirs},
     }
     absent = {key: value for key, value in _VIDEO_LIMITS.items() if source.given(key) is ABSENT}
-    return DataSet(settings=settings, losses=tuple(losses), limits=absent if "videos" in columns else {})
+    return DataSet(settings=settings, limits=absent if "videos" in columns else {})
 
 
 _SWIFT = re.compile(r"(?:(?P<hub>HF|MS)::)?(?P<name>[^#:]+|[^#]*\.jsonl?)(?::(?P<subset>[^#]+))?(?:#(?P<rows>\d+))?")

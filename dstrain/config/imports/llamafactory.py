@@ -142,6 +142,8 @@ ROWS = table(
     to("video_fps", "video_fps", convert.number),
     to("video_maxlen", "video_maxlen", convert.count),
     lacks("video_min_pixels", "the model's processor has its own", unless=()),
+    needless("audio_sampling_rate", "audios are resampled to the rate of the model's processor"),
+    lacks("use_audio_in_video", "videos train without their sound"),
     lacks("media_dir", "paths of images are relative to the data file", unless=()),
     lacks(
         """

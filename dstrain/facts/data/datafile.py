@@ -9,7 +9,8 @@ from pathlib import Path
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data import images, media, videos
+from dstrain.facts.data import audios, images, media, videos
+from dstrain.facts.data.media_kinds import KINDS
 from dstrain.facts.data.preferences import Pair, to_marked, to_pair
 from dstrain.facts.data.row_values import unused_text
 from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries
@@ -20,6 +21,8 @@ Refuse = Callable[[InvalidConfig], None]
 """Called with the error of an unusable row: raises it, or returns to skip the row."""
 
 _SHOWN_PROBLEMS = 5
+_TRIED_RATE = 16_000
+"""Samples per second at which audios are tried; that of all processors in `TRAINS_AUDIO`."""
 _GLOB = frozenset("*?[")
 
 
@@ -37,10 +40,8 @@ class DataReport:
     """Whether these are all rows."""
     unused: Mapping[str, int]
     """Unused column, such as `source`, or `messages.name` in turns → number of checked rows with it."""
-    has_images: bool
-    """Whether one of the checked rows has images."""
-    has_videos: bool
-    """Whether one of them has videos."""
+    media: tuple[str, ...]
+    """Columns of images, videos and audios that one of the checked rows has."""
 
     @property
     def note(self) -> str | None:
@@ -96,7 +97,7 @@ def check(
 ) -> DataReport:
     """Returns the contents of a data file, after parsing the rows in its first `limit_bytes` as conversations.
 
-    Images and videos must exist, and with `opens_images` must be whole.
+    Images, videos and audios must exist, and with `opens_images` must be whole.
 
     Raises InvalidConfig with up to five problems, one per line, each with file and line; with `skip` only if no row is
     usable.
@@ -135,8 +136,7 @@ class _Seen:
     num_rows: int = 0
     columns: dict[str, None] = field(default_factory=dict)
     unused: Counter[str] = field(default_factory=Counter)
-    has_images: bool = False
-    has_videos: bool = False
+    media: set[str] = field(default_factory=set)
 
     def add(self, row: Sample, reading: Reading, *, opens_images: bool) -> None:
         """Adds a row. Raises InvalidConfig if it is unusable, or with `opens_images` if one of its files is."""
@@ -145,8 +145,7 @@ class _Seen:
         sample = parsed(row, reading)
         self.unused.update(unused(row.row, reading))
         if isinstance(sample, Conversation) and sample.has_media:
-            self.has_images |= bool(sample.images)
-            self.has_videos |= bool(sample.videos)
+            self.media.update(sample.media)
             if opens_images:
                 _require_whole(sample, row.where)
 
@@ -158,8 +157,7 @@ class _Seen:
             rows_checked=self.num_rows,
             complete=complete,
             unused=dict(self.unused),
-            has_images=self.has_images,
-            has_videos=self.has_videos,
+            media=tuple(kind.columns[0] for kind in KINDS if kind.columns[0] in self.media),
         )
 
 
@@ -169,6 +167,8 @@ def _require_whole(sample: Conversation, where: str) -> None:
             images.opened(path)
         for video in sample.videos:
             videos.require_whole(video)
+        for audio in sample.audios:
+            audios.opened(audio, _TRIED_RATE)
     except InvalidConfig as error:
         raise InvalidConfig(f"{where}: {error.problem}", hint=error.hint) from None
 
@@ -208,8 +208,8 @@ def samples(path: str | Path, refuse: Refuse = stop, part: Part | None = None) -
 
 
 def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
-    """Returns the conversation, text or pair of a row. Raises InvalidConfig with file and line, for missing images
-    and videos too."""
+    """Returns the conversation, text or pair of a row. Raises InvalidConfig with file and line, for missing images,
+    videos and audios too."""
     try:
         if reading.format is DataFormat.PREFERENCE:
             return to_pair(sample.row, reading)
@@ -222,6 +222,7 @@ def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
             found,
             images=media.located(found.images, sample.folder, "image"),
             videos=tuple(media.located(files, sample.folder, _noun(files)) for files in found.videos),
+            audios=media.located(found.audios, sample.folder, "audio"),
         )
     except InvalidConfig as error:
         raise InvalidConfig(f"{sample.where}: {error.problem}", hint=error.hint) from None

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data import media
+from dstrain.facts.data import audios, media
 from dstrain.facts.data.datafile import files_of, parsed, reading_of
 from dstrain.facts.data.preferences import Pair
 from dstrain.facts.data.row_contents import RowContents
@@ -40,7 +40,7 @@ class Lengths:
     target_share: float = 1.0
     """Share of the tokens with a label, 0…1."""
     has_images: bool = False
-    """Whether a sampled row has images or videos."""
+    """Whether a sampled row has images, videos or audios."""
 
     def share_longer(self, seq_len: int) -> float:
         """Returns the share of samples that are longer, 0…1.
@@ -95,6 +95,20 @@ def mixed(parts: Sequence[Lengths], counts: Sequence[int]) -> Lengths:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hearing:
+    """How many tokens a model makes of sound."""
+
+    tokens_per_s: float
+    max_s: float | None
+    """Seconds of an audio at most; None: all of it."""
+
+    def tokens_of(self, audio: str) -> int:
+        """Returns the tokens of an audio. Raises InvalidConfig if it is broken, EnvironmentProblem without PyAV."""
+        seconds = audios.seconds_of(audio)
+        return round(self.tokens_per_s * (seconds if self.max_s is None else min(seconds, self.max_s)))
+
+
 @lru_cache(maxsize=1)
 def _encoder(tokenizer: Path) -> Any:
     from tokenizers import Tokenizer
@@ -113,33 +127,33 @@ def read_lengths(
     sampled_rows: int = SAMPLED_ROWS,
     loss_on: LossOn = LossOn.ANSWER,
     image_tokens: int | None = None,
+    hears: Hearing | None = None,
 ) -> Lengths:
     """Returns the lengths of the samples of a data file or a glob; `tokenizer` is the model's tokenizer.json.
 
     Chat templates are not rendered: their share is the role's name and `MARKS` for each message. A pair of answers
-    counts as the longer of its two samples. All images and videos of a sample count `image_tokens`, if it has
-    any. Unusable rows are left out, which `dstrain run` names. Raises InvalidConfig if no row is usable, one has images
-    or videos of which `image_tokens` is not known, or the tokenizer cannot be read.
+    counts as the longer of its two samples; images and videos of a sample count `image_tokens`, audios as `hears` says.
+    Unusable rows are left out, which `dstrain run` names. Raises InvalidConfig if no row is usable, one has media whose
+    tokens are not known, or the tokenizer cannot be read.
     """
     encoder, files = _encoder(tokenizer), files_of(data)
     rows, texts, counted, uncounted = 0, [], 0, list[Path]()
+    count = partial(_media_tokens, image_tokens=image_tokens, hears=hears)
     for file in files:
         sampled, number = spread(file, -(-sampled_rows // len(files)))
         counted, uncounted = counted + (number or 0), uncounted + ([file] if number is None else [])
         rows += len(sampled)
-        usable = _usable(file, sampled, reading, has_image_tokens=image_tokens is not None)
-        texts += [[_texts(side, loss_on, image_tokens or 0) for side in sides] for sides in usable]
+        usable = _usable(file, sampled, reading)
+        texts += [[_texts(side, loss_on, count(side, where)) for side in sides] for where, sides in usable]
     if not texts:
         raise InvalidConfig(f"{data}: none of {rows:,} sampled rows is usable", hint="dstrain run names the problems.")
     every = [text for sides in texts for side in sides for text in side]
     encoded = encoder.encode_batch_fast([text.text for text in every], add_special_tokens=False)
     sizes = [len(encoding.ids) + text.around for encoding, text in zip(encoded, every, strict=True)]
     targets = sum(size for size, text in zip(sizes, every, strict=True) if text.is_learned)
-    left = iter(sizes)
-    lengths = [max(sum(next(left) for _ in side) for side in sides) for sides in texts]
-    more = count_rows(uncounted)
+    left, more = iter(sizes), count_rows(uncounted)
     return Lengths(
-        tokens=tuple(sorted(lengths)),
+        tokens=tuple(sorted(max(sum(next(left) for _ in side) for side in sides) for sides in texts)),
         num_samples=counted + more.number,
         estimate=joined([(counted, None), (more.number, more.estimate)]),
         target_share=targets / max(1, sum(sizes)),
@@ -156,14 +170,14 @@ class Text(NamedTuple):
     is_learned: bool = True
     """Whether its tokens have labels."""
     is_image: bool = False
-    """Whether it stands for images or videos."""
+    """Whether it stands for images, videos or audios."""
 
 
 def _usable(
-    file: Path, sampled: Sequence[Sample | InvalidConfig], reading: Reading, *, has_image_tokens: bool
-) -> list[Sequence[Conversation | str]]:
-    """Returns what each usable row holds; of a pair two conversations."""
-    found: list[Sequence[Conversation | str]] = []
+    file: Path, sampled: Sequence[Sample | InvalidConfig], reading: Reading
+) -> list[tuple[str, Sequence[Conversation | str]]]:
+    """Returns the place of each usable row and what it holds; of a pair two conversations."""
+    found: list[tuple[str, Sequence[Conversation | str]]] = []
     rows = [row for row in sampled if isinstance(row, Sample)]
     if not rows:
         return []
@@ -173,17 +187,27 @@ def _usable(
             sample = parsed(row, reading)
         except InvalidConfig:
             continue
-        if isinstance(sample, Conversation) and sample.has_media and not has_image_tokens:
-            what = "images" if sample.images else "videos"
-            problem = f"has {what}, whose tokens the model's processor counts; --image-patches N counts them, too"
-            raise InvalidConfig(f"{row.where}: {problem}")
-        found.append(sample.sides if isinstance(sample, Pair) else (sample,))
+        found.append((row.where, sample.sides if isinstance(sample, Pair) else (sample,)))
     return found
 
 
-def _texts(sample: Conversation | str, loss_on: LossOn, image_tokens: int) -> list[Text]:
+def _media_tokens(sample: Conversation | str, where: str, image_tokens: int | None, hears: Hearing | None) -> int:
+    """Returns the tokens of the images, videos and audios of a sample. Raises InvalidConfig if they are not known."""
+    if isinstance(sample, str) or not sample.has_media:
+        return 0
+    seen = [name for name in sample.media if name != "audios"]
+    if seen and image_tokens is None:
+        problem = f"has {seen[0]}, whose tokens the model's processor counts; --image-patches N counts them, too"
+        raise InvalidConfig(f"{where}: {problem}")
+    if sample.audios and hears is None:
+        raise InvalidConfig(f"{where}: has audios, which this model does not train on")
+    heard = sum(hears.tokens_of(audio) for audio in sample.audios) if hears is not None else 0
+    return heard + (image_tokens or 0) * bool(seen)
+
+
+def _texts(sample: Conversation | str, loss_on: LossOn, media_tokens: int) -> list[Text]:
     """Returns the texts of a sample: of each message its role and what it says, which answers are learned with the mark
-    that ends them; and one for all of its images and videos, with two special tokens around each."""
+    that ends them; and one for all of its images, videos and audios, with two special tokens around each."""
     if isinstance(sample, str):
         return [Text(sample, around=1)]  # the end of the document
     texts, last = [], len(sample.messages) - 1
@@ -196,8 +220,8 @@ def _texts(sample: Conversation | str, loss_on: LossOn, image_tokens: int) -> li
         text = media.without_marks(said) if sample.has_media else said
         texts.append(Text(text, 1, is_learned=is_learned))
     if sample.has_media:
-        around = MARKS * (len(sample.images) + len(sample.videos))
-        texts.append(Text("", image_tokens + around, is_learned=False, is_image=True))
+        around = MARKS * sum(len(getattr(sample, name)) for name in sample.media)
+        texts.append(Text("", media_tokens + around, is_learned=False, is_image=True))
     if sample.tools:
         tools = json.dumps(list(sample.tools), ensure_ascii=False)
         texts.append(Text(tools, is_learned=loss_on is LossOn.ALL))

@@ -1,77 +1,27 @@
-"""Finds the images and videos of a sample: in a column, or in parts of turns, with a mark in the text for each.
+"""Finds the images, videos and audios of a sample: in a column, or in parts of turns, with a mark in the text for each.
 
-An image is a path, or its content as a data URL: `data:image/png;base64,…`. A video is one such file, or the files of
-its frames.
+Each is a path, or its content as a data URL: `data:image/png;base64,…`. A video may be the files of its frames.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from base64 import b64decode, b64encode
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from dstrain import units
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.media_kinds import AUDIO, IMAGE, KINDS, Kind
 from dstrain.facts.data.row_values import is_given, shown
+from dstrain.facts.data.wav import wav_of
 
 Files = tuple[str, ...]
 """The file of an image or a video, or those of the frames of a video."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
-    """Images, or videos."""
-
-    article: str
-    """The article of its name."""
-    noun: str
-    """Its name, and that of its mark in a text."""
-    columns: tuple[str, ...]
-    """Columns with one, or a list of them; the first is also a key of `turns.Message`."""
-    types: tuple[str, ...]
-    """Types of the parts of a turn."""
-    values: tuple[str, ...]
-    """Keys of a part that name the file."""
-    content: str
-    """Media type of its content, in an example."""
-    limits: str
-    """Keys of the job that hold for all of them."""
-    has_frames: bool = False
-    """Whether it may be a list of images."""
-
-    @property
-    def mark(self) -> str:
-        """Its place in a text."""
-        return f"<{self.noun}>"
-
-
-IMAGE = Kind(
-    article="an",
-    noun="image",
-    columns=("images", "image"),
-    types=("image", "image_url", "input_image"),
-    values=("image", "image_url", "url", "path"),
-    content="image/png",
-    limits="max_pixels",
-)
-"""Source: LLaMA-Factory, ms-swift, TRL (columns), Transformers and Qwen (`image`), OpenAI (the other types)."""
-VIDEO = Kind(
-    article="a",
-    noun="video",
-    columns=("videos", "video"),
-    types=("video", "video_url"),
-    values=("video", "video_url", "url", "path"),
-    content="video/mp4",
-    limits="video_fps, video_maxlen and video_max_pixels",
-    has_frames=True,
-)
-"""Source: LLaMA-Factory, ms-swift (columns), Transformers and Qwen (`video`), vLLM's form of OpenAI's (`video_url`)."""
-KINDS = (IMAGE, VIDEO)
-COLUMNS = (*IMAGE.columns, *VIDEO.columns)
 
 _MARKS = re.compile(rf"(?<!`)<({'|'.join(kind.noun for kind in KINDS)})>(?!`)(?!.*</\1>)", re.DOTALL)
 """Marks; between backticks or with `</image>` it is HTML."""
@@ -138,15 +88,21 @@ def without_marks(text: str, kinds: Collection[Kind] = KINDS) -> str:
 
 def attach(
     row: Mapping[str, Any], messages: Sequence[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], Files, tuple[Files, ...]]:
-    """Returns the messages with a mark for each image and video, the images in order, and the videos.
+) -> tuple[list[dict[str, Any]], dict[str, tuple[Files, ...]]]:
+    """Returns the messages with a mark for each image, video and audio, and these by the first column of their kind.
 
     `messages` are those of `turns.parse`. Those of a column without any mark stand before the first question, as TRL
-    and ms-swift have it, images before videos. Raises InvalidConfig unless there is one mark for each.
+    and ms-swift have it: images, then videos, then audios. Raises InvalidConfig unless there is one mark for each.
     """
-    plain, videos = _attached(row, list(messages), VIDEO)
-    plain, images = _attached(row, plain, IMAGE)
-    return plain, tuple(path for (path,) in images), videos
+    plain, found = list(messages), {}
+    for kind in reversed(KINDS):
+        plain, found[kind.columns[0]] = _attached(row, plain, kind)
+    return plain, found
+
+
+def single(files: Sequence[Files]) -> Files:
+    """Returns the files of images or audios, each of which is one."""
+    return tuple(file for (file,) in files)
 
 
 def _attached(
@@ -206,9 +162,7 @@ def _file(given: Any, kind: Kind, place: str) -> str:
 
     Raises InvalidConfig for addresses on the web, and for large contents.
     """
-    value = given
-    if isinstance(given, Mapping):
-        value = given["bytes"] if isinstance(given.get("bytes"), bytes) else given.get("path")
+    value = _content_of(given, kind, place) if isinstance(given, Mapping) else given
     if isinstance(value, bytes):
         value = f"data:;base64,{b64encode(value).decode()}"
     one = f"{kind.article} {kind.noun}"
@@ -230,6 +184,22 @@ def _file(given: Any, kind: Kind, place: str) -> str:
     if len(value) > _LONGEST_PATH:
         raise InvalidConfig(f"{place} is {shown(value)}, too long for a path", hint=urls)
     return value.removeprefix("file://")
+
+
+def _content_of(given: Mapping[str, Any], kind: Kind, place: str) -> Any:
+    """Returns the bytes or the path of the hub's form; of audios also the bytes of numbers, and OpenAI's data URL.
+
+    Source: datasets 5.2 features/audio.py: Audio (`array`, `sampling_rate`); OpenAI's API, chat (`data`, `format`).
+    """
+    if kind is AUDIO and isinstance(given.get("array"), Sequence):
+        try:
+            return wav_of(given["array"], int(given["sampling_rate"]))
+        except (KeyError, TypeError, ValueError, struct.error):
+            hint = '{"array": numbers in -1…1, (samples,) or (channels, samples), "sampling_rate": samples a second}'
+            raise InvalidConfig(f"{place} is {shown(given)}, not sound as numbers", hint=f"Write {hint}.") from None
+    if kind is AUDIO and isinstance(given.get("data"), str):
+        return f"data:audio/{given.get('format') or 'wav'};base64,{given['data']}"
+    return given["bytes"] if isinstance(given.get("bytes"), bytes) else given.get("path")
 
 
 def _forms(kind: Kind) -> str:

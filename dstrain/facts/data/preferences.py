@@ -126,7 +126,7 @@ def _conversation(row: Row, reading: Reading, data_format: DataFormat) -> Conver
     sample = to_sample(row, replace(reading, format=data_format))
     assert not isinstance(sample, str)
     if sample.has_media:
-        what = "images" if sample.images else "videos"
+        what = sample.media[0]
         problem = f"has {what}, which preferences do not support yet"
         raise InvalidConfig(problem, hint=untrained_columns.MEDIA[what].hint)
     return sample

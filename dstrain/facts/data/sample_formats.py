@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.choices import Column, DataFormat
 from dstrain.errors import InvalidConfig, nearest
-from dstrain.facts.data import media, untrained_columns
+from dstrain.facts.data import media, media_kinds, untrained_columns
 from dstrain.facts.data.row_values import is_given, shown, string
 from dstrain.facts.data.tool_calls import TOOL_COLUMNS, tools_of
 from dstrain.facts.data.turns import Conversation, Message, carries_loss, parse, role_of, unused_keys
@@ -23,8 +23,8 @@ CONVERSATION_COLUMNS = ("messages", "conversations")
 NEEDS = MappingProxyType(
     {
         DataFormat.ALPACA: "instruction and output (optionally input, system, history), prompt and completion, "
-        "query and response, or question and answer (optionally images, videos)",
-        DataFormat.MESSAGES: "messages or conversations (optionally system, tools, images, videos)",
+        "query and response, or question and answer (optionally images, videos, audios)",
+        DataFormat.MESSAGES: "messages or conversations (optionally system, tools, images, videos, audios)",
         DataFormat.TEXT: "text",
         DataFormat.PREFERENCE: "chosen and rejected, each an answer or a conversation that ends with it, and with "
         "answers their prompt (or question, instruction and input, messages, conversations; optionally system, tools)",
@@ -51,7 +51,7 @@ SIDES = ("chosen", "rejected")
 PROMPTS = ("prompt", "question", *CONVERSATION_COLUMNS)
 """Columns with the prompt of a pair: a text, or turns. One of them is read, or those of an instruction."""
 _BESIDE_TURNS = ("system", "weight", *TOOL_COLUMNS)
-_BESIDE_ONE_ANSWER = (*_BESIDE_TURNS, *media.COLUMNS)
+_BESIDE_ONE_ANSWER = (*_BESIDE_TURNS, *media_kinds.COLUMNS)
 _NEEDED = frozenset({*(name for pair in _PAIRS for name in pair), *CONVERSATION_COLUMNS, "text", *SIDES})
 """Columns of which a format needs some; the others may be missing from a row."""
 _TYPO_RATIO = 0.8
@@ -218,8 +218,8 @@ def to_sample(row: Row, reading: Reading) -> Conversation | str:
             raise InvalidConfig('"weight" is 0, and a text has no other part', hint="Remove the row.")
         return string(row, "text")
     messages, unlearned = _from_pair(row) if reading.format is DataFormat.ALPACA else _from_turns(row)
-    messages, images, videos = media.attach(row, messages)
-    kinds = [kind for kind, files in ((media.IMAGE, images), (media.VIDEO, videos)) if files]
+    messages, found = media.attach(row, messages)
+    kinds = [kind for kind in media_kinds.KINDS if found[kind.columns[0]]]
     for number, message in enumerate(messages, start=1):
         text = media.without_marks(message["content"], kinds)
         untrained_columns.refuse_placeholder(text, f"turn {number}, of the {message['role']}: ")
@@ -230,8 +230,9 @@ def to_sample(row: Row, reading: Reading) -> Conversation | str:
         messages=[*system, *messages],
         tools=tools_of(row),
         unlearned=frozenset(index + len(system) for index in unlearned),
-        images=images,
-        videos=videos,
+        images=media.single(found["images"]),
+        videos=found["videos"],
+        audios=media.single(found["audios"]),
     )
 
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.errors import InvalidConfig, nearest
-from dstrain.facts.data import media, untrained_columns
+from dstrain.facts.data import media, media_kinds, untrained_columns
 from dstrain.facts.data.media import Files
 from dstrain.facts.data.row_values import is_given, shown, string
 from dstrain.facts.data.tool_calls import calls_of_text, calls_of_turn
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 Message = dict[str, Any]
 """A message as chat templates take it: `role` and `content`, if given `reasoning_content`, `tool_calls`, `name`.
 
-Images and videos are marks in `content`."""
+Images, videos and audios are marks in `content`."""
 
 _CALLS = "calls"
 ROLES = MappingProxyType(
@@ -71,20 +71,27 @@ class Conversation:
     """Files of the images, in the order of their marks."""
     videos: tuple[Files, ...] = ()
     """Files of the videos, each one file or those of its frames, in the order of their marks."""
+    audios: tuple[str, ...] = ()
+    """Files of the audios, in the order of their marks."""
     is_desirable: bool | None = None
     """Whether its last answer is marked as desirable or not; None: it is not marked."""
 
     @property
     def has_media(self) -> bool:
-        """Whether it has images or videos."""
-        return bool(self.images or self.videos)
+        """Whether it has images, videos or audios."""
+        return bool(self.media)
+
+    @property
+    def media(self) -> tuple[str, ...]:
+        """The columns of what it has of images, videos and audios."""
+        return tuple(kind.columns[0] for kind in media_kinds.KINDS if getattr(self, kind.columns[0]))
 
 
 def parse(turns: Any, name: str) -> tuple[list[Message], frozenset[int]]:
     """Returns the messages of a list of turns, and the indices of those that carry no loss by their own weight.
 
-    `name` is that of the column. Calls in consecutive turns become one message. Images and videos that are parts
-    of a turn stand under `images` and `videos` of its message, see `media.attach`. Raises InvalidConfig.
+    `name` is that of the column. Calls in consecutive turns become one message. Images, videos and audios that
+    are parts of a turn stand under their column's name in its message, see `media.attach`. Raises InvalidConfig.
     """
     if not isinstance(turns, list):
         raise InvalidConfig(f'"{name}" is {shown(turns)}; it must be a list of turns')
@@ -180,7 +187,7 @@ def _turn(turn: Any, place: str) -> tuple[Message, bool]:
 
 
 def _content(turn: Row, key: str, place: str) -> str:
-    """Returns the text of a turn; the parts of a list are joined, with a mark for each image and video."""
+    """Returns the text of a turn; the parts of a list are joined, with a mark for each image, video and audio."""
     parts = turn.get(key)
     if not isinstance(parts, list):
         return string(turn, key, place)
@@ -193,7 +200,7 @@ def _content(turn: Row, key: str, place: str) -> str:
         elif _is_text_part(part):
             texts.append(part["text"])
         else:
-            problem = f"{place}: {key} has parts that are neither text nor an image or a video"
+            problem = f"{place}: {key} has parts that are neither text nor an image, a video or an audio"
             raise InvalidConfig(f"{problem}, which is not supported")
     return "".join(texts)
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.media import KINDS
+from dstrain.facts.data.media_kinds import KINDS
 from dstrain.facts.data.row_values import is_given
 
 
@@ -37,22 +37,15 @@ _PREFERRED = "Keep only the preferred answers, as messages or as instruction and
 _DPO = "Or train on both: task: dpo or reward, with the columns chosen and rejected."
 _KTO = "Or train on both: task: kto."
 _COUNTED = "Give each turn a weight of 0 or 1; loss_on selects the answers that count in the loss."
-_AUDIO = Untrained(
-    names=("audio", "audios"),
-    says="holds audio",
-    hint="Leave these samples out: their text alone teaches wrong answers.",
-)
-_IMAGES, _VIDEOS = (Untrained(names=kind.columns, says=f"holds {kind.columns[0]}", hint=_AUDIO.hint) for kind in KINDS)
-MEDIA = MappingProxyType({name: kind for kind in (_IMAGES, _VIDEOS) for name in kind.names})
-"""Column → kind of images and videos where they are not trained: in texts and pairs."""
+_ALONE = "Leave these samples out: their text alone teaches wrong answers."
+_MEDIA = tuple(Untrained(names=kind.columns, says=f"holds {kind.columns[0]}", hint=_ALONE) for kind in KINDS)
+MEDIA = MappingProxyType({name: kind for kind in _MEDIA for name in kind.names})
+"""Column → kind of images, videos and audios where they are not trained: in texts and pairs."""
 _PLACED = tuple(
     replace(kind, hint=f'Write them in a column "{kind.names[0]}" beside the turns, or as parts of the turn.')
-    for kind in (_IMAGES, _VIDEOS)
+    for kind in _MEDIA
 )
-_ANYWHERE = (
-    _AUDIO,
-    Untrained(names=("loss_mask", "loss_scale"), says=_WEIGHTS, hint=_COUNTED, matters=_weighs),
-)
+_ANYWHERE = (Untrained(names=("loss_mask", "loss_scale"), says=_WEIGHTS, hint=_COUNTED, matters=_weighs),)
 _IN_ROWS = (
     *_ANYWHERE,
     Untrained(
@@ -84,7 +77,7 @@ _PLACEHOLDER = re.compile(r"(?<!`)<(\|?)(image|video|audio)(?:_pad|_\d+)?\1>(?!`
 _WITHOUT_FILE = Untrained(
     names=(),
     says="stands for an image, video or audio without a file",
-    hint='Write <image> and <video>, and the paths in columns "images" and "videos"; audio is not trained.',
+    hint='Write <image>, <video> and <audio>, and the paths in columns "images", "videos" and "audios".',
 )
 
 

@@ -1,11 +1,15 @@
-"""Parts of a vision-language model, by the names of parameters: tower, aligner and language model."""
+"""Parts of a model that sees or hears, by the names of parameters: tower, aligner and language model."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
-VISION = frozenset({"visual", "vision_tower", "vision_model"})
-"""Module names of the vision tower in Transformers' vision-language models."""
+VISION = frozenset({"visual", "vision_tower", "vision_model", "audio_tower"})
+"""Module names of the tower in Transformers' vision-language models, and in those that hear, whose keys are the same.
+
+LLaMA-Factory's `freeze_vision_tower` and ms-swift's `freeze_vit` freeze audio towers, too. Source: LLaMA-Factory 0.9
+model/model_utils/visual.py: qwen2_audio."""
 ALIGNER = frozenset(
     {"merger", "deepstack_merger_list", "multi_modal_projector", "aligner", "connector", "image_newline"}
 )
@@ -22,6 +26,11 @@ class Part(StrEnum):
 
 FROZEN = frozenset({Part.TOWER, Part.ALIGNER})
 """The parts that do not train unless a job says so."""
+
+
+def has_tower(config: Any) -> bool:
+    """Returns whether a configuration of Transformers is that of a model that sees or hears."""
+    return hasattr(config, "vision_config") or hasattr(config, "audio_config")
 
 
 def is_vision(name: str) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from dstrain.choices import Attention, LossKernel, OnBadRow, Optimizer, Precision
 from dstrain.config.lint.finding import Finding
@@ -17,19 +18,19 @@ from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.data import datafile, videos
+from dstrain.facts.data import audios, datafile, videos
 from dstrain.facts.data.images import require_pillow
 from dstrain.facts.data.job_reading import reading_for
 from dstrain.facts.model import model_files
 from dstrain.facts.model.hub_config import model_type
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.vision_towers import PACKS_IMAGES, require_images, require_videos
+from dstrain.facts.model.vision_towers import packs_media, require_media
 from dstrain.facts.workload import Workload
 from dstrain.job.adapter import read_adapter
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.file import JobFile, looks_local
 from dstrain.job.schema import Job
-from dstrain.job.task_limits import require_for_images
+from dstrain.job.task_limits import require_for_media
 from dstrain.launch.prepare.evaluation_checks import check_evaluation, unplanned
 from dstrain.launch.prepare.hostfile_findings import of_job
 from dstrain.launch.prepare.job_context import request_of
@@ -60,7 +61,7 @@ DATA_KEYS = ("data", "eval_data")
 def check(file: JobFile, *, on_cpu: bool, opens_images: bool = False) -> list[str]:
     """Returns notes about a job's data and its end. Raises InvalidConfig or EnvironmentProblem if the job cannot run.
 
-    With `opens_images`, all images and videos are read.
+    With `opens_images`, all images, videos and audios are read.
     """
     _check_model(file)
     if file.job.adapter is not None:
@@ -202,7 +203,7 @@ def check_data_files(file: JobFile, key: str, *, opens_images: bool = False) -> 
     """Returns notes about ignored columns of the data files that a key of the job names.
 
     Raises InvalidConfig if their first `CHECKED_DATA_BYTES` cannot be read or trained on, or if only some data sets
-    have weights. With `opens_images` all rows are checked, and all images and videos are read.
+    have weights. With `opens_images` all rows are checked, and all images, videos and audios are read.
     """
     sources = file.job.train_sources if key == "data" else file.job.eval_sources
     notes: list[str] = []
@@ -229,36 +230,43 @@ def _check_data_file(
     report = datafile.check(
         path, reading_for(source, job), limit_bytes=limit_bytes, skip=skip, opens_images=opens_images
     )
-    named = [name for name, has in (("images", report.has_images), ("videos", report.has_videos)) if has]
+    named = report.media
     if named:
-        _check_images(job, path, named)
+        _check_media(job, path, named)
     notes = [report.note] if report.note else []
-    if named and not job.image_patches:
-        notes.append(f"the estimate counts no {' or '.join(named)}: set image_patches to the patches of a sample")
+    seen = [name for name in named if name != "audios"]
+    if seen and not job.image_patches:
+        notes.append(f"the estimate counts no {' or '.join(seen)}: set image_patches to the patches of a sample")
+    if "audios" in named:
+        notes.append("the estimate counts the weights of the audio tower, not what it computes of audios")
     return [f"{shown(str(path))}: {note}" for note in notes]
 
 
-def _check_images(job: Job, path: Path, named: list[str]) -> None:
-    """Raises InvalidConfig or EnvironmentProblem if a job cannot train on images, videos or both, as they are named."""
-    require_pillow()
+_PACKAGES: Mapping[str, Callable[[], None]] = MappingProxyType(
+    {"images": require_pillow, "videos": videos.require_packages, "audios": audios.require_packages}
+)
+"""Column → raises EnvironmentProblem without what it needs."""
+
+
+def _check_media(job: Job, path: Path, named: Sequence[str]) -> None:
+    """Raises InvalidConfig or EnvironmentProblem if a job cannot train on the media in these columns."""
     family = model_type(job.model, job.hub)
-    require_images(family)
-    if "videos" in named:
-        require_videos(family)
-        videos.require_packages()
-    require_for_images(job, packs_images=family is None or family in PACKS_IMAGES)  # the ranks know
+    require_media(family, named)
+    require_for_media(job, named, packs=family is None or packs_media(family))  # the ranks know
+    for name in named:
+        _PACKAGES[name]()
     folder = Path(job.model)
     if folder.is_dir() and not model_files.has_processor(folder):
         raise InvalidConfig(
             f"{shown(str(path))} has {' and '.join(named)}, but {shown(job.model)} has no processor for them",
-            hint=f"Train a vision-language model, with its {' or '.join(model_files.PROCESSOR_FILES[:2])}.",
+            hint=f"Train a model that sees or hears, with its {' or '.join(model_files.PROCESSOR_FILES[:2])}.",
         )
 
 
 def findings(file: JobFile, context: JobContext, *, opens_images: bool = False) -> list[Finding]:
     """Returns lint's findings about keys of a job, and about its data files that exist on this machine.
 
-    With `opens_images`, all their images and videos are read.
+    With `opens_images`, all their images, videos and audios are read.
     """
     findings = []
     checks: dict[str, Callable[[], object]] = {"eval_steps": lambda: check_evaluation(file)}

@@ -8,6 +8,7 @@ from dstrain.choices import Method, Optimizer, Precision
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.data.row_contents import seen_samples
+from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
 from dstrain.facts.workload import Workload
@@ -60,13 +61,8 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
     if request.task.has_reference:
         found += _reference_notes(workload, chosen)
     found += [*_optimizer_notes(workload, request, chosen), *_liger_notes(workload, request, chosen)]
-    if model.vision is not None and not request.image_patches:
-        tower, trains = (
-            format_count(model.num_params_of(Kind.VISION)),
-            any(group.num_trained for group in model.tensors if group.kind is Kind.VISION),
-        )
-        is_frozen = "" if trains else " is frozen"
-        found.append(f"no images are counted (--image-patches); the vision tower ({tower} parameters){is_frozen}")
+    if (tower := _tower_note(model, request)) is not None:
+        found.append(tower)
     if (packed_images := _packed_images(model, chosen.configuration)) is not None:
         found.append(packed_images)
     if (compiling := compile_rules.note(workload, chosen.configuration)) is not None:
@@ -78,6 +74,17 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
     if model.moe is not None and request.method is not Method.FULL:
         found.append(_adapters_note(model, chosen.configuration))
     return tuple(found)
+
+
+def _tower_note(model: ModelFacts, request: Request) -> str | None:
+    """Returns what is not counted of a tower; None if all of it is, or the model has none."""
+    hears = model.model_type in TRAINS_AUDIO
+    if not hears and (model.vision is None or request.image_patches):
+        return None
+    tower = f"{'audio' if hears else 'vision'} tower ({format_count(model.num_params_of(Kind.VISION))} parameters)"
+    trains = any(group.num_trained for group in model.tensors if group.kind is Kind.VISION)
+    uncounted = "no work on audio is counted" if hears else "no images are counted (--image-patches)"
+    return f"{uncounted}; the {tower}{'' if trains else ' is frozen'}"
 
 
 def _adapters_note(model: ModelFacts, configuration: Configuration) -> str:

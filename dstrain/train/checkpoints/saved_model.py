@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -88,7 +89,9 @@ def family_of(config: Any) -> Any:
     """Returns the class that loads a model of this configuration."""
     if is_scoring(config):
         return AutoModelForSequenceClassification
-    return AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    if hasattr(config, "vision_config"):
+        return AutoModelForImageTextToText
+    return AutoModelForSeq2SeqLM if hasattr(config, "audio_config") else AutoModelForCausalLM
 
 
 def require_whole_model(folder: Path, *, trust_remote_code: bool = False) -> None:

@@ -37,7 +37,9 @@ class Counts:
     lost_prompts: int = 0
     """System prompts that the template omits."""
     cut_images: int = 0
-    """Conversations whose images `seq_len` would cut."""
+    """Conversations whose images, videos or audios `seq_len` would cut."""
+    cut_audios: int = 0
+    """Audios of which only the beginning is taken."""
     lost_tools: int = 0
     """Conversations whose descriptions of tools the template omits."""
     desirable: int = 0

@@ -17,8 +17,9 @@ COUNTED = MappingProxyType(
         "cut_images": (
             "conversation is",
             "conversations are",
-            "dropped: seq_len would cut images or videos (max_pixels and the keys video_… make them smaller)",
+            "dropped: seq_len would cut images, videos or audios (max_pixels, video_…, audio_… limit them)",
         ),
+        "cut_audios": ("audio is", "audios are", "cut at audio_max_seconds (default: what the processor takes)"),
         "lost_thoughts": ("answer is", "answers are", "trained without thoughts (thinking: {job.thinking})"),
         "empty_thoughts": (
             "answer begins",

@@ -1,4 +1,4 @@
-"""Collates samples with images and videos into one micro-batch of tensors."""
+"""Collates samples with images, videos and audios into one micro-batch of tensors."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from dstrain.train.data.images import Images
 from dstrain.train.data.tokenize import IGNORED
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Names under which models take the kind of each token: text, image or video."""
+"""Names under which models take the kind of each token: text, image, video or audio."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageCollator:
-    """Adds the pixels of images and videos to a micro-batch; one without either gets those of a blank one.
+    """Adds pixels and sound to a micro-batch; one without any gets those of a blank image, video or audio.
 
-    Each rank runs the vision tower as often in every micro-batch, as ZeRO-3 needs it, which gathers each weight on all
-    ranks at once: for images, and once more for videos, if the data have both. The tokens of what is blank are padding:
-    no token of a sample sees them, and none of them has a label, so that the gradient of the tower is exactly that of
-    the images and videos of other ranks. Packed rows get positions for each sample, as the model would count those of a
-    whole row from its beginning.
+    Each rank runs a tower as often in every micro-batch, as ZeRO-3 needs it, which gathers each weight on all ranks at
+    once: for images, and once more for videos, if the data have both. The tokens of what is blank are padding: no token
+    of a sample sees them, and none of them has a label, so that the gradient of the tower is exactly that of the
+    images, videos and audios of other ranks. Packed rows get positions for each sample where the family has its own for
+    images, which the model would count for the whole row from its beginning.
     """
 
     collator: Collator
     images: Images
     blanks: Mapping[str, Sequence[int]]
-    """Columns of images and videos that the data have → tokens of a blank one."""
+    """Columns of images, videos and audios that the data have → tokens of a blank one."""
     parameters: frozenset[str]
     """Names of the parameters of the model's forward."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the tensors of `Collator`, of images and videos, and the kinds of tokens, if the model asks."""
+        """Returns the tensors of `Collator`, of what is seen and heard, and the kinds of tokens, if the model asks."""
         samples = {column: [row[column] for row in rows if row.get(column)] for column in self.blanks}
         lacking = [token for column, blank in self.blanks.items() if not samples[column] for token in blank]
         batch = self._with_blank(rows, lacking) if lacking else self.collator(rows)
@@ -44,8 +44,7 @@ class ImageCollator:
         types = next((name for name in _TYPES if name in self.parameters), None)
         if types is not None:
             batch[types] = self.images.types_of(batch["input_ids"])
-        if self.collator.packing:
-            assert self.images.positions is not None
+        if self.collator.packing and self.images.positions is not None:
             batch["position_ids"] = self.images.positions.of(batch)
         return batch
 

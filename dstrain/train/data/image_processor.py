@@ -1,4 +1,4 @@
-"""Loads the processor of a model, which reads images and videos."""
+"""Loads the processor of a model, which reads images, videos or audios."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from transformers.models.auto import video_processing_auto
 from transformers.utils.hub import PushToHubMixin, cached_file
 
 from dstrain.facts.data import images
+from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.facts.model.model_files import PROCESSOR_FILES
 from dstrain.facts.model.vision_towers import TRAINS_VIDEOS, require_image_package
 from dstrain.job.schema import Job
+from dstrain.train.data.audios import audios_of
 from dstrain.train.data.image_positions import positions_of
 from dstrain.train.data.images import Images
 from dstrain.train.data.videos import videos_of
@@ -58,7 +60,7 @@ def _without_videos() -> Iterator[None]:
 
 
 def load_images(job: Job, source: str, tokenizer: Any) -> Images | None:
-    """Returns the images of a model with a vision tower and a processor; None of a language model.
+    """Returns the images of a model with a tower and a processor, or what else it reads; None of a language model.
 
     Raises InvalidConfig if the processor cannot be loaded, EnvironmentProblem if it lacks a package.
     """
@@ -66,8 +68,10 @@ def load_images(job: Job, source: str, tokenizer: Any) -> Images | None:
     files = [cached_file(source, name, **lenient) for name in PROCESSOR_FILES]
     if not any(files[:2]):
         return None
-    images.require_pillow()
     config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
+    hears = config.model_type in TRAINS_AUDIO
+    if not hears:
+        images.require_pillow()
     require_image_package(config.model_type)
     has_videos = config.model_type in TRAINS_VIDEOS and find_spec("torchvision") is not None
     try:
@@ -76,16 +80,17 @@ def load_images(job: Job, source: str, tokenizer: Any) -> Images | None:
             processor = load(source, trust_remote_code=job.trust_remote_code)
     except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
         raise cannot_load("processor", job, error) from error
-    if getattr(processor, "image_processor", None) is None:
+    if not hears and getattr(processor, "image_processor", None) is None:
         return None
     if job.chat_template is None and isinstance(processor.chat_template, str):
-        tokenizer.chat_template = processor.chat_template  # that of the tokenizer may know no images
+        tokenizer.chat_template = processor.chat_template  # that of the tokenizer may know no media
     processor.tokenizer = tokenizer
     return Images(
         family=config.model_type,
         processor=processor,
         max_pixels=job.max_pixels,
         videos=videos_of(processor, job) if has_videos else None,
+        audios=audios_of(config.model_type, processor, job) if hears else None,
         positions=positions_of(config),
         files=tuple(Path(file) for file in files if file is not None),
     )

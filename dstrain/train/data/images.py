@@ -1,10 +1,10 @@
-"""Images and videos of samples through the model's own processor: their tokens, and the pixels of a micro-batch."""
+"""Images, videos and audios of samples through the model's own processor: their tokens, and what a micro-batch has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ import torch
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import images
-from dstrain.facts.data.media import IMAGE, VIDEO, Files, name_of
+from dstrain.facts.data.media import Files, name_of
+from dstrain.facts.data.media_kinds import KINDS
 from dstrain.facts.data.videos import require_packages
-from dstrain.facts.model.vision_towers import require_images, require_videos
+from dstrain.facts.model.vision_towers import require_media
+from dstrain.train.data.audios import Audios
 from dstrain.train.data.chat import Span
 from dstrain.train.data.image_positions import ImagePositions
 from dstrain.train.data.resize import BLANK_SIDE, shrunk
-from dstrain.train.data.token_files import IMAGES, VIDEOS
+from dstrain.train.data.token_files import AUDIOS, IMAGES, MEDIA, VIDEOS
 from dstrain.train.data.videos import Videos
 
 _CROPS = ("crop_to_patches", "do_image_splitting", "do_pan_and_scan")
@@ -28,7 +30,7 @@ _CROPS = ("crop_to_patches", "do_image_splitting", "do_pan_and_scan")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expanded:
-    """A rendered conversation with the tokens of its images and videos."""
+    """A rendered conversation with the tokens of its images, videos and audios."""
 
     input_ids: list[int]
     """Token ids: (seq,)."""
@@ -37,12 +39,15 @@ class Expanded:
     spans: Sequence[Span]
     """The characters that count in the loss, at their new places."""
     media_of: Sequence[int | None]
-    """Index of the image of each token, or that of the video after the number of images, None of text: (seq,)."""
+    """Index of the image of each token, that of the video after all images, or that of the audio after all videos; None
+    of text: (seq,)."""
+    num_cut: int = 0
+    """Audios of which only the beginning is taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
-    """Reads images and videos with the processor of a model."""
+    """Reads images, videos and audios with the processor of a model."""
 
     family: str
     """The `model_type` of the model."""
@@ -52,6 +57,8 @@ class Images:
     """Larger images are made smaller, to this many pixels; None: as the processor has it."""
     videos: Videos | None = None
     """Reads videos; None: the family does not train on them, or a package lacks."""
+    audios: Audios | None = None
+    """Reads audios; None: the family does not train on them."""
     positions: ImagePositions | None = None
     """Positions of images in packed rows; None: the family has none that are known."""
     files: tuple[Path, ...] = ()
@@ -59,22 +66,34 @@ class Images:
 
     @property
     def identity(self) -> str:
-        """Changes with the tokens of an image or a video."""
-        settings = self.processor.image_processor.to_json_string()
-        of_videos = f" {self.videos.identity}" if self.videos else ""
-        return f"{type(self.processor).__name__} {self.max_pixels} {settings}{of_videos}"
+        """Changes with the tokens of an image, a video or an audio."""
+        readers = [self.processor.image_processor.to_json_string()] if self.sees else []
+        readers += [reader.identity for reader in (self.videos, self.audios) if reader is not None]
+        return " ".join([type(self.processor).__name__, str(self.max_pixels), *readers])
 
-    def expanded(
-        self, text: str, spans: Sequence[Span], paths: Sequence[str], videos: Sequence[Files] = ()
-    ) -> Expanded:
-        """Returns the tokens of a rendered conversation, with those of images and videos in the place of placeholders.
+    @property
+    def sees(self) -> bool:
+        """Whether the processor reads images."""
+        return getattr(self.processor, "image_processor", None) is not None
 
-        Raises InvalidConfig if one is broken, if the template writes another number of placeholders, or if the family
-        does not train on them; EnvironmentProblem if it lacks a package.
+    @property
+    def packs(self) -> bool:
+        """Whether samples can share rows: positions of audios are those of text."""
+        return self.positions is not None or self.audios is not None
+
+    def expanded(self, text: str, spans: Sequence[Span], media: Mapping[str, Sequence[Any]]) -> Expanded:
+        """Returns the tokens of a rendered conversation, with those of its media in the place of placeholders.
+
+        `media`: column → images, videos or audios. Raises InvalidConfig if one is broken, if the template writes
+        another number of placeholders, or if the family does not train on them; EnvironmentProblem if it lacks a
+        package.
         """
-        require_images(self.family)
-        given: dict[str, Any] = {"images": [[self._opened(path) for path in paths]]} if paths else {}
-        given |= self._videos().arguments([videos]) if videos else {}
+        named = [column for column in MEDIA if media.get(column)]
+        require_media(self.family, named)
+        sounds = [self.audios.read(audio) for audio in media.get(AUDIOS, ())] if self.audios else []
+        given: dict[str, Any] = {}
+        for column in named:
+            given |= self._arguments(column, [sounds if column == AUDIOS else media[column]])
         try:
             out = self.processor(
                 text=[text],
@@ -84,71 +103,74 @@ class Images:
                 add_special_tokens=False,
             )
         except ValueError as error:
-            what = f"{IMAGES if paths else ''}{' or ' if paths and videos else ''}{VIDEOS if videos else ''}"
-            raise InvalidConfig(f"the processor rejects its {what}: {error}") from None
+            raise InvalidConfig(f"the processor rejects its {' or '.join(named)}: {error}") from None
         changes = out["text_replacement_offsets"][0]
         replaced = [(*change["span"], *change["new_span"]) for change in changes]
-        numbers = {IMAGE.noun: count(), VIDEO.noun: count(len(paths))}
+        firsts = accumulate((len(media.get(column, ())) for column in MEDIA), initial=0)
+        numbers = {kind.noun: count(first) for kind, first in zip(KINDS, firsts, strict=False)}
         offsets = np.asarray(out["offset_mapping"][0]).tolist()
         return Expanded(
             input_ids=_ids(out),
             offsets=offsets,
             spans=[(_moved(start, replaced), _moved(end, replaced)) for start, end in spans],
             media_of=list(_media_of(offsets, replaced, [next(numbers[change["type"]]) for change in changes])),
+            num_cut=sum(sound.is_cut for sound in sounds),
         )
 
     def pixels(self, column: str, samples: Sequence[Sequence[Any]]) -> dict[str, torch.Tensor]:
-        """Returns the tensors that the model takes of the images or the videos of each sample, in order.
+        """Returns the tensors that the model takes of the images, videos or audios of each sample, in order.
 
         Without samples they are those of a blank one.
         """
-        if column == VIDEOS:
-            reader = self._videos()
-            return self._tensors("video", reader.arguments(samples) if samples else reader.blank_arguments())
-        if not samples:
-            return self._tensors("image", {"images": [[_blank()]], **self._whole})
-        return self._tensors("image", {"images": [[self._opened(path) for path in paths] for paths in samples]})
+        return self._tensors(column, self._arguments(column, samples))
 
     def blank_tokens(self, tokenizer: Any, column: str = IMAGES) -> list[int]:
-        """Returns the tokens of a turn with nothing but a small black image, or a video of such."""
-        noun = column.removesuffix("s")
-        turn = {"role": "user", "content": [{"type": noun}]}
+        """Returns the tokens of a turn with nothing but a small black image, a video of such, or a silence."""
+        turn = {"role": "user", "content": [{"type": column.removesuffix("s")}]}
         text = tokenizer.apply_chat_template([turn], tokenize=False)
-        blank = {"images": [[_blank()]], **self._whole} if column == IMAGES else self._videos().blank_arguments()
-        return _ids(self.processor(text=[text], add_special_tokens=False, **blank))
+        return _ids(self.processor(text=[text], add_special_tokens=False, **self._arguments(column, [])))
+
+    def _arguments(self, column: str, samples: Sequence[Sequence[Any]]) -> dict[str, Any]:
+        """Returns the arguments of the processor for what samples have, in order; without samples for a blank one.
+
+        Raises InvalidConfig if the family does not train on it, EnvironmentProblem if it lacks a package.
+        """
+        require_media(self.family, [column])
+        if column == IMAGES:
+            opened = [[self._opened(path) for path in paths] for paths in samples]
+            return {"images": opened} if samples else {"images": [[_blank()]], **self._whole}
+        if column == VIDEOS:
+            require_packages()
+        reader = self.videos if column == VIDEOS else self.audios
+        assert reader is not None
+        return reader.arguments(samples) if samples else reader.blank_arguments()
 
     def types_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Returns whether tokens are text (0), an image (1) or a video (2), as the family counts: (batch, seq)."""
         return torch.tensor(self.processor.create_mm_token_type_ids(input_ids.tolist()))
 
-    def video_text(self, video: Files) -> str:
-        """Returns the name of a video, its size, and its frames, in words."""
-        return self._videos().text_of(video)
-
-    def _videos(self) -> Videos:
-        """Returns what reads videos. Raises InvalidConfig or EnvironmentProblem if nothing does."""
-        require_videos(self.family)
-        require_packages()
-        assert self.videos is not None
-        return self.videos
+    def names(self, images: Sequence[str], videos: Sequence[Files], audios: Sequence[str]) -> list[str]:
+        """Returns the names of the media of a sample, with size, frames or length, in words."""
+        of_videos = [self.videos.text_of(video) for video in videos] if self.videos else []
+        of_audios = [self.audios.text_of(audio) for audio in audios] if self.audios else []
+        return [*map(image_text, images), *of_videos, *of_audios]
 
     @property
     def _whole(self) -> dict[str, bool]:
         """Settings under which the processor makes no crops, each of which would be one more image for the tower."""
         return {name: False for name in _CROPS if hasattr(self.processor.image_processor, name)}
 
-    def _tensors(self, noun: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns what the processor makes of images or videos, with its settings for them in calls with text.
+    def _tensors(self, column: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Returns what the processor makes of images, videos or audios, with its settings for them in calls with text.
 
         Source: transformers 5.23 processing_utils.py: ProcessorMixin.__call__.
         """
-        known, files = self.processor.tokenizer.init_kwargs, options.pop(f"{noun}s")
+        name = "audio" if column == AUDIOS else column
+        known, files = self.processor.tokenizer.init_kwargs, options.pop(name)
         settings = self.processor._merge_kwargs(tokenizer_init_kwargs=known, return_tensors="pt", **options)
-        process = getattr(self.processor, f"_process_{noun}s")
-        made, _ = process(files, **settings[f"{noun}s_kwargs"])
-        reader = getattr(self.processor, f"{noun}_processor")
-        names = {*reader.model_input_names} - {*self.processor.unused_input_names}
-        return {name: value for name, value in made.items() if name in names}
+        made, _ = getattr(self.processor, f"_process_{name}")(files, **settings[f"{name}_kwargs"])
+        unused = {*self.processor.unused_input_names, "video_metadata"}
+        return {key: value for key, value in made.items() if key not in unused}
 
     def _opened(self, path: str) -> Any:
         return shrunk(images.opened(path), self.max_pixels)
@@ -175,7 +197,7 @@ def image_text(path: str) -> str:
 def _media_of(
     offsets: Sequence[Span], replaced: Sequence[tuple[int, int, int, int]], numbers: Sequence[int]
 ) -> Iterator[int | None]:
-    """Yields the number of the image or video of each token, whose characters stand in a replacement, or None."""
+    """Yields the number of the image, video or audio of each token whose characters stand in a replacement, or None."""
     index = 0
     for start, _ in offsets:
         while index < len(replaced) and start >= replaced[index][3]:

@@ -13,11 +13,11 @@ import numpy as np
 
 from dstrain.facts.data.best_fit import packed_rows
 from dstrain.train.data.shared_work import locked
-from dstrain.train.data.token_files import IMAGES, VIDEOS
+from dstrain.train.data.token_files import MEDIA
 from dstrain.train.data.tokenize import IGNORED
 
 Row = dict[str, Any]
-"""`input_ids`, `labels` and `position_ids` of a packed row, each (tokens,), and files of its images and videos."""
+"""`input_ids`, `labels` and `position_ids` of a packed row, each (tokens,), and the files of its media."""
 _FILES = ("members.npy", "starts.npy")
 
 
@@ -58,7 +58,7 @@ class PackedRows:
     """Rows of whole samples, concatenated on access; a sequence like a data set."""
 
     samples: Any
-    """A data set with `input_ids`, `labels` and perhaps `images` and `videos` in Arrow's format, for NumPy arrays
+    """A data set with `input_ids`, `labels` and perhaps columns of media in Arrow's format, for NumPy arrays
     without copies."""
     rows: Packing
 
@@ -66,12 +66,12 @@ class PackedRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        """Returns the tokens of a row, and the files of its images and videos in the order of their tokens."""
+        """Returns the tokens of a row, and the files of its images, videos and audios in the order of their tokens."""
         members = self.samples[self.rows[index].tolist()]
         input_ids, labels = (members.column(name).combine_chunks() for name in ("input_ids", "labels"))
         lengths = input_ids.value_lengths().to_numpy(zero_copy_only=False)
         row = row_of(input_ids.flatten().to_numpy(), labels.flatten().to_numpy(), lengths)
-        for name in {IMAGES, VIDEOS}.intersection(members.column_names):
+        for name in {*MEDIA}.intersection(members.column_names):
             row[name] = members.column(name).combine_chunks().flatten().to_pylist()
         return row
 

@@ -26,7 +26,7 @@ from dstrain.train.data.counts import counted
 from dstrain.train.data.mixture import Indices, drawn, numbers_of, split
 from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.sources import rows_of
-from dstrain.train.data.token_files import IMAGES, VIDEOS
+from dstrain.train.data.token_files import MEDIA
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.data.tokenized import SEQUENCES, Form, Report, Said, cache_folder, tokenized
 
@@ -54,9 +54,9 @@ class PreparedData:
     notes: tuple[str, ...]
     """Lines for the log."""
     digest: str
-    """Changes with any token, any label, any file of an image or a video, and the order of samples."""
+    """Changes with any token, any label, any file of an image, a video or an audio, and the order of samples."""
     media: frozenset[str]
-    """The columns of images and videos that a sample has."""
+    """The columns of images, videos and audios that a sample has."""
     num_made: int
     """Files of tokens that were not in the cache."""
     folders: tuple[Path, ...]
@@ -126,9 +126,9 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     """Returns the tokens of a data set. Raises InvalidConfig if no sample of it can be trained on."""
     rows = rows_of(source, job, training=training)
     dataset, said = tokenized(rows, encoder, job, report, form)
-    if any(_figure(dataset, f"num_{name}").any() for name in (IMAGES, VIDEOS)):
-        packs_images = form.images is not None and form.images.positions is not None
-        task_limits.require_for_images(job, packs_images=packs_images)
+    if media := [name for name in MEDIA if _figure(dataset, f"num_{name}").any()]:
+        packs = form.images is not None and form.images.packs
+        task_limits.require_for_media(job, media, packs=packs)
     lengths, is_long = _figure(dataset, "length"), _figure(dataset, "num_cut") > 0
     drops_long = job.on_long_sample is OnLongSample.DROP
     is_kept = (lengths > 0) & ~is_long if drops_long else lengths > 0
@@ -204,11 +204,11 @@ def _column(tokens: Sequence[_Tokens], chosen: Sequence[Indices], name: str) -> 
 
 
 def _media(tokens: Sequence[_Tokens], chosen: Sequence[Indices]) -> frozenset[str]:
-    """Returns which of images and videos an epoch has.
+    """Returns which of images, videos and audios an epoch has.
 
     Then gives back the memory of columns: these are the last ones to be read.
     """
-    found = frozenset(name for name in (IMAGES, VIDEOS) if _column(tokens, chosen, f"num_{name}").any())
+    found = frozenset(name for name in MEDIA if _column(tokens, chosen, f"num_{name}").any())
     pa.default_memory_pool().release_unused()
     return found
 

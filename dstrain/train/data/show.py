@@ -23,7 +23,6 @@ from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
 from dstrain.train.data.counts import counted
 from dstrain.train.data.image_processor import load_images
-from dstrain.train.data.images import image_text
 from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
 from dstrain.train.data.tokenized import counts_of
@@ -89,7 +88,7 @@ def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit:
 def _sample(encoder: Encoder, number: int, encoded: Encoded) -> ShownSample:
     counts, names = encoded.counts, []
     if encoder.images is not None:
-        names = [*map(image_text, encoded.images), *map(encoder.images.video_text, encoded.videos)]
+        names = encoder.images.names(encoded.images, encoded.videos, encoded.audios)
     return ShownSample(
         number=number,
         place=encoded.where + ", desirable" * counts.desirable + ", undesirable" * counts.undesirable,
@@ -109,8 +108,8 @@ def pieces(
 ) -> Iterator[Piece]:
     """Yields the text of consecutive tokens that are all learned or all not; special tokens are pieces of their own.
 
-    So are the tokens of an image or a video, as its name of `names` and their number; `media_of` has the index of it
-    for each token, None of text.
+    So are the tokens of an image, a video or an audio, as its name of `names` and their number; `media_of` has the
+    index of it for each token, None of text.
 
     A piece is what it adds to the text before it: alone, a first token would lose its space in some tokenizers.
     """

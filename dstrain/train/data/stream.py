@@ -81,8 +81,9 @@ class Window:
 
     def add(self, texts: Sequence[Text]) -> None:
         """Tokenizes samples, and keeps those with something to learn; conversations and texts may be mixed."""
-        if any(isinstance(sample, Conversation) and sample.has_media for _, sample in texts):
-            task_limits.require_for_images(self._job, packs_images=False)
+        media = next((sample.media for _, sample in texts if isinstance(sample, Conversation) and sample.has_media), ())
+        if media:
+            task_limits.require_for_media(self._job, media, packs=False)
         place = {where: number for number, (where, _) in enumerate(texts)}
         kinds = [[text for text in texts if isinstance(text[1], str) == is_text] for is_text in (False, True)]
         encoded = [one for kind in kinds for one in self._encoder.encode(kind, self.refuse)]

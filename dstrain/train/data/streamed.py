@@ -33,7 +33,7 @@ class StreamedData:
     digest: str
     """Changes with the rows and their order."""
     media: frozenset[str] = frozenset()
-    """The columns of images and videos that a sample has."""
+    """The columns of images, videos and audios that a sample has."""
 
 
 def streamed(job: Job, tokenizer: Any) -> tuple[StreamedData, PreparedData | None]:

@@ -1,4 +1,4 @@
-"""Messages in the forms that only some chat templates take: images and videos as parts, arguments of calls as text."""
+"""Messages in the forms that only some chat templates take: media as parts, arguments of calls as text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PROBE = "probe"
 
 
 def with_parts(message: Mapping[str, Any], *, always: bool = False) -> Mapping[str, Any]:
-    """Returns a message as templates of vision-language models take it: a list of parts if it has images
-    or videos.
+    """Returns a message as templates of models that see or hear take it: a list of parts if it has images,
+    videos or audios.
 
     `always`: whether other messages are lists, too.
     """

@@ -14,11 +14,11 @@ import datasets  # type: ignore[import-untyped]
 import numpy as np
 import pyarrow  # type: ignore[import-untyped]
 
-IMAGES, VIDEOS = "images", "videos"
-"""Columns with the files of images, and with those of each video."""
+IMAGES, VIDEOS, AUDIOS = MEDIA = ("images", "videos", "audios")
+"""Columns with the files of images, with those of each video, and with those of audios."""
 NUMBERS = datasets.List(datasets.Value("int32"))
 """Type of a column with a list of numbers for each sample."""
-FIGURES = ("length", "num_learned", "num_cut", "num_images", "num_videos")
+FIGURES = ("length", "num_learned", "num_cut", "num_images", "num_videos", "num_audios")
 _BATCH_ROWS = 1000
 _SAID = b"dstrain"
 
@@ -35,6 +35,7 @@ class TokenRow:
     num_cut: int = 0
     num_images: int = 0
     num_videos: int = 0
+    num_audios: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
     """Key of `COUNTED` → number."""
 

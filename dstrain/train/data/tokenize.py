@@ -22,6 +22,7 @@ from dstrain.train.data.chat import Counts, Follower, Span, Text, Written, as_wr
 from dstrain.train.data.habits import learn
 from dstrain.train.data.message_spans import OTHER_TEMPLATE, Messages
 from dstrain.train.data.template_messages import takes_only_parts, with_arguments, with_parts
+from dstrain.train.data.token_files import MEDIA
 
 if TYPE_CHECKING:
     from dstrain.train.data.images import Images
@@ -31,7 +32,7 @@ IGNORED = -100
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _BATCH_SAMPLES = 256
-_VISION_MODEL = "Train a vision-language model, with all files of its repository."
+_OTHER = "Train a model that sees or hears, with all files of its repository."
 _NOTHING = Counts()
 
 
@@ -52,8 +53,10 @@ class Encoded:
     """Files of its images."""
     videos: tuple[Files, ...] = ()
     """Files of its videos."""
+    audios: tuple[str, ...] = ()
+    """Files of its audios."""
     media_of: Sequence[int | None] = ()
-    """Index of the image, or of the video after all images, of each token, None of text; empty without: (seq,)."""
+    """Index of the image, video or audio of each token, as `Expanded` has it; empty without: (seq,)."""
 
     @property
     def num_learned(self) -> int:
@@ -77,7 +80,7 @@ class Encoder:
     loss_on: LossOn
     thinking: Thinking = Thinking.AUTO
     images: Images | None = None
-    """Reads images and videos; None: samples with any are refused."""
+    """Reads images, videos and audios; None: samples with any are refused."""
 
     def encode(self, samples: Iterable[tuple[str, Conversation | str]], refuse: Refuse = stop) -> Iterator[Encoded]:
         """Yields the tokens of each sample, given as (place, conversation or text), in order.
@@ -111,10 +114,8 @@ class Encoder:
         conversations: list[tuple[str, Written, Conversation]] = []
         for where, conversation in batch:
             try:
-                if conversation.has_media:
-                    self._require_images("images" if conversation.images else "videos")
-                written = self._masked(conversation, write(conversation))
-                conversations.append((where, written, conversation))
+                self._require_tower(conversation)
+                conversations.append((where, self._masked(conversation, write(conversation)), conversation))
             except Exception as error:
                 refuse(_refused(where, error))
         plain = [written.text for _, written, conversation in conversations if not conversation.has_media]
@@ -212,19 +213,19 @@ class Encoder:
         return Encoded(where=where, input_ids=ids, labels=labels, num_cut=num_cut, counts=counts)
 
     def _encode_with_images(self, where: str, written: Written, conversation: Conversation) -> Encoded:
-        """Returns the tokens: those of images and videos have no loss, and none has if `seq_len` would cut one."""
+        """Returns the tokens: those of media have no loss, and none has if `seq_len` would cut one of these."""
         assert self.images is not None
+        media: Any = {name: getattr(conversation, name) for name in MEDIA}
         try:
-            found = self.images.expanded(written.text, written.spans, conversation.images, conversation.videos)
+            found = self.images.expanded(written.text, written.spans, media)
         except InvalidConfig as error:
             raise _refused(where, error) from None
         has_cut = any(index is not None for index in found.media_of[self.seq_len :])
         labels = _labels(found.input_ids, found.offsets, [] if has_cut else found.spans)
         labels = [label if index is None else IGNORED for label, index in zip(labels, found.media_of, strict=True)]
-        counts = replace(written.counts, cut_images=1) if has_cut else written.counts
+        counts = replace(written.counts, cut_images=int(has_cut), cut_audios=found.num_cut)
         sample = self._cut(where, found.input_ids, labels, counts)
-        media_of = found.media_of[: self.seq_len]
-        return replace(sample, images=conversation.images, videos=conversation.videos, media_of=media_of)
+        return replace(sample, **media, media_of=found.media_of[: self.seq_len])
 
     def _encode_by_prefix(self, where: str, written: Written) -> Encoded:
         """Returns the tokens for a tokenizer without offsets, by tokenizing prefixes up to each border of an answer."""
@@ -260,18 +261,17 @@ class Encoder:
             for found in self.tokenizer.backend_tokenizer.encode_batch(texts[1:], add_special_tokens=False):
                 yield found.ids, found.offsets
 
-    def _require_images(self, what: str) -> None:
-        if self.images is None or not self.tokenizer.is_fast:
-            lack = "a fast tokenizer" if self.images is not None else "a vision tower and its processor"
-            raise InvalidConfig(f"has {what}, but the model lacks {lack}", hint=_VISION_MODEL)
+    def _require_tower(self, conversation: Conversation) -> None:
+        if conversation.has_media and (self.images is None or not self.tokenizer.is_fast):
+            lack = "a fast tokenizer" if self.images is not None else "a tower for them and its processor"
+            raise InvalidConfig(f"has {' and '.join(conversation.media)}, but the model lacks {lack}", hint=_OTHER)
 
     def _require_template(self) -> None:
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidConfig(
                 f"the tokenizer of {self.tokenizer.name_or_path or 'this model'} has no chat template, "
                 "but the data are conversations",
-                hint="Use the instruction-tuned model's tokenizer, set a template (chat_template: FILE), "
-                "or write the data as text.",
+                hint="Use the instruction-tuned model's tokenizer, set chat_template: FILE, or write the data as text.",
             )
 
 

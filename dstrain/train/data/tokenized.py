@@ -30,7 +30,7 @@ from dstrain.paths import write_atomic
 from dstrain.train.data.chat import Counts
 from dstrain.train.data.shared_work import Tick, Work, locked, make_all
 from dstrain.train.data.sources import Rows
-from dstrain.train.data.token_files import IMAGES, NUMBERS, VIDEOS, TokenFile, TokenRow, features_of, read, said_in
+from dstrain.train.data.token_files import MEDIA, NUMBERS, TokenFile, TokenRow, features_of, read, said_in
 from dstrain.train.data.tokenize import Encoded, Encoder
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Form:
     loss_on: LossOn | None = None
     """The answers that count; None: those of the job."""
     images: Images | None = None
-    """Reads images and videos; None: samples with any are refused."""
+    """Reads images, videos and audios; None: samples with any are refused."""
 
 
 def _sequences(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
@@ -96,10 +96,10 @@ def _sequence(sample: Encoded) -> TokenRow:
 
 def _with_images(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
     for sample in encoder.encode(rows.conversations(refuse), refuse):
-        images, videos = (sample.images, sample.videos) if sample.teaches else ((), ())
         row = _sequence(sample)
-        columns = {**row.columns, IMAGES: images, VIDEOS: videos}
-        yield replace(row, columns=columns, num_images=len(images), num_videos=len(videos))
+        columns = {**row.columns, **{name: getattr(sample, name) if sample.teaches else () for name in MEDIA}}
+        counts: dict[str, Any] = {f"num_{name}": len(columns[name]) for name in MEDIA}
+        yield replace(row, columns=columns, **counts)
 
 
 SEQUENCES = Form(columns={"input_ids": NUMBERS, "labels": NUMBERS}, encoded=_sequences)
@@ -107,9 +107,9 @@ SEQUENCES = Form(columns={"input_ids": NUMBERS, "labels": NUMBERS}, encoded=_seq
 
 
 def sequences_with_images(images: Images) -> Form:
-    """Returns the form of sequences with the files of their images and videos, for models with a vision tower."""
+    """Returns the form of sequences with the files of their images, videos and audios, for models with a tower."""
     files = datasets.List(datasets.Value("string"))
-    columns = {**SEQUENCES.columns, IMAGES: files, VIDEOS: datasets.List(files)}
+    columns = {**SEQUENCES.columns, "images": files, "videos": datasets.List(files), "audios": files}
     return Form(columns=columns, encoded=_with_images, images=images)
 
 

@@ -118,7 +118,7 @@ def _pairs(trainer: Trainer) -> list[Pair] | str:
 
 
 def _conversations(job: Job) -> Iterator[tuple[str, Conversation]]:
-    """Yields conversations without images and videos among the first samples of each data set."""
+    """Yields conversations without images, videos and audios among the first samples of each data set."""
     for source in job.train_sources:
         for where, sample in islice(rows_of(source, job, training=True).conversations(lambda _: None), _READ):
             if isinstance(sample, Conversation) and not sample.has_media:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.initialization import no_init_weights
 
 from dstrain.choices import Attention, LossKernel, Method, Precision
@@ -13,7 +13,7 @@ from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.train import scoring
 from dstrain.train.adapters import with_adapter
-from dstrain.train.checkpoints.saved_model import DTYPES
+from dstrain.train.checkpoints.saved_model import DTYPES, family_of
 from dstrain.train.data.by_sample import attend_by_sample
 from dstrain.train.loss import replace_loss
 from dstrain.train.model_parts import freeze_parts
@@ -59,15 +59,14 @@ def per_layer_lists(text: Any) -> dict[str, list[Any]]:
 
 def build(config: Any, subject: Subject, precision: Precision = Precision.BF16, *, has_score: bool = False) -> Any:
     """Returns the model that the config describes, on the meta device, as `train.model` would load it."""
-    family = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    family = scoring.with_score(config) if has_score else family_of(config)
     if has_score:
-        family = scoring.with_score(config)
         config.get_text_config().pad_token_id = 0
     options: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": "eager"}
     try:
         with torch.device("meta"), no_init_weights():
             options |= {"trust_remote_code": subject.trust_remote_code}
-            model = family.from_config(config, **options)  # type: ignore[no-untyped-call]
+            model = family.from_config(config, **options)
         model.tie_weights()
     except Exception as error:  # code of other people, which may raise anything
         raise InvalidConfig(f"Transformers cannot build the model: {first_line(error)}") from error

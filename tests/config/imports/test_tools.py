@@ -157,11 +157,17 @@ def test_llamafactorys_data_are_found_by_their_name(here: Path) -> None:
 
 
 def test_llamafactorys_data_with_videos_have_its_limits_of_frames(here: Path) -> None:
-    info = {"clips": {"file_name": "clips.jsonl", "formatting": "sharegpt", "columns": {"videos": "films"}}}
+    info = {
+        "clips": {
+            "file_name": "clips.jsonl",
+            "formatting": "sharegpt",
+            "columns": {"videos": "films", "audios": "sounds"},
+        }
+    }
     (here / "data").mkdir()
     (here / "data" / "dataset_info.json").write_text(json.dumps(info))
-    found = imported(f"{LLAMAFACTORY}dataset: clips\nvideo_fps: 1.0\n")
-    assert value(found, "data") == [{"path": "data/clips.jsonl", "columns": {"videos": "films"}}]
+    found = imported(f"{LLAMAFACTORY}dataset: clips\nvideo_fps: 1.0\naudio_sampling_rate: 16000\n")
+    assert value(found, "data") == [{"path": "data/clips.jsonl", "columns": {"videos": "films", "audios": "sounds"}}]
     limits = [value(found, key) for key in ("video_max_pixels", "video_fps", "video_maxlen")]
     assert limits == [65536, 1.0, 128]
 

@@ -632,6 +632,20 @@ def test_keys_of_videos_are_told_for_a_model_that_does_not_train_on_them(
     assert [(each.rule, each.place.line) for each in findings if each.rule in ("DS909", "DS911")] == told
 
 
+def test_keys_of_audios_are_told_where_they_mean_nothing_or_too_much(tmp_path: Path) -> None:
+    hears = replace(model("gemma-3-12b"), model_type="qwen2_audio")
+    asked = job(tmp_path, "audio_max_seconds: 60\nmax_pixels: 4096\n")
+    for given, told in (
+        (hears, [("DS228", 6), ("DS911", 7)]),
+        (replace(hears, model_type="qwen3_asr"), [("DS911", 7)]),
+        (model("gemma-3-12b"), [("DS911", 6)]),
+        (model("qwen3-8b"), [("DS909", 6), ("DS909", 7)]),
+    ):
+        rules = ("DS228", "DS909", "DS911")
+        findings = [each for each in found(ZERO2, job=asked, model=given) if each.rule in rules]
+        assert sorted((each.rule, each.place.line) for each in findings) == told
+
+
 @pytest.mark.parametrize(
     "limit",
     [limit for limit in CPU_LIMITS if limit.key != "offload" and not limit.is_of_engine],

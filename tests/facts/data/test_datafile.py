@@ -33,8 +33,7 @@ def test_good_file_is_reported_whole(tmp_path: Path) -> None:
         rows_checked=2,
         complete=True,
         unused={},
-        has_images=False,
-        has_videos=False,
+        media=(),
     )
     assert found.note is None
 
@@ -49,8 +48,8 @@ def test_what_nobody_reads_is_counted_by_name(tmp_path: Path) -> None:
 
 
 def test_a_column_whose_meaning_would_be_lost_is_refused_with_its_line(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.jsonl", GOOD, GOOD | {"audios": ["a.mp3"]})
-    assert problem_of(path).problem.startswith(f'{path}:2: "audios" holds audio')
+    path = write(tmp_path / "train.jsonl", GOOD, GOOD | {"loss_mask": [1, 0]})
+    assert problem_of(path).problem.startswith(f'{path}:2: "loss_mask" weights or masks tokens')
     path = write(tmp_path / "train.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
     assert problem_of(path).problem.startswith(f'{path}: "chosen" marks the preferred answer')
 

@@ -71,7 +71,7 @@ def test_images_are_marks_in_the_text_and_paths_in_their_order(given: Row, text:
         (row([part(), TEXT]), "1 mark <image>, but 0 images"),
         (row([part(image="x.png")], images=["y.png"]), "some images are parts of turns, others are not"),
         (row([part(image="x.png", text="a")]), "content has an image with text, which is not supported"),
-        (row([{"type": "audio", "audio": "x.mp3"}]), "neither text nor an image or a video"),
+        (row([{"type": "smell", "smell": "x.nose"}]), "neither text nor an image, a video or an audio"),
         (row("a", "<image>", images=["x.png"]), "turn 2, of the assistant: has an image"),
         (row("a", images=["https://host/x.png"]), '"images" is "https://host/x.png", not a file'),
         (row("a", images=[{"bytes": "", "path": None}]), '"images" is {"bytes": "", "path": null}; it must be a path'),
@@ -111,7 +111,7 @@ def test_a_broken_image_is_found_where_all_are_opened(tmp_path: Path) -> None:
     (tmp_path / "text.png").write_text("no image")
     data = tmp_path / "train.jsonl"
     data.write_text("".join(f"{json.dumps(row('a', images=[f'{name}.png']))}\n" for name in ("good", "cut", "text")))
-    assert check(data, PLAIN).has_images
+    assert check(data, PLAIN).media == ("images",)
     with pytest.raises(InvalidConfig) as caught:
         check(data, PLAIN, opens_images=True)
     first, second = caught.value.problem.splitlines()
@@ -136,7 +136,7 @@ def test_images_in_rows_are_read_as_those_in_files_and_broken_ones_are_named(tmp
     with pytest.raises(InvalidConfig) as caught:
         check(lines, PLAIN, opens_images=True)
     assert caught.value.problem.startswith(f'{lines}:2: image "PNG in the row" cannot be read: ')
-    assert check(lines, PLAIN).has_images
+    assert check(lines, PLAIN).media == ("images",)
     data = tmp_path / "train.parquet"
     rows = [row("a", images=[{"bytes": content, "path": "x.png"}]), row("b", images=[{"bytes": b"no", "path": None}])]
     pyarrow = pytest.importorskip("pyarrow")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.data import videos
+from dstrain.facts.data import containers, videos
 from dstrain.facts.data.datafile import check
 from dstrain.facts.data.media import Files
 from dstrain.facts.data.sample_formats import PLAIN, require, unused
@@ -99,7 +99,7 @@ def test_broken_videos_are_named_with_their_lines_where_all_are_read(
     given = ["good/clip.mp4", "good/short.webm", url, frames, "text.mp4", "cut.mp4", "none.mp4", ["text.mp4", *frames]]
     data = tmp_path / "train.jsonl"
     data.write_text("".join(f"{json.dumps(row('a', videos=[each]))}\n" for each in given))
-    assert check(data, PLAIN).has_videos
+    assert check(data, PLAIN).media == ("videos",)
     with pytest.raises(InvalidConfig) as caught:
         check(data, PLAIN, opens_images=True)
     assert [line.partition(" cannot be read")[0] for line in caught.value.problem.splitlines()] == [
@@ -133,7 +133,7 @@ def test_a_file_that_ends_too_early_or_frames_of_several_sizes_are_told(
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL")
-    monkeypatch.setattr(videos, "find_spec", lambda name: None)
+    monkeypatch.setattr(containers, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem) as caught:
         videos.require_packages()
     assert caught.value.problem == "videos need torchvision and av, which are not installed"

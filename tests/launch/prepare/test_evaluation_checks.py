@@ -11,7 +11,7 @@ from dstrain.errors import InvalidConfig, Place
 from dstrain.job.file import JobFile
 from dstrain.job.monitor import Samples
 from dstrain.job.schema import Job
-from dstrain.job.task_limits import require_for_images
+from dstrain.job.task_limits import require_for_media
 from dstrain.launch.prepare.evaluation_checks import check_evaluation, unplanned
 
 DATA = {"eval_data": "b.jsonl"}
@@ -82,4 +82,4 @@ def test_a_run_that_may_end_early_is_told_once() -> None:
 
 def test_samples_are_refused_with_images() -> None:
     with pytest.raises(InvalidConfig, match="samples is set, which data with images do not support"):
-        require_for_images(file(samples=TEXTS).job, packs_images=True)
+        require_for_media(file(samples=TEXTS).job, ["images"], packs=True)

@@ -131,7 +131,11 @@ def test_preferences_are_not_exported_as_answers(tmp_path: Path, target: Target)
 
 
 @pytest.mark.parametrize("target", Target)
-@pytest.mark.parametrize("changes", [{"max_pixels": 4096}, {"video_fps": 1.0}, {"freeze_vision_tower": False}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_pixels": 4096}, {"video_fps": 1.0}, {"audio_max_seconds": 10.0}, {"freeze_vision_tower": False}],
+    ids=str,
+)
 def test_what_limits_or_trains_images_is_not_left_out(tmp_path: Path, target: Target, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig, match=f"{target} has no counterpart of {next(iter(changes))}: "):
         export(job_of(tmp_path, **changes), ZERO3, TWO, target)

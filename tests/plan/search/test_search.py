@@ -19,6 +19,7 @@ from dstrain.plan.request import Request
 from dstrain.plan.search.appetite import kind_of
 from dstrain.plan.search.evaluator import Evaluator, usable_ratio
 from dstrain.plan.search.nearest import _bound
+from dstrain.plan.search.notes import _tower_note
 from dstrain.plan.search.search import MOST_TIE_RATIO, TIE_RATIO, Ranking, least_plan, search
 from dstrain.plan.search.search_space import global_batch, mechanisms, space, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
@@ -274,3 +275,17 @@ def test_lora_needs_no_offload_where_full_training_does() -> None:
     assert full.chosen.configuration.zero.offload is not Offload.NONE
     assert adapter.chosen.configuration.zero.offload is Offload.NONE
     assert adapter.chosen.configuration.model.method is Method.LORA
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({}, "no images are counted (--image-patches); the vision tower (421.3 M parameters) is frozen"),
+        ({"model_type": "qwen2_audio"}, "no work on audio is counted; the audio tower (421.3 M parameters) is frozen"),
+    ],
+)
+def test_what_is_not_counted_of_a_tower_is_said(asked: dict[str, Any], said: str) -> None:
+    inputs = ask(model="gemma-3-12b", gpus=8)
+    model = replace(inputs.workload.model, **asked)
+    assert _tower_note(model, inputs.request) == said
+    assert _tower_note(ask(model="qwen3-8b", gpus=8).workload.model, inputs.request) is None

@@ -108,7 +108,7 @@ def test_a_sample_whose_images_seq_len_would_cut_teaches_nothing_and_is_counted(
 
 def test_a_model_without_processor_refuses_images_with_their_place(folder: Path, tokenizer: Any) -> None:
     plain = Encoder(tokenizer=tokenizer, seq_len=256, loss_on=LossOn.ANSWER)
-    with pytest.raises(InvalidConfig, match="here: has images, but the model lacks a vision tower and its processor"):
+    with pytest.raises(InvalidConfig, match="here: has images, but the model lacks a tower for them and its processor"):
         list(plain.encode([("here", talk(folder, "red"))]))
 
 

@@ -390,7 +390,7 @@ def test_what_nobody_reads_is_named_with_its_count_each_time(tmp_path: Path, tok
 
 def test_images_of_a_language_model_are_refused_by_every_rank(tmp_path: Path, tokenizer: Any) -> None:
     (tmp_path / "a.png").write_bytes(b"")
-    with pytest.raises(InvalidConfig, match=r"train\.jsonl:2: has images, but the model lacks a vision tower"):
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl:2: has images, but the model lacks a tower"):
         prepared(tmp_path, tokenizer, [{"messages": TALK}, {"messages": TALK, "images": ["a.png"]}])
 
 
