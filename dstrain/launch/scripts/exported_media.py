@@ -52,11 +52,8 @@ def _rows_with_media(data: object) -> Iterator[tuple[Sample, media.Kind]]:
     for sample in entries(Path(data), CHECKED_DATA_BYTES) if isinstance(data, str) and Path(data).is_file() else ():
         if isinstance(sample, InvalidConfig):
             continue
-        turns = [turn for name in ("messages", "conversations") for turn in listed(sample.row.get(name) or [])]
-        contents = [turn.get("content") for turn in turns if isinstance(turn, Mapping)]
-        in_turns = [media.kind_of(part) for content in contents if isinstance(content, list) for part in content]
         for kind in media.KINDS:
-            if kind in in_turns or any(is_given(sample.row.get(name)) for name in kind.columns):
+            if kind.columns[0] in media.named_in(sample.row):
                 yield sample, kind
 
 
