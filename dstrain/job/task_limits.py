@@ -101,7 +101,6 @@ LIMITS = (
 """What tasks do not support; the first six keys are choices of the planner as well."""
 
 WITH_IMAGES = (
-    TaskLimit(key="streaming", values=(False,), why="the tokens of images were not tried in a stream"),
     TaskLimit(key="samples", values=(None,), why="generation was not tried with images"),
     TaskLimit(key="sp", values=(1,), why="images are not shared by ranks"),
     TaskLimit(key="tp", values=(1,), why="it was not tried with images"),

@@ -38,13 +38,13 @@ def load(job: Job, source: str, objective: Objective | None, report: Report) -> 
     Raises InvalidConfig with file and line for an unusable row.
     """
     tokenizer = load_tokenizer(job, source)
-    if job.streaming:
-        stream, held_out = streamed(job, tokenizer)
-        own = prepare(job, tokenizer, training=False, report=report) if job.eval_data is not None else held_out
-        return JobData(tokenizer=tokenizer, images=None, train=stream, eval=own)
     images = load_images(job, source, tokenizer) if objective is None else None
     form = objective.form if objective else sequences_with_images(images) if images else SEQUENCES
     tokens = partial(prepare, job, tokenizer, report=report, form=form)
+    if job.streaming:
+        stream, held_out = streamed(job, tokenizer, images)
+        own = tokens(training=False) if job.eval_data is not None else held_out
+        return JobData(tokenizer=tokenizer, images=images, train=stream, eval=own)
     train = tokens(training=True)
     return JobData(
         tokenizer=tokenizer, images=images, train=train, eval=tokens(training=False) if job.has_eval else None

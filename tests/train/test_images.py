@@ -51,7 +51,9 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
     four_rows = {"micro_batch": 1, "packing": True, "seq_len": 96, "preflight": True}  # one of them without images
     engine.train(make_run(folder / "packed", demo, zero={"stage": 3}, **job | four_rows | ALL))
     aligner = {"freeze_multi_modal_projector": False, "freeze_language_model": True}
-    engine.train(make_run(folder / "aligner", demo, zero={"stage": 3}, **job | single | aligner))
+    (folder / "stream.jsonl").write_text("".join(json.dumps(each).ljust(1023) + "\n" for each in rows()))
+    stream = {"streaming": True, "data": str(folder / "stream.jsonl"), "dataloader_num_workers": 1}  # a step is a pass
+    engine.train(make_run(folder / "aligner", demo, zero={"stage": 3}, **job | single | aligner | stream))
     lora = {"method": "lora", "lora": {"rank": 4}}
     engine.train(make_run(folder / "lora", demo, zero={"stage": 3}, **job | single | lora))
     return folder
@@ -121,6 +123,12 @@ def test_every_loss_is_that_of_transformers_on_the_whole_batch(runs: Path, proce
     final, base = tensors(runs / name / "final"), tensors(runs / "model")
     changed = {part_of(key) for key in base if not final[key].equal(base[key])}
     assert changed == TRAINED[name]
+
+
+def test_a_stream_of_images_is_counted(runs: Path) -> None:
+    text = said(runs / "aligner")
+    assert "stream.jsonl: streamed in 8 parts" in text
+    assert f"stream: read {8 * STEPS} samples" in text
 
 
 def test_an_evaluation_sees_each_image_once(runs: Path, processor: Any) -> None:

@@ -147,11 +147,11 @@ def read_lengths(
     )
 
 
-def media_in(data: str, reading: Reading, *, sampled_rows: int = SAMPLED_ROWS) -> list[str]:
+def media_in(data: str, reading: Reading) -> list[str]:
     """Returns `images`, `videos` or both, as far as sampled rows of a data file or a glob have them."""
     found: dict[str, None] = {}
     for file in files_of(data):
-        for row in spread(file, sampled_rows)[0]:
+        for row in spread(file, SAMPLED_ROWS)[0]:
             if isinstance(row, Sample):
                 found |= dict.fromkeys(media.named_in(reading.row(row.row)))
     return list(found)

@@ -18,6 +18,8 @@ IMAGES, VIDEOS = "images", "videos"
 """Columns with the files of images, and with those of each video."""
 NUMBERS = datasets.List(datasets.Value("int32"))
 """Type of a column with a list of numbers for each sample."""
+FILES = datasets.List(datasets.Value("string"))
+"""Type of a column with a list of files for each sample."""
 FIGURES = ("length", "num_learned", "num_cut", "num_images", "num_videos")
 _BATCH_ROWS = 1000
 _SAID = b"dstrain"

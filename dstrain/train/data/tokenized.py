@@ -30,7 +30,17 @@ from dstrain.paths import write_atomic
 from dstrain.train.data.chat import Counts
 from dstrain.train.data.shared_work import Tick, Work, locked, make_all
 from dstrain.train.data.sources import Rows
-from dstrain.train.data.token_files import IMAGES, NUMBERS, VIDEOS, TokenFile, TokenRow, features_of, read, said_in
+from dstrain.train.data.token_files import (
+    FILES,
+    IMAGES,
+    NUMBERS,
+    VIDEOS,
+    TokenFile,
+    TokenRow,
+    features_of,
+    read,
+    said_in,
+)
 from dstrain.train.data.tokenize import Encoded, Encoder
 
 if TYPE_CHECKING:
@@ -108,8 +118,7 @@ SEQUENCES = Form(columns={"input_ids": NUMBERS, "labels": NUMBERS}, encoded=_seq
 
 def sequences_with_images(images: Images) -> Form:
     """Returns the form of sequences with the files of their images and videos, for models with a vision tower."""
-    files = datasets.List(datasets.Value("string"))
-    columns = {**SEQUENCES.columns, IMAGES: files, VIDEOS: datasets.List(files)}
+    columns = {**SEQUENCES.columns, IMAGES: FILES, VIDEOS: datasets.List(FILES)}
     return Form(columns=columns, encoded=_with_images, images=images)
 
 

@@ -2,6 +2,7 @@
 
 from base64 import b64encode
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ pytest.importorskip("PIL")
 
 import datasets
 import torch
+from torch.utils.data import DataLoader
 
 from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
@@ -25,6 +27,9 @@ from dstrain.train.data.image_processor import load_images
 from dstrain.train.data.images import Images
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.show import shown
+from dstrain.train.data.stream import StreamCollator
+from dstrain.train.data.stream_progress import StreamProgress
+from dstrain.train.data.streamed import streamed
 from dstrain.train.data.tokenize import IGNORED, Encoder
 from dstrain.train.data.tokenized import sequences_with_images
 from dstrain.train.tokenizer import load_tokenizer
@@ -242,3 +247,57 @@ def test_a_broken_image_is_named_with_its_line(job: Job, folder: Path, tokenizer
     broken = Job(model=job.model, output_dir="o", data=str(data), seq_len=256)
     with pytest.raises(InvalidConfig, match=r'broken.jsonl:9: image ".*broken.png" cannot be read'):
         prepared(broken, folder, tokenizer)
+
+
+class Streaming:
+    """A rank that reads a stream in micro-batches of one row."""
+
+    def __init__(self, job: Job, folder: Path, tokenizer: Any) -> None:
+        job = replace(job, streaming=True, max_steps=9, shuffle_buffer=4)
+        self.data, _ = streamed(job, tokenizer, images_of(folder, tokenizer))
+        self.progress = StreamProgress(self.data.dataset, self.data.digest, rank=0, num_ranks=1, workers=0)
+        collate = StreamCollator(collator_of(folder, tokenizer, packing=job.packing))
+        self._batches = self.progress.noted(DataLoader(self.data.dataset, batch_size=1, collate_fn=collate))
+
+    def batches(self, count: int) -> list[dict[str, Any]]:
+        return list(islice(self._batches, count))
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        value.equal(other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        for name, value in one.items()
+    )
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_stream_has_the_micro_batches_of_the_cached_path_and_goes_on_at_the_sample(
+    job: Job, folder: Path, tokenizer: Any, tmp_path: Path, packing: bool
+) -> None:
+    job = replace(job, packing=packing, seq_len=60 if packing else 256)  # no two samples with images fit into a row
+    rows = prepared(job, folder, tokenizer).dataset
+    collate = collator_of(folder, tokenizer, packing=packing)
+    cached = [collate([rows[index]]) for index in range(len(rows))]
+    whole, cut, again = (Streaming(job, folder, tokenizer) for _ in range(3))
+    assert whole.data.media == {"images"}
+    every = whole.batches(len(cached))
+    if not packing:
+        assert all(any(same(batch, one) for one in cached) for batch in every)
+    assert sum(len(batch["image_grid_thw"]) for batch in every) >= 6
+    sums = [sorted(float(batch["pixel_values"].sum()) for batch in batches) for batches in (every, cached)]
+    assert packing or sums[0] == pytest.approx(sums[1])
+    first = cut.batches(2)
+    cut.progress.save(tmp_path)
+    assert again.progress.restore(tmp_path) is None
+    assert all(map(same, every, [*first, *again.batches(len(every) - 2)]))
+    longest = collate([whole.data.dataset.longest()])
+    assert longest["input_ids"].shape[1] == -(-job.seq_len // 8) * 8
+    assert len(longest["image_grid_thw"]) >= 1
+
+
+def test_a_kind_that_no_row_had_before_training_is_refused_in_a_stream(
+    job: Job, folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dstrain.train.data.streamed.named_in", lambda row: [])
+    with pytest.raises(InvalidConfig, match=r"train.jsonl: byte \d+: has images, which no row has that was"):
+        Streaming(job, folder, tokenizer)
