@@ -183,11 +183,13 @@ def _usable(
             sample = parsed(row, reading)
         except InvalidConfig:
             continue
-        if isinstance(sample, Conversation) and sample.has_media and not has_image_tokens:
-            what = "images" if sample.images else "videos"
+        sides = sample.sides if isinstance(sample, Pair) else (sample,)
+        prompt = sides[0]
+        if isinstance(prompt, Conversation) and prompt.has_media and not has_image_tokens:
+            what = "images" if prompt.images else "videos"
             problem = f"has {what}, whose tokens the model's processor counts; --image-patches N counts them, too"
             raise InvalidConfig(f"{row.where}: {problem}")
-        found.append(sample.sides if isinstance(sample, Pair) else (sample,))
+        found.append(sides)
     return found
 
 

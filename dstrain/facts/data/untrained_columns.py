@@ -44,7 +44,7 @@ _AUDIO = Untrained(
 )
 _IMAGES, _VIDEOS = (Untrained(names=kind.columns, says=f"holds {kind.columns[0]}", hint=_AUDIO.hint) for kind in KINDS)
 MEDIA = MappingProxyType({name: kind for kind in (_IMAGES, _VIDEOS) for name in kind.names})
-"""Column → kind of images and videos where they are not trained: in texts and pairs."""
+"""Column → kind of images and videos where they are not trained: in texts."""
 _PLACED = tuple(
     replace(kind, hint=f'Write them in a column "{kind.names[0]}" beside the turns, or as parts of the turn.')
     for kind in (_IMAGES, _VIDEOS)

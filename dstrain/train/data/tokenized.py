@@ -90,7 +90,8 @@ class Form:
 
 
 def _sequences(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
-    return map(_sequence, encoder.encode(rows.conversations(refuse), refuse))
+    for sample in encoder.encode(rows.conversations(refuse), refuse):
+        yield with_files(_sequence(sample), sample, encoder)
 
 
 def _sequence(sample: Encoded) -> TokenRow:
@@ -104,22 +105,22 @@ def _sequence(sample: Encoded) -> TokenRow:
     )
 
 
-def _with_images(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
-    for sample in encoder.encode(rows.conversations(refuse), refuse):
-        images, videos = (sample.images, sample.videos) if sample.teaches else ((), ())
-        row = _sequence(sample)
-        columns = {**row.columns, IMAGES: images, VIDEOS: videos}
-        yield replace(row, columns=columns, num_images=len(images), num_videos=len(videos))
+def with_files(row: TokenRow, sample: Encoded | None, encoder: Encoder) -> TokenRow:
+    """Returns a row with the files of the images and videos of a sample, if the encoder reads any."""
+    if encoder.images is None:
+        return row
+    images, videos = (sample.images, sample.videos) if sample is not None and row.length else ((), ())
+    columns = {**row.columns, IMAGES: images, VIDEOS: videos}
+    return replace(row, columns=columns, num_images=len(images), num_videos=len(videos))
 
 
 SEQUENCES = Form(columns={"input_ids": NUMBERS, "labels": NUMBERS}, encoded=_sequences)
 """Each sample is a sequence with labels."""
 
 
-def sequences_with_images(images: Images) -> Form:
-    """Returns the form of sequences with the files of their images and videos, for models with a vision tower."""
-    columns = {**SEQUENCES.columns, IMAGES: FILES, VIDEOS: datasets.List(FILES)}
-    return Form(columns=columns, encoded=_with_images, images=images)
+def with_images(form: Form, images: Images) -> Form:
+    """Returns a form with the files of the images and videos of samples, for models with a vision tower."""
+    return replace(form, columns={**form.columns, IMAGES: FILES, VIDEOS: datasets.List(FILES)}, images=images)
 
 
 def tokenized(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) -> tuple[datasets.Dataset, Said]:

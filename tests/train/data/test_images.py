@@ -14,8 +14,9 @@ pytest.importorskip("PIL")
 import datasets
 import torch
 from torch.utils.data import DataLoader
+from transformers import AutoModelForImageTextToText
 
-from dstrain.choices import LossOn
+from dstrain.choices import LossOn, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.images import opened
 from dstrain.facts.data.turns import Conversation
@@ -31,7 +32,10 @@ from dstrain.train.data.stream import StreamCollator
 from dstrain.train.data.stream_progress import StreamProgress
 from dstrain.train.data.streamed import streamed
 from dstrain.train.data.tokenize import IGNORED, Encoder
-from dstrain.train.data.tokenized import sequences_with_images
+from dstrain.train.data.tokenized import SEQUENCES, with_images
+from dstrain.train.tasks.log_probs import answers_of
+from dstrain.train.tasks.objective import objective_of
+from dstrain.train.tasks.samples import without_targets
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.vision import make_images, make_model, row, rows, write
 
@@ -119,7 +123,7 @@ def test_a_model_without_processor_refuses_images_with_their_place(folder: Path,
 
 def prepared(job: Job, folder: Path, tokenizer: Any) -> PreparedData:
     images = images_of(folder, tokenizer)
-    return prepare(job, tokenizer, training=True, form=sequences_with_images(images))
+    return prepare(job, tokenizer, training=True, form=with_images(SEQUENCES, images))
 
 
 def collator_of(folder: Path, tokenizer: Any, *, packing: bool) -> ImageCollator:
@@ -134,7 +138,7 @@ def collator_of(folder: Path, tokenizer: Any, *, packing: bool) -> ImageCollator
 
 def test_packing_is_refused_where_the_positions_of_images_are_not_known(job: Job, folder: Path, tokenizer: Any) -> None:
     images = replace(images_of(folder, tokenizer), positions=None)
-    form = sequences_with_images(images)
+    form = with_images(SEQUENCES, images)
     with pytest.raises(InvalidConfig, match="packing is true, which data with images do not support: in packed rows"):
         prepare(replace(job, packing=True), tokenizer, training=True, form=form)
 
@@ -301,3 +305,30 @@ def test_a_kind_that_no_row_had_before_training_is_refused_in_a_stream(
     monkeypatch.setattr("dstrain.train.data.streamed.named_in", lambda row: [])
     with pytest.raises(InvalidConfig, match=r"train.jsonl: byte \d+: has images, which no row has that was"):
         Streaming(job, folder, tokenizer)
+
+
+def test_marked_answers_have_the_log_probabilities_of_each_alone_with_its_images(
+    job: Job, folder: Path, tokenizer: Any
+) -> None:
+    marked = [{**each, "label": number % 2 == 0} for number, each in enumerate(rows())]
+    job = replace(job, task=Task.KTO, data=str(write(folder / "marked.jsonl", marked)))
+    objective = objective_of(job)
+    assert objective is not None
+    form = with_images(objective.form, images_of(folder, tokenizer))
+    data = prepare(job, tokenizer, training=True, form=form)
+    assert data.media == {"images"}
+    plain = collator_of(folder, tokenizer, packing=False)
+    model = AutoModelForImageTextToText.from_pretrained(job.model, dtype=torch.float32)
+    for chosen in ([0, 5], [4, 1], [6, 7]):  # of the last two none has an image
+        samples = [data.dataset[index] for index in chosen]
+        with torch.no_grad():
+            found = objective.outputs(model, objective.collates(collator=plain)(samples))
+            alone = [
+                [answers_of(model, plain([sample["sequences"][place]]), job.loss).log_probs for sample in samples]
+                for place in (0, 1)
+            ]
+        for answers, expected in zip((found.own, found.others), alone, strict=True):
+            assert answers.log_probs.tolist() == pytest.approx([float(one) for one in expected], rel=1e-4)
+        blank = plain(without_targets(samples[0])["sequences"])
+        assert (blank["labels"] == IGNORED).all()
+        assert len(blank["image_grid_thw"]) == max(1, 2 * len(samples[0]["sequences"][0]["images"]))
