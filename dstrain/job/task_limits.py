@@ -101,11 +101,10 @@ LIMITS = (
 """What tasks do not support; the first six keys are choices of the planner as well."""
 
 WITH_IMAGES = (
-    TaskLimit(key="task", values=(Task.SFT, Task.DPO, Task.KTO), why="scores of images were not tried"),
+    TaskLimit(key="task", values=(Task.DPO, Task.KTO, Task.SFT), why="scores of images were not tried"),
     TaskLimit(key="samples", values=(None,), why="generation was not tried with images"),
     TaskLimit(key="sp", values=(1,), why="images are not shared by ranks"),
     TaskLimit(key="tp", values=(1,), why="it was not tried with images"),
-    TaskLimit(key="ep", values=(1,), why="it was not tried with images"),
 )
 """What data with images do not support yet."""
 _UNKNOWN_POSITIONS = TaskLimit(

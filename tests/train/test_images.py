@@ -23,12 +23,19 @@ from dstrain.train.data.images import Images
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.engine import Engine
 from tests.train.launching import EXACT, codes, lines, make_run, said, tensors
-from tests.train.vision import make_images, make_model, row, rows, write
+from tests.train.vision import make_images, make_mixture, make_model, row, rows, write
 
 STEPS, RATE = 4, 1e-3
 ALL = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
-TRAINED = {"zero2": {Part.LANGUAGE_MODEL}, "packed": set(Part), "aligner": {Part.ALIGNER}}
+TRAINED = {
+    "zero2": {Part.LANGUAGE_MODEL},
+    "packed": set(Part),
+    "aligner": {Part.ALIGNER},
+    "experts": {Part.LANGUAGE_MODEL},
+}
 """Run → the parts that train."""
+MODELS = {"experts": "mixture"}
+"""Run → its model, if not `model`."""
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +61,9 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
     (folder / "stream.jsonl").write_text("".join(json.dumps(each).ljust(1023) + "\n" for each in rows()))
     stream = {"streaming": True, "data": str(folder / "stream.jsonl"), "dataloader_num_workers": 1}  # a step is a pass
     engine.train(make_run(folder / "aligner", demo, zero={"stage": 3}, **job | single | aligner | stream))
+    experts = {"ep": 2, "model": str(make_mixture(folder / "mixture", folder / "model")), "eval_data": None}
+    shared = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    engine.train(make_run(folder / "experts", demo, zero={"stage": 3}, engine=shared, **job | single | experts))
     answers = [each["messages"][1]["content"] for each in rows()]
     pairs = [
         {"prompt": each["messages"][:1], "chosen": good, "rejected": bad, "images": each.get("images")}
@@ -118,7 +128,8 @@ def loaded(folder: Path) -> Any:
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_loss_is_that_of_transformers_on_the_whole_batch(runs: Path, processor: Any, name: str) -> None:
     assert codes(runs / name) == [[0, 0]], said(runs / name)[-3000:]
-    model = loaded(runs / "model").train()
+    source = runs / MODELS.get(name, "model")
+    model = loaded(source).train()
     for parameter, value in model.named_parameters():
         value.requires_grad_(part_of(parameter) in TRAINED[name])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, weight_decay=0.0)
@@ -130,7 +141,7 @@ def test_every_loss_is_that_of_transformers_on_the_whole_batch(runs: Path, proce
         expected.backward()
         optimizer.step()
     assert len(logged) == STEPS
-    final, base = tensors(runs / name / "final"), tensors(runs / "model")
+    final, base = tensors(runs / name / "final"), tensors(source)
     changed = {part_of(key) for key in base if not final[key].equal(base[key])}
     assert changed == TRAINED[name]
 
