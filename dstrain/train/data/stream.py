@@ -108,7 +108,9 @@ class Window:
         others = [name for name in (IMAGES, VIDEOS) if getattr(sample, name) and name not in self._media]
         if others and images is not None:
             problem = f"{where}: has {' and '.join(others)}, which no row has that was read before training"
-            self.refuse(InvalidConfig(problem, hint=f"Begin a file of the data with a row that has {others[0]}."))
+            self.refuse(
+                InvalidConfig(problem, hint=f"Begin the first file of the data with a row that has {others[0]}.")
+            )
         return not others or images is None
 
     def rows(self, seed: Sequence[int]) -> Iterator[dict[str, Any]]:
