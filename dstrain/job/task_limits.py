@@ -101,13 +101,18 @@ LIMITS = (
 """What tasks do not support; the first six keys are choices of the planner as well."""
 
 WITH_MEDIA = (
-    TaskLimit(key="streaming", values=(False,), why="their tokens were not tried in a stream"),
+    TaskLimit(key="task", values=(Task.DPO, Task.KTO, Task.SFT), why="scores of them were not tried"),
     TaskLimit(key="samples", values=(None,), why="generation was not tried with them"),
     TaskLimit(key="sp", values=(1,), why="they are not shared by ranks"),
     TaskLimit(key="tp", values=(1,), why="it was not tried with them"),
-    TaskLimit(key="ep", values=(1,), why="it was not tried with them"),
 )
 """What data with images, videos or audios do not support yet."""
+WITH_AUDIOS = (
+    TaskLimit(key="task", values=(Task.SFT,), why="pairs and marked answers were not tried with them"),
+    TaskLimit(key="streaming", values=(False,), why="their tokens were not tried in a stream"),
+    TaskLimit(key="ep", values=(1,), why="it was not tried with them"),
+)
+"""What data with audios do not support yet."""
 _UNKNOWN_POSITIONS = TaskLimit(
     key="packing", values=(False,), why="in packed rows, their positions are not known of this model's family"
 )
@@ -194,7 +199,8 @@ def broken_by_media(job: Job, columns: Sequence[str], *, packs: bool) -> Iterato
 
     `columns`: what the data have. `packs`: whether their positions in packed rows are known of the model's family.
     """
-    limits = WITH_MEDIA if packs else (*WITH_MEDIA, _UNKNOWN_POSITIONS)
+    of_sound = WITH_AUDIOS if "audios" in columns else ()
+    limits = (*WITH_MEDIA, *of_sound, *(() if packs else (_UNKNOWN_POSITIONS,)))
     yield from _exceeded(job, limits, f"data with {' and '.join(columns)} do")
 
 

@@ -8,12 +8,17 @@ _configure_expert_parallel; module_inject/auto_ep_layer.py: AutoEPMoELayer; moe/
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.auto_ep import AutoEP  # type: ignore[import-untyped]
 from deepspeed.module_inject.auto_ep_config import parse_autoep_config  # type: ignore[import-untyped]
+from deepspeed.module_inject.auto_ep_presets import registry  # type: ignore[import-untyped]
+from deepspeed.module_inject.auto_ep_presets.base import (  # type: ignore[import-untyped]
+    TransformersTopLevelRouterLogitsAdapter,
+)
 from deepspeed.moe.fused_expert_layout import classify_fused_gate_up_layout  # type: ignore[import-untyped]
 from deepspeed.runtime.zero import GatheredParameters  # type: ignore[import-untyped]
 from deepspeed.runtime.zero.partitioned_param_coordinator import (  # type: ignore[import-untyped]
@@ -34,11 +39,20 @@ class ExpertParallelTrainer(Trainer):
         find_classes_by_name()
         gather_in_one_order()
         model: Any = self.model
+        self._describe_mixture(model)
         self._specs = self._detect(model)
         self._stored_transposed = {spec.moe_module_name: _is_transposed(model, spec) for spec in self._specs}
         accelerator: Any = self.accelerator
         accelerator.get_state_dict = lambda engine: dict(self._whole(engine.module))
         return super()._prepare_for_training(*arguments, **options)
+
+    def _describe_mixture(self, model: Any) -> None:
+        """Tells DeepSpeed how many experts a token takes in a mixture with a tower: it looks for that in the
+        configuration of the whole model, which has it in that of the text."""
+        if know_mixture_with_tower(model.config.model_type):
+            config = self.accelerator.state.deepspeed_plugin.deepspeed_config
+            for sections in (self.args.hf_deepspeed_config.config, config):
+                sections["expert_parallel"]["top_k"] = model.config.get_text_config().num_experts_per_tok
 
     def _detect(self, model: Any) -> list[Any]:
         """Returns DeepSpeed's descriptions of the layers whose experts are shared."""
@@ -51,6 +65,19 @@ class ExpertParallelTrainer(Trainer):
         if not specs or any(spec.expert_storage != "fused_3d" or spec.expert_w3_name for spec in specs):
             raise InvalidConfig(problem, hint="ep: 1")
         return specs
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Writes the weights; Transformers asks the model for the shapes of experts, which it has no longer.
+
+        Source: transformers 5.23 core_model_loading.py: Transpose.convert.
+        """
+        model: Any = self.model
+        own, whole = model.get_parameter, state_dict or {}
+        model.get_parameter = lambda name: whole[name] if name in whole else own(name)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            del model.get_parameter
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
         """Returns the optimizer, with the experts in groups of their own under ZeRO-1 and 2."""
@@ -132,6 +159,26 @@ def _is_transposed(model: Any, spec: Any) -> bool:
     experts = model.get_submodule(f"{spec.moe_module_name}.{spec.experts_name}")
     shapes = (shape_of(getattr(experts, name)) for name in (spec.expert_w1_name, spec.expert_w2_name))
     return bool(classify_fused_gate_up_layout(*shapes).needs_transpose)
+
+
+def know_mixture_with_tower(model_type: str) -> bool:
+    """Lets DeepSpeed find the experts of Qwen3-VL's mixtures, which are those of Qwen3's below another path; returns
+    whether the model is one.
+
+    Source: deepspeed 0.19.8 module_inject/auto_ep_presets/qwen3_moe.py; transformers 5.23 models/qwen3_vl_moe/
+    modeling_qwen3_vl_moe.py: Qwen3VLMoeTextSparseMoeBlock.
+    """
+    name = "qwen3_vl_moe"
+    registry.PRESET_MODELS[name] = replace(
+        registry.PRESET_MODELS["qwen3_moe"],
+        moe_layer_pattern=r"model\.language_model\.layers\.\d+\.mlp",
+        preset_adapter=name,
+        hf_model_types=(name,),
+    )
+    registry._PRESET_ADAPTERS[name] = TransformersTopLevelRouterLogitsAdapter(
+        display_name="Qwen3-VL-MoE", hf_model_types=(name, f"{name}_text"), class_name_fragments=("Qwen3VLMoe",)
+    )
+    return model_type == name
 
 
 def gather_in_one_order() -> None:

@@ -11,7 +11,7 @@ from dstrain.train.data.image_processor import load_images
 from dstrain.train.data.images import Images
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.streamed import StreamedData, streamed
-from dstrain.train.data.tokenized import SEQUENCES, Report, sequences_with_images
+from dstrain.train.data.tokenized import SEQUENCES, Report, with_images
 from dstrain.train.tasks.objective import Objective
 from dstrain.train.tokenizer import load_tokenizer
 
@@ -38,13 +38,14 @@ def load(job: Job, source: str, objective: Objective | None, report: Report) -> 
     Raises InvalidConfig with file and line for an unusable row.
     """
     tokenizer = load_tokenizer(job, source)
-    if job.streaming:
-        stream, held_out = streamed(job, tokenizer)
-        own = prepare(job, tokenizer, training=False, report=report) if job.eval_data is not None else held_out
-        return JobData(tokenizer=tokenizer, images=None, train=stream, eval=own)
-    images = load_images(job, source, tokenizer) if objective is None else None
-    form = objective.form if objective else sequences_with_images(images) if images else SEQUENCES
+    images = None if job.task.has_score else load_images(job, source, tokenizer)
+    form = objective.form if objective else SEQUENCES
+    form = with_images(form, images) if images else form
     tokens = partial(prepare, job, tokenizer, report=report, form=form)
+    if job.streaming:
+        stream, held_out = streamed(job, tokenizer, images)
+        own = tokens(training=False) if job.eval_data is not None else held_out
+        return JobData(tokenizer=tokenizer, images=images, train=stream, eval=own)
     train = tokens(training=True)
     return JobData(
         tokenizer=tokenizer, images=images, train=train, eval=tokens(training=False) if job.has_eval else None

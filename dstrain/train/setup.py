@@ -80,7 +80,7 @@ class TrainingSetup:
     """Observes those of training."""
     tokenizer: Any
     images: Images | None
-    """Reads images, videos and audios; None: the model has no tower, or the task takes none."""
+    """Reads images, videos and audios; None: the model has no tower, or scores whole sequences."""
     objective: Objective | None
     """The task, if its loss is not that of the model itself."""
     train_data: PreparedData | StreamedData
@@ -231,17 +231,18 @@ class TrainingSetup:
         return StreamCollator(counting) if self.job.streaming else counting
 
     def _collator(self) -> Collator | SampleCollator | ImageCollator:
-        collator = Collator(
+        plain = Collator(
             pad_token_id=int(self.tokenizer.pad_token_id),
             packing=self.job.packing,
             takes=taken_by(self.model),
             joins_rows=joins_rows(self.model),
             slices=self.job.sp,
         )
+        collator: Collator | ImageCollator = plain
         if self.images is not None and (media := self._media):
             parameters = frozenset(signature(without_adapter(self.model).forward).parameters)
             blanks = {column: self.images.blank_tokens(self.tokenizer, column) for column in sorted(media)}
-            return ImageCollator(collator=collator, images=self.images, blanks=blanks, parameters=parameters)
+            collator = ImageCollator(collator=plain, images=self.images, blanks=blanks, parameters=parameters)
         return collator if self.objective is None else self.objective.collates(collator=collator)
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:

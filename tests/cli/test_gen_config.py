@@ -534,6 +534,12 @@ def test_unknown_lengths_say_why(dstrain: Type, tuned: tuple[str, ...], tmp_path
         done = dstrain(*tuned, *options, "--dry-run", HF_HOME=str(tmp_path))
         assert done.returncode == 0
         assert f"lengths are unknown: {why}" in " ".join(done.stderr.split())
+    (tmp_path / "cats.jsonl").write_text('{"instruction": "a", "output": "b", "image": "c.png"}\n')
+    for model in ("qwen3-8b", "qwen3-vl-8b"):
+        planned = dstrain(*tuned, "--model", model, "--data", "cats.jsonl", "--dry-run")
+        assert (
+            "cats.jsonl has images, but Qwen/Qwen3-8B has no processor for them" in " ".join(planned.stderr.split())
+        ) is (model == "qwen3-8b")
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     assert "lengths are unknown: train.jsonl: " in dstrain(*tuned, "--dry-run").stderr
     assert "data     1 sample; " in dstrain(*tuned, "--task", "dpo", "--dry-run").stderr

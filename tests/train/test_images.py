@@ -23,12 +23,19 @@ from dstrain.train.data.images import Images
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.engine import Engine
 from tests.train.launching import EXACT, codes, lines, make_run, said, tensors
-from tests.train.vision import make_images, make_model, row, rows, write
+from tests.train.vision import make_images, make_mixture, make_model, row, rows, write
 
 STEPS, RATE = 4, 1e-3
 ALL = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
-TRAINED = {"zero2": {Part.LANGUAGE_MODEL}, "packed": set(Part), "aligner": {Part.ALIGNER}}
+TRAINED = {
+    "zero2": {Part.LANGUAGE_MODEL},
+    "packed": set(Part),
+    "aligner": {Part.ALIGNER},
+    "experts": {Part.LANGUAGE_MODEL},
+}
 """Run → the parts that train."""
+MODELS = {"experts": "mixture"}
+"""Run → its model, if not `model`."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +58,20 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
     four_rows = {"micro_batch": 1, "packing": True, "seq_len": 96, "preflight": True}  # one of them without images
     engine.train(make_run(folder / "packed", demo, zero={"stage": 3}, **job | four_rows | ALL))
     aligner = {"freeze_multi_modal_projector": False, "freeze_language_model": True}
-    engine.train(make_run(folder / "aligner", demo, zero={"stage": 3}, **job | single | aligner))
+    (folder / "stream.jsonl").write_text("".join(json.dumps(each).ljust(1023) + "\n" for each in rows()))
+    stream = {"streaming": True, "data": str(folder / "stream.jsonl"), "dataloader_num_workers": 1}  # a step is a pass
+    engine.train(make_run(folder / "aligner", demo, zero={"stage": 3}, **job | single | aligner | stream))
+    experts = {"ep": 2, "model": str(make_mixture(folder / "mixture", folder / "model")), "eval_data": None}
+    shared = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+    engine.train(make_run(folder / "experts", demo, zero={"stage": 3}, engine=shared, **job | single | experts))
+    answers = [each["messages"][1]["content"] for each in rows()]
+    pairs = [
+        {"prompt": each["messages"][:1], "chosen": good, "rejected": bad, "images": each.get("images")}
+        for each, good, bad in zip(rows(), answers, answers[1:] + answers[:1], strict=True)
+    ]
+    write(folder / "pairs.jsonl", pairs)
+    dpo = {"task": "dpo", "data": str(folder / "pairs.jsonl"), "eval_data": None, "preflight": True}
+    engine.train(make_run(folder / "dpo", demo, zero={"stage": 3}, **job | single | dpo))
     lora = {"method": "lora", "lora": {"rank": 4}}
     engine.train(make_run(folder / "lora", demo, zero={"stage": 3}, **job | single | lora))
     return folder
@@ -78,9 +98,11 @@ SAMPLES: dict[str, tuple[str, str, list[str]]] = {
 EVALUATED = ("white", "both", "none", "unmarked")
 
 
-def loss_of(model: Any, processor: Any, folder: Path, name: str) -> tuple[Any, int]:
-    """Returns the loss of a sample as Transformers computes it, and the number of its targets."""
+def loss_of(model: Any, processor: Any, folder: Path, name: str, other: str | None = None) -> tuple[Any, int]:
+    """Returns the loss of a sample as Transformers computes it, and the number of its targets; `other` has an answer
+    in place of its own."""
     question, answer, images = SAMPLES[name]
+    answer = answer if other is None else SAMPLES[other][1]
     question = question.replace("@", "<|vision_start|><|image_pad|><|vision_end|>")
     prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     opened = [Image.open(folder / "images" / f"{image}.png") for image in images]
@@ -106,7 +128,8 @@ def loaded(folder: Path) -> Any:
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_loss_is_that_of_transformers_on_the_whole_batch(runs: Path, processor: Any, name: str) -> None:
     assert codes(runs / name) == [[0, 0]], said(runs / name)[-3000:]
-    model = loaded(runs / "model").train()
+    source = runs / MODELS.get(name, "model")
+    model = loaded(source).train()
     for parameter, value in model.named_parameters():
         value.requires_grad_(part_of(parameter) in TRAINED[name])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, weight_decay=0.0)
@@ -118,9 +141,45 @@ def test_every_loss_is_that_of_transformers_on_the_whole_batch(runs: Path, proce
         expected.backward()
         optimizer.step()
     assert len(logged) == STEPS
-    final, base = tensors(runs / name / "final"), tensors(runs / "model")
+    final, base = tensors(runs / name / "final"), tensors(source)
     changed = {part_of(key) for key in base if not final[key].equal(base[key])}
     assert changed == TRAINED[name]
+
+
+def test_a_stream_of_images_is_counted(runs: Path) -> None:
+    text = said(runs / "aligner")
+    assert "stream.jsonl: streamed in 8 parts" in text
+    assert f"stream: read {8 * STEPS} samples" in text
+
+
+def test_every_loss_of_pairs_with_images_is_that_of_the_formula(runs: Path, processor: Any) -> None:
+    assert codes(runs / "dpo") == [[0, 0]], said(runs / "dpo")[-3000:]
+    model = loaded(runs / "model").train()
+    for parameter, value in model.named_parameters():
+        value.requires_grad_(part_of(parameter) is Part.LANGUAGE_MODEL)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, weight_decay=0.0)
+    names = list(SAMPLES)[:8]
+
+    def log_probs() -> Any:
+        sides = [
+            [loss_of(model, processor, runs, name, answer) for answer in (name, other)]
+            for name, other in zip(names, names[1:] + names[:1], strict=True)
+        ]
+        return torch.stack([torch.stack([-loss * count for loss, count in pair]) for pair in sides])
+
+    logged, reference = lines(runs / "dpo"), None
+    for line in logged:
+        found = log_probs()
+        reference = found.detach() if reference is None else reference
+        chosen, rejected = (0.1 * (found - reference)).unbind(1)
+        loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+        assert line["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+        assert line["logps/chosen"] == pytest.approx(float(found[:, 0].mean().detach()), rel=1e-4)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert len(logged) == STEPS
+    assert logged[-1]["loss"] < logged[0]["loss"]
 
 
 def test_an_evaluation_sees_each_image_once(runs: Path, processor: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Attention, Method, Precision
-from dstrain.facts.model.trace_records import Question, Subject, Trace
+from dstrain.facts.model.model_facts import Kind
+from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
+from dstrain.facts.model.traced_model import from_description
 from dstrain.facts.model.tracer import Answer, Failure, Questions, ask
 from dstrain.job.model_changes import Lora
 from dstrain.records import to_data
@@ -63,6 +66,18 @@ QWEN2_AUDIO: dict[str, Any] = {
         "max_source_positions": POSITIONS,
     },
 }
+LLAVA = {
+    "model_type": "llava",
+    "text_config": LLAMA,
+    "vision_config": {
+        "model_type": "clip_vision_model",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    },
+}
+"""Its aligner stands beside the tower."""
 PATCHES = 64
 PLAIN = Question(subject=Subject(config=LLAMA), micro_batch=B, seq_len=S, round_bytes=1)
 
@@ -99,6 +114,7 @@ QUESTIONS = {
     "tower 3": tower(3),
     "tower 4": tower(4),
     "audio": of(QWEN2_AUDIO),
+    "aligner": of(LLAVA, wanted=Wanted.DESCRIPTION),
     "qlora": of(LLAMA, method=Method.QLORA),
     "unknown": of({"model_type": "nobody"}),
     "wrong": of(LLAMA | {"num_attention_heads": 7}),
@@ -116,6 +132,15 @@ def answers() -> dict[str, Answer]:
 @pytest.fixture
 def traces(answers: dict[str, Answer]) -> dict[str, Trace]:
     return {name: answer for name, answer in answers.items() if isinstance(answer, Trace)}
+
+
+def test_an_aligner_beside_the_tower_is_frozen_as_it_is_in_training(answers: dict[str, Answer]) -> None:
+    description = answers["aligner"]
+    assert isinstance(description, Description)
+    model = from_description(description, name="llava", source="llava")
+    of_text = [each for each in description.parameters if each.role != "vision"]
+    assert {group.kind for group in model.tensors if "multi_modal_projector" in group.name} == {Kind.VISION}
+    assert sum(group.num_trained for group in model.tensors) == sum(math.prod(each.shape) for each in of_text)
 
 
 def per_token(trace: Trace) -> float:

@@ -49,7 +49,9 @@ def runs(root: Path, demo: Path, engine: Engine, need: Callable[[object, str], N
     }
     packed = {"packing": True, "seq_len": 400, "grad_accum": 1, "preflight": True}
     engine.train(make_run(folder / "zero2", demo, **job | packed))
-    engine.train(make_run(folder / "zero3", demo, zero={"stage": 3}, **job))
+    (folder / "stream.jsonl").write_text("".join(json.dumps(each).ljust(1023) + "\n" for each in video_rows()))
+    stream = {"streaming": True, "data": str(folder / "stream.jsonl")}  # each row is a part, so each step is a pass
+    engine.train(make_run(folder / "zero3", demo, zero={"stage": 3}, **job | stream))
     return folder
 
 

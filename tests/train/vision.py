@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
+from transformers import Qwen3VLConfig, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 from transformers.video_utils import load_video
 
+from dstrain.train.demo import SEED
 from dstrain.train.demo_images import make_vision_tokenizer, save_model
 
 COLORS = ("red", "green", "blue", "white")
@@ -43,6 +47,24 @@ def make_model(folder: Path) -> Path:
     settings = {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 8192}, "min_frames": 2}
     videos = {"video_processor_type": "Qwen3VLVideoProcessor", **settings}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
+    return folder
+
+
+def make_mixture(folder: Path, plain: Path) -> Path:
+    """Writes a Qwen3-VL with four experts, of which a token takes two, and the sizes and files of `make_model`'s."""
+    config: Any = Qwen3VLConfig.from_pretrained(plain)
+    text = config.text_config.to_dict()
+    del text["model_type"]
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = {name: getattr(config, name) for name in names}
+    tower = config.vision_config.to_dict()
+    del tower["model_type"]
+    shutil.copytree(plain, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        made = Qwen3VLMoeConfig(text_config=text | experts, vision_config=tower, **ids)
+        Qwen3VLMoeForConditionalGeneration(made).save_pretrained(folder)
     return folder
 
 

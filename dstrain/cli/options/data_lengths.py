@@ -12,9 +12,10 @@ from dstrain.cli.options.question import PlanInputs
 from dstrain.errors import DstrainError
 from dstrain.facts.data.datafile import files_of, is_file_name
 from dstrain.facts.data.job_reading import reading_for
-from dstrain.facts.data.lengths import SAMPLED_ROWS, Hearing, Lengths, mixed, read_lengths
+from dstrain.facts.data.lengths import SAMPLED_ROWS, Hearing, Lengths, media_in, mixed, read_lengths
 from dstrain.facts.data.mixture import epoch_counts, held_out_counts
 from dstrain.facts.data.row_counts import count_rows
+from dstrain.facts.model import model_files
 from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.facts.model.hub_config import tokenizer_file
 from dstrain.facts.model.model_facts import ModelFacts
@@ -22,6 +23,7 @@ from dstrain.facts.workload import Workload
 from dstrain.job.data_source import weights_of
 from dstrain.job.file import read_job
 from dstrain.job.schema import Job
+from dstrain.paths import shown
 from dstrain.plan import run_time
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.run_time import RunTime
@@ -149,6 +151,8 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
             return TrainingData(unknown=f"{source.path} is read on the hub when it trains")
         if missing := [file for file in files_of(source.path) if not file.exists()]:
             return TrainingData(unknown=f"{missing[0]} is not here")
+    if (problem := _lacks_processor(job, model)) is not None:
+        return TrainingData(unknown=problem)
     tokenizer = tokenizer_file(model.source, hub)
     if tokenizer is None:
         return TrainingData(unknown=f"the tokenizer of {model.source} is not here: hf download {model.source}")
@@ -187,6 +191,17 @@ def _hearing(model: ModelFacts, job: Job) -> Hearing | None:
     if family is None:
         return None
     return Hearing(tokens_per_s=family.tokens_per_s, max_s=job.audio_max_seconds or family.max_s)
+
+
+def _lacks_processor(job: Job, model: ModelFacts) -> str | None:
+    """Returns that the data have images or videos and the model no processor for them, as `dstrain run` says it."""
+    folder = Path(model.source)
+    if model_files.has_processor(folder) if folder.is_dir() else model.has_tower:
+        return None
+    for source in job.train_sources:
+        if named := media_in(source.path, reading_for(source, job)):
+            return model_files.lacks_processor(shown(source.path), named, shown(model.source))
+    return None
 
 
 def planned_steps(job: Job, workload: Workload, estimate: Estimate) -> int | None:

@@ -49,8 +49,16 @@ _INFO = "dataset_info.json"
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system"}
 """Columns of LLaMA-Factory's alpaca format → ours."""
 _TURNS = ("messages", "conversations")
-_VIDEO_LIMITS = {"video_max_pixels": 256 * 256, "video_fps": 2.0, "video_maxlen": 128}
-"""Its defaults, by names that are also those of keys of a job. Source: LLaMA-Factory 0.9 hparams/model_args.py."""
+_LIMITS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
+    "images": {"image_max_pixels": ("max_pixels", 768 * 768)},
+    "videos": {
+        "video_max_pixels": ("video_max_pixels", 256 * 256),
+        "video_fps": ("video_fps", 2.0),
+        "video_maxlen": ("video_maxlen", 128),
+    },
+}
+"""Column → its keys that limit what is in it, each with that of a job and its default. Source: LLaMA-Factory 0.9
+hparams/model_args.py: ProcessorArguments."""
 
 
 def llamafactory(target: str) -> Convert:
@@ -60,6 +68,14 @@ def llamafactory(target: str) -> Convert:
         return job_values(_named(names(value, source), source), target=target)
 
     return convert
+
+
+def media_dir(value: Any, source: Source) -> Any:
+    """Writes nothing for LLaMA-Factory's folder of images if it is that of the data. Raises Unmatched for another."""
+    sets = _named(names(source.value("dataset"), source), source)
+    if {Path(str(one.settings["path"])).resolve().parent for one in sets} != {Path(str(value)).expanduser().resolve()}:
+        raise Unmatched("paths of images are relative to the data file")
+    return ABSENT
 
 
 def _named(wanted: Sequence[str], source: Source) -> list[DataSet]:
@@ -112,8 +128,9 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
         "max_samples": entry.get("num_samples"),
         "columns": {ours: theirs for ours, theirs in renamed.items() if ours != theirs},
     }
-    absent = {key: value for key, value in _VIDEO_LIMITS.items() if source.given(key) is ABSENT}
-    return DataSet(settings=settings, limits=absent if "videos" in columns else {})
+    keys = [item for column in _LIMITS.keys() & columns.keys() for item in _LIMITS[column].items()]
+    absent = {ours: default for theirs, (ours, default) in keys if source.given(theirs) is ABSENT}
+    return DataSet(settings=settings, limits=absent)
 
 
 _SWIFT = re.compile(r"(?:(?P<hub>HF|MS)::)?(?P<name>[^#:]+|[^#]*\.jsonl?)(?::(?P<subset>[^#]+))?(?:#(?P<rows>\d+))?")

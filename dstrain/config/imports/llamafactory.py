@@ -57,10 +57,16 @@ def _thinking(value: Any, source: Source) -> Any:
     return ABSENT if convert.flag(value, source) else "off"
 
 
+def _pixels(value: Any, source: Source) -> Any:
+    return ABSENT if convert.count(value, source) == NO_LIMIT else value
+
+
 def _swanlab(value: Any, source: Source) -> Any:
     return ["swanlab"] if convert.flag(value, source) else ABSENT
 
 
+NO_LIMIT = 2**63 - 1
+"""As LLaMA-Factory itself leaves the size of an image to the processor. Source: data/mm_plugin.py."""
 _MODES = {"cloud": "online", "local": "local", "offline": "offline", "disabled": "disabled"}
 
 ROWS = table(
@@ -136,15 +142,15 @@ ROWS = table(
     to("freeze_vision_tower", "freeze_vision_tower", convert.flag),
     to("freeze_multi_modal_projector", "freeze_multi_modal_projector", convert.flag),
     to("freeze_language_model", "freeze_language_model", convert.flag),
-    to("image_max_pixels", "max_pixels", convert.count),
+    to("image_max_pixels", "max_pixels", _pixels),
     lacks("image_min_pixels", "the model's processor has its own", unless=()),
-    to("video_max_pixels", "video_max_pixels", convert.count),
+    to("video_max_pixels", "video_max_pixels", _pixels),
     to("video_fps", "video_fps", convert.number),
     to("video_maxlen", "video_maxlen", convert.count),
     lacks("video_min_pixels", "the model's processor has its own", unless=()),
     needless("audio_sampling_rate", "audios are resampled to the rate of the model's processor"),
     lacks("use_audio_in_video", "videos train without their sound"),
-    lacks("media_dir", "paths of images are relative to the data file", unless=()),
+    to("media_dir", "", datasets.media_dir),
     lacks(
         """
         use_unsloth use_unsloth_gc upcast_layernorm upcast_lmhead_output

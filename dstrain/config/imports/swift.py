@@ -80,7 +80,7 @@ def _tuned(value: Any, source: Source) -> list[str]:
 
 
 def _pixels(value: Any, source: Source) -> int:
-    """Returns the pixels of a frame of so many tokens of Qwen3-VL, of 32 × 32 pixels each."""
+    """Returns the pixels of an image or a frame of so many tokens of Qwen3-VL, of 32 × 32 pixels each."""
     return convert.count(value, source) * 32**2
 
 
@@ -261,13 +261,16 @@ ROWS = table(
 )
 """Its own keys, and those of Transformers, which it passes on."""
 
+_TOKEN = "a token is counted as 32 × 32 pixels, as in Qwen3-VL; in Qwen2.5-VL it has 28 × 28"
 _MEDIA = table(
     to("MAX_PIXELS", "max_pixels", convert.count),
+    to("IMAGE_MAX_TOKEN_NUM", "max_pixels", _pixels, note=_TOKEN),
     to("VIDEO_MAX_PIXELS", "video_max_pixels", convert.count),
-    to("VIDEO_MAX_TOKEN_NUM", "video_max_pixels", _pixels),
+    to("VIDEO_MAX_TOKEN_NUM", "video_max_pixels", _pixels, note=_TOKEN),
     to("FPS", "video_fps", convert.number),
     to("FPS_MAX_FRAMES", "video_maxlen", convert.count),
 )
-"""Variables that its templates read, for qwen-vl-utils. Source: ms-swift 4.4, examples/train/multimodal/*.sh."""
+"""Variables that its templates read, for qwen-vl-utils. They have no defaults of ms-swift's own: those of qwen-vl-utils
+are the limits of the models' processors. Source: ms-swift 4.4 swift/model/models/qwen.py: patch_qwen_vl_utils."""
 
 TOOL = Tool(name="swift", title="ms-swift", rows=ROWS, environment={**RANKS, **_MEDIA})

@@ -144,10 +144,11 @@ class _Seen:
         self.columns.update(dict.fromkeys(row.row))
         sample = parsed(row, reading)
         self.unused.update(unused(row.row, reading))
-        if isinstance(sample, Conversation) and sample.has_media:
-            self.media.update(sample.media)
+        prompt = sample.chosen if isinstance(sample, Pair) else sample
+        if isinstance(prompt, Conversation) and prompt.has_media:
+            self.media.update(prompt.media)
             if opens_images:
-                _require_whole(sample, row.where)
+                _require_whole(prompt, row.where)
 
     def report(self, data_format: DataFormat, *, complete: bool) -> DataReport:
         """Returns it as the contents of a file."""
@@ -212,20 +213,26 @@ def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
     videos and audios too."""
     try:
         if reading.format is DataFormat.PREFERENCE:
-            return to_pair(sample.row, reading)
+            pair = to_pair(sample.row, reading)
+            chosen, rejected = (_located(side, sample.folder) for side in pair.sides)
+            return Pair(chosen=chosen, rejected=rejected) if pair.has_media else pair
         if reading.format is DataFormat.UNPAIRED:
-            return to_marked(sample.row, reading)
+            return _located(to_marked(sample.row, reading), sample.folder)
         found = to_sample(sample.row, reading)
-        if isinstance(found, str) or not found.has_media:
-            return found
-        return replace(
-            found,
-            images=media.located(found.images, sample.folder, "image"),
-            videos=tuple(media.located(files, sample.folder, _noun(files)) for files in found.videos),
-            audios=media.located(found.audios, sample.folder, "audio"),
-        )
+        return found if isinstance(found, str) else _located(found, sample.folder)
     except InvalidConfig as error:
         raise InvalidConfig(f"{sample.where}: {error.problem}", hint=error.hint) from None
+
+
+def _located(found: Conversation, folder: Path | None) -> Conversation:
+    """Returns a conversation with the places of its images and videos. Raises InvalidConfig if one is missing."""
+    if not found.has_media:
+        return found
+    return replace(
+        found,
+        images=media.located(found.images, folder, "image"),
+        videos=tuple(media.located(files, folder, _noun(files)) for files in found.videos),
+    )
 
 
 def _noun(video: media.Files) -> str:

@@ -161,6 +161,16 @@ def read_lengths(
     )
 
 
+def media_in(data: str, reading: Reading) -> list[str]:
+    """Returns `images`, `videos` or both, as far as sampled rows of a data file or a glob have them."""
+    found: dict[str, None] = {}
+    for file in files_of(data):
+        for row in spread(file, SAMPLED_ROWS)[0]:
+            if isinstance(row, Sample):
+                found |= dict.fromkeys(media.named_in(reading.row(row.row)))
+    return list(found)
+
+
 class Text(NamedTuple):
     """Text of a sample."""
 

@@ -76,6 +76,19 @@ def split(text: str) -> list[str]:
     return _MARKS.split(text)
 
 
+def named_in(row: Mapping[str, Any]) -> list[str]:
+    """Returns the first columns of the kinds that a row has, in columns or in parts of turns, without a look at files.
+
+    >>> named_in({"image": "a.png"}), named_in({"messages": [{"content": [{"type": "video", "video": "a.mp4"}]}]})
+    (['images'], ['videos'])
+    """
+    turns = [turn for value in row.values() if isinstance(value, list) for turn in value if isinstance(turn, Mapping)]
+    contents = [turn.get("content") for turn in turns]
+    in_turns = [kind_of(part) for content in contents if isinstance(content, list) for part in content]
+    given = [kind for kind in KINDS if kind in in_turns or any(is_given(row.get(name)) for name in kind.columns)]
+    return [kind.columns[0] for kind in given]
+
+
 def without_marks(text: str, kinds: Collection[Kind] = KINDS) -> str:
     """Returns a text without the marks of some kinds.
 

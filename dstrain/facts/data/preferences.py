@@ -8,7 +8,7 @@ from typing import Any
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data import untrained_columns
+from dstrain.facts.data import media_kinds, untrained_columns
 from dstrain.facts.data.sample_formats import (
     LABELS,
     MARKED,
@@ -22,12 +22,9 @@ from dstrain.facts.data.sample_formats import (
 )
 from dstrain.facts.data.turns import Conversation
 
-_BESIDE_ANSWER = ("instruction", "input", "history", "system", "tools", "functions", "weight")
-_BESIDE_TURNS = ("system", "tools", "functions", "weight")
-_NOT_READ = {
-    **{name: kind for name, kind in untrained_columns.COLUMNS.items() if name not in SIDES},
-    **untrained_columns.MEDIA,
-}
+_BESIDE_TURNS = ("system", "tools", "functions", "weight", *media_kinds.COLUMNS)
+_BESIDE_ANSWER = ("instruction", "input", "history", *_BESIDE_TURNS)
+_NOT_READ = {name: kind for name, kind in untrained_columns.COLUMNS.items() if name not in SIDES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +38,11 @@ class Pair:
     def sides(self) -> tuple[Conversation, Conversation]:
         """The chosen and the rejected conversation."""
         return self.chosen, self.rejected
+
+    @property
+    def has_media(self) -> bool:
+        """Whether the prompt, which is the same on both sides, has images or videos."""
+        return self.chosen.has_media
 
     @property
     def num_empty(self) -> int:
@@ -70,10 +72,11 @@ def to_pair(row: Row, reading: Reading) -> Pair:
         raise InvalidConfig(f'"{missing[0]}" is missing; a pair needs {NEEDS[DataFormat.PREFERENCE]}')
     untrained_columns.refuse(row, _NOT_READ)
     chosen, rejected = (_whole(row, name, replace(reading, columns={})) for name in SIDES)
-    if chosen.messages[:-1] != rejected.messages[:-1]:
+    prompts = [(side.messages[:-1], side.images, side.videos, side.audios) for side in (chosen, rejected)]
+    if prompts[0] != prompts[1]:
         raise InvalidConfig(
             "chosen and rejected differ before their last answer",
-            hint="Both must have the same messages, except for the last.",
+            hint="Both must have the same messages and images, except for the last message.",
         )
     return Pair(chosen=chosen, rejected=rejected)
 
@@ -95,7 +98,6 @@ def to_marked(row: Row, reading: Reading) -> Conversation:
     if not isinstance(value, bool | int) or value not in (0, 1):
         raise InvalidConfig(f'"{given[0]}" is {value!r}; it must be true (desirable) or false')
     others = {name: value for name, value in row.items() if name not in LABELS}
-    untrained_columns.refuse(others, untrained_columns.MEDIA)
     form = next((form for form in MARKED if has_columns(others, form)), None)
     if form is None:
         raise InvalidConfig(f"no answer is beside the label; it needs {NEEDS[DataFormat.UNPAIRED]}")
@@ -125,10 +127,9 @@ def _whole(row: Row, name: str, reading: Reading) -> Conversation:
 def _conversation(row: Row, reading: Reading, data_format: DataFormat) -> Conversation:
     sample = to_sample(row, replace(reading, format=data_format))
     assert not isinstance(sample, str)
-    if sample.has_media:
-        what = sample.media[0]
-        problem = f"has {what}, which preferences do not support yet"
-        raise InvalidConfig(problem, hint=untrained_columns.MEDIA[what].hint)
+    if sample.audios:
+        problem = "has audios, which preferences do not support yet"
+        raise InvalidConfig(problem, hint=untrained_columns.MEDIA["audios"].hint)
     return sample
 
 

@@ -50,8 +50,7 @@ SIDES = ("chosen", "rejected")
 """Columns of the two answers of a pair."""
 PROMPTS = ("prompt", "question", *CONVERSATION_COLUMNS)
 """Columns with the prompt of a pair: a text, or turns. One of them is read, or those of an instruction."""
-_BESIDE_TURNS = ("system", "weight", *TOOL_COLUMNS)
-_BESIDE_ONE_ANSWER = (*_BESIDE_TURNS, *media_kinds.COLUMNS)
+_BESIDE = ("system", "weight", *TOOL_COLUMNS, *media_kinds.COLUMNS)
 _NEEDED = frozenset({*(name for pair in _PAIRS for name in pair), *CONVERSATION_COLUMNS, "text", *SIDES})
 """Columns of which a format needs some; the others may be missing from a row."""
 _TYPO_RATIO = 0.8
@@ -121,11 +120,11 @@ def _used(row: Row, data_format: DataFormat) -> set[str]:
     if data_format is DataFormat.PREFERENCE:
         of_alpaca = ["instruction", "input", "history"] if row.get("instruction") is not None else []
         prompts = of_alpaca or [name for name in PROMPTS if row.get(name) is not None][:1]
-        return {*SIDES, *prompts, *_BESIDE_TURNS}
+        return {*SIDES, *prompts, *_BESIDE}
     if data_format is DataFormat.MESSAGES:
-        return {_turns_column(row) or "", *_BESIDE_ONE_ANSWER}
+        return {_turns_column(row) or "", *_BESIDE}
     question, answer = _pair(row) or ("", "")
-    return {question, answer, "history", *(("input",) if question == "instruction" else ()), *_BESIDE_ONE_ANSWER}
+    return {question, answer, "history", *(("input",) if question == "instruction" else ()), *_BESIDE}
 
 
 def _turns_column(row: Row) -> str | None:

@@ -40,7 +40,7 @@ _COUNTED = "Give each turn a weight of 0 or 1; loss_on selects the answers that 
 _ALONE = "Leave these samples out: their text alone teaches wrong answers."
 _MEDIA = tuple(Untrained(names=kind.columns, says=f"holds {kind.columns[0]}", hint=_ALONE) for kind in KINDS)
 MEDIA = MappingProxyType({name: kind for kind in _MEDIA for name in kind.names})
-"""Column → kind of images, videos and audios where they are not trained: in texts and pairs."""
+"""Column → kind of images, videos and audios where they are not trained: in texts."""
 _PLACED = tuple(
     replace(kind, hint=f'Write them in a column "{kind.names[0]}" beside the turns, or as parts of the turn.')
     for kind in _MEDIA

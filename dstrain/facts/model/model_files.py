@@ -7,6 +7,7 @@ Source: https://github.com/huggingface/safetensors, "Format".
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -52,6 +53,11 @@ def has_tokenizer(folder: Path) -> bool:
 def has_processor(folder: Path) -> bool:
     """Returns whether a folder contains the settings of a processor, which reads images."""
     return any((folder / name).is_file() for name in PROCESSOR_FILES[:2])
+
+
+def lacks_processor(data: str, named: Iterable[str], model: str) -> str:
+    """Returns what is wrong with data that have `named`, images or videos, and a model without a processor for them."""
+    return f"{data} has {' and '.join(named)}, but {model} has no processor for them"
 
 
 def read(folder: Path, name: str = MODEL) -> dict[str, Tensor]:

@@ -258,7 +258,7 @@ def _check_media(job: Job, path: Path, named: Sequence[str]) -> None:
     folder = Path(job.model)
     if folder.is_dir() and not model_files.has_processor(folder):
         raise InvalidConfig(
-            f"{shown(str(path))} has {' and '.join(named)}, but {shown(job.model)} has no processor for them",
+            model_files.lacks_processor(shown(str(path)), named, shown(job.model)),
             hint=f"Train a model that sees or hears, with its {' or '.join(model_files.PROCESSOR_FILES[:2])}.",
         )
 

@@ -16,13 +16,13 @@ TRAINING, EVALUATION = "train", "eval"
 """Names of the data sets."""
 
 
-def dataset_info(job: Job) -> tuple[DataFormat, dict[str, Any]]:
-    """Returns the format of a job's data, and the content of dataset_info.json. Raises InvalidConfig if the format is
-    unknown: it is `auto`, and the data are not here."""
+def dataset_info(job: Job, media: Mapping[str, Mapping[str, str]]) -> tuple[DataFormat, dict[str, Any]]:
+    """Returns the format of a job's data, and the content of dataset_info.json; `media` are the columns of images and
+    videos of each data set. Raises InvalidConfig if the format is unknown: it is `auto`, and the data are not here."""
     form, columns = _form(job)
-    info = {TRAINING: _data_set(str(job.data), columns)}
+    info = {TRAINING: _data_set(str(job.data), columns, media[TRAINING])}
     if job.eval_data is not None:
-        info[EVALUATION] = _data_set(str(job.eval_data), columns)
+        info[EVALUATION] = _data_set(str(job.eval_data), columns, media[EVALUATION])
     return form, info
 
 
@@ -45,6 +45,11 @@ def _form(job: Job) -> tuple[DataFormat, dict[str, Any]]:
     return form, {"formatting": "sharegpt", "columns": {"messages": column}, **own}
 
 
-def _data_set(name: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+def _data_set(name: str, entry: Mapping[str, Any], media: Mapping[str, str]) -> dict[str, Any]:
     """Returns an entry of dataset_info.json: a file by its path, or an id on the hub."""
-    return {"file_name" if looks_local(name) or Path(name).exists() else "hf_hub_url": name, **columns}
+    columns = {**entry.get("columns", {}), **media}
+    return {
+        "file_name" if looks_local(name) or Path(name).exists() else "hf_hub_url": name,
+        **entry,
+        **({"columns": columns} if columns else {}),
+    }

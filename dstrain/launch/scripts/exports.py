@@ -29,6 +29,7 @@ from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.data import best_fit
 from dstrain.job.schema import Job
 from dstrain.launch.scripts.dataset_info import EVALUATION, TRAINING, dataset_info
+from dstrain.launch.scripts.exported_media import THEIR_LIMITS, has_media, media_columns, media_notes, media_settings
 from dstrain.launch.scripts.trainer_arguments import trainer_arguments
 
 
@@ -89,6 +90,7 @@ def _require_counterparts(job: Job, target: Target) -> None:
     default = Job(model="", output_dir="")
     if target is Target.LLAMAFACTORY:
         own |= {"val_split", "system", "max_samples", "adapter"}
+        own |= THEIR_LIMITS.keys()
     keys = [key for key in _PLAIN if getattr(job, key) != getattr(default, key) and key not in own]
     if job.optimizer is Optimizer.MUON or (job.optimizer is Optimizer.ADAMW_BF16 and target in _WITHOUT_DEEPSPEED):
         keys.append("optimizer")
@@ -112,6 +114,8 @@ def _require_counterparts(job: Job, target: Target) -> None:
     if job.data is None:
         hint = "Set data to a .jsonl, .json, .parquet or .arrow file, or a data set id."
         raise InvalidConfig("data is not set", hint=hint)
+    if target is not Target.LLAMAFACTORY and (has_media(job.data) or has_media(job.eval_data)):
+        raise InvalidConfig(f"{target} has no counterpart of images in the data", hint="Export it to llamafactory.")
 
 
 def _shown(value: Any) -> str:
@@ -220,13 +224,16 @@ _ATTENTION = {Attention.FLASH_ATTENTION_3: "fa3", Attention.FLASH_ATTENTION_2: "
 
 def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
     """Returns a YAML of LLaMA-Factory, with dataset_info.json, in which it looks up the names of its data."""
-    form, data = dataset_info(job)
-    settings = _llamafactory_settings(job, is_text=form is DataFormat.TEXT)
+    media = {TRAINING: media_columns(job.data), EVALUATION: media_columns(job.eval_data)}
+    columns = media[TRAINING] | media[EVALUATION]
+    form, data = dataset_info(job, media)
+    settings = _llamafactory_settings(job, is_text=form is DataFormat.TEXT) | media_settings(job, columns)
     lines = [f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in settings.items() if value is not None]
     command = "FORCE_TORCHRUN=1 llamafactory-cli train train.yaml"
     if len(hosts.hosts) > 1:
         command = f"NNODES={len(hosts.hosts)} MASTER_ADDR={hosts.hosts[0].name} NODE_RANK=0 {command}"
-    note = "no `template` is written, so LLaMA-Factory takes the model's own; name one if it has it by name"
+    own = ("no `template` is written, so LLaMA-Factory takes the model's own; name one if it has it by name",)
+    notes = tuple(media_notes(job, columns)) if columns else own
     return Export(
         files={
             "train.yaml": "\n".join([f"# {command}", *lines, ""]),
@@ -234,7 +241,7 @@ def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
             "ds_config.json": _config(job, config),
         },
         command=command,
-        notes=(*_notes(job, hosts, names_auto=True), note),
+        notes=(*_notes(job, hosts, names_auto=True), *notes),
     )
 
 

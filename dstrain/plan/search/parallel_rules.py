@@ -8,7 +8,7 @@ from dstrain.plan.configuration import Configuration
 from dstrain.plan.search.rule import Rule
 
 _DS = "deepspeed 0.19.8 "
-SHARED_EXPERTS = ("deepseek_v3", "mixtral", "qwen3_moe")
+SHARED_EXPERTS = ("deepseek_v3", "mixtral", "qwen3_moe", "qwen3_vl_moe")
 """Families whose experts ranks may share."""
 
 
@@ -112,7 +112,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(name="EP and families", options=("ep",),
          says=f"expert parallelism was tried with {', '.join(SHARED_EXPERTS)} only",
          breaks=lambda m, k, c: c.parallel.ep > 1 and m.moe is not None and m.model_type not in SHARED_EXPERTS,
-         source="tests/train/test_space.py; deepspeed 0.19.8 module_inject/auto_ep_presets"),
+         source="tests/train/test_space.py, test_images.py; deepspeed 0.19.8 module_inject/auto_ep_presets"),
     Rule(name="EP alone", options=("ep", "sp", "tp"),
          says="expert parallelism does not go together with sequence or tensor parallelism",
          breaks=lambda m, k, c: c.parallel.ep > 1 and (c.parallel.sp > 1 or c.parallel.tp > 1),

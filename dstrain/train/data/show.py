@@ -143,7 +143,7 @@ def main() -> int:
     try:
         tokenizer = load_tokenizer(job, source_of(job))
         loss_on = LossOn.LAST if job.task.has_own_loss else job.loss_on
-        images = None if job.task.has_own_loss else load_images(job, source_of(job), tokenizer)
+        images = None if job.task.has_score else load_images(job, source_of(job), tokenizer)
         encoder = Encoder(
             tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, thinking=job.thinking, images=images
         )

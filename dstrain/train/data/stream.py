@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.train.data.packing import PackedRows, packed, row_of
 from dstrain.train.data.streamed_samples import EndlessRows, Reader, RowPlace, Text
-from dstrain.train.data.token_files import NUMBERS
-from dstrain.train.data.tokenize import Encoded, Encoder
+from dstrain.train.data.token_files import FILES, IMAGES, NUMBERS, VIDEOS
+from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
 from dstrain.train.data.tokenized import counts_of
 
 STREAM = "dstrain_stream"
@@ -63,10 +63,11 @@ class Tick:
 class Window:
     """Samples that are tokenized together, and their counts."""
 
-    def __init__(self, job: Job, encoder: Encoder) -> None:
-        """Starts without samples."""
+    def __init__(self, job: Job, encoder: Encoder, media: frozenset[str]) -> None:
+        """Starts without samples; `media`: the columns of images and videos that samples may have."""
         self._job = job
         self._encoder = encoder
+        self._media = media
         self.encoded: list[Encoded] = []
         """Those that are trained on."""
         self.counts: Counter[str] = Counter()
@@ -81,9 +82,7 @@ class Window:
 
     def add(self, texts: Sequence[Text]) -> None:
         """Tokenizes samples, and keeps those with something to learn; conversations and texts may be mixed."""
-        media = next((sample.media for _, sample in texts if isinstance(sample, Conversation) and sample.has_media), ())
-        if media:
-            task_limits.require_for_media(self._job, media, packs=False)
+        texts = [text for text in texts if self._is_expected(*text)]
         place = {where: number for number, (where, _) in enumerate(texts)}
         kinds = [[text for text in texts if isinstance(text[1], str) == is_text] for is_text in (False, True)]
         encoded = [one for kind in kinds for one in self._encoder.encode(kind, self.refuse)]
@@ -99,11 +98,26 @@ class Window:
             self.counts["tokens"] += len(sample.input_ids)
             self.counts["learned"] += sample.num_learned
 
+    def _is_expected(self, where: str, sample: Conversation | str) -> bool:
+        """Returns whether a sample has no images or videos but such as all ranks run the tower for; others are refused,
+        as are those of a job that cannot train on any."""
+        if isinstance(sample, str) or not sample.has_media:
+            return True
+        images = self._encoder.images
+        task_limits.require_for_media(self._job, sample.media, packs=images is not None and images.packs)
+        others = [name for name in sample.media if name not in self._media]
+        if others and images is not None:
+            problem = f"{where}: has {' and '.join(others)}, which no row has that was read before training"
+            self.refuse(
+                InvalidConfig(problem, hint=f"Begin the first file of the data with a row that has {others[0]}.")
+            )
+        return not others or images is None
+
     def rows(self, seed: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yields the samples, or with packing rows of them."""
         if not self._job.packing:
             for sample in self.encoded:
-                yield {"input_ids": sample.input_ids, "labels": sample.labels}
+                yield {"input_ids": sample.input_ids, "labels": sample.labels, **_files([sample], self._media)}
         elif self.encoded:
             lengths = np.array([len(sample.input_ids) for sample in self.encoded])
             for members in packed(lengths, self._job.seq_len, seed=seed):
@@ -112,7 +126,12 @@ class Window:
                     np.concatenate([np.array(getattr(sample, name), np.int32) for sample in samples])
                     for name in ("input_ids", "labels")
                 )
-                yield row_of(ids, labels, lengths[members])
+                yield row_of(ids, labels, lengths[members]) | _files(samples, self._media)
+
+
+def _files(samples: Sequence[Encoded], media: Iterable[str]) -> dict[str, list[Any]]:
+    """Returns the files of the images and videos of a row's samples, in the order of their tokens."""
+    return {name: [file for sample in samples for file in getattr(sample, name)] for name in media}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +146,14 @@ class Failure:
 class Stream(IterableDataset[Any]):
     """The training rows of the readers of one rank; the Trainer says where each one begins."""
 
-    def __init__(self, data: Sequence[EndlessRows], encoder: Encoder, job: Job, first_rows: Any) -> None:
-        """`first_rows` are the first ones of the data, on which a model is tried."""
+    def __init__(
+        self, data: Sequence[EndlessRows], encoder: Encoder, job: Job, first_rows: Any, media: frozenset[str]
+    ) -> None:
+        """`first_rows` are the first ones of the data, on which a model is tried; `media`: see `Window`."""
         self.data = data
         self._encoder = encoder
         self._job = job
+        self._media = media
         self.first_rows = first_rows
         self.num_readers = 1
         """Of all ranks."""
@@ -154,10 +176,15 @@ class Stream(IterableDataset[Any]):
             yield Failure(kind=type(error), problem=error.problem, hint=error.hint)
 
     def longest(self) -> dict[str, Any]:
-        """Returns a row that is as heavy as any: one sample of `seq_len` tokens, all of which count."""
-        row = self.first_rows[0]
-        tokens = np.resize(np.asarray(row["input_ids"], np.int32), self._job.seq_len)
-        return row_of(tokens, tokens, np.array([len(tokens)]))
+        """Returns a row that is as heavy as any text: one sample of `seq_len` tokens, all of which count.
+
+        It begins with the row of the first ones that has the most tokens with images or videos, if one has any.
+        """
+        rows = [self.first_rows[index] for index in range(len(self.first_rows))]
+        row = max(rows, key=lambda row: len(row["input_ids"]) * any(row.get(name) for name in self._media))
+        begin, labels = (np.asarray(row[name], np.int32) for name in ("input_ids", "labels"))
+        tokens = np.concatenate([begin, np.resize(begin[labels != IGNORED], self._job.seq_len - len(begin))])
+        return row_of(tokens, tokens, np.array([len(tokens)])) | {name: row[name] for name in self._media}
 
     def _rows(self, reader: int, place: Place) -> Iterator[dict[str, Any]]:
         """Yields the rows after a place, each with the place after it."""
@@ -165,7 +192,7 @@ class Stream(IterableDataset[Any]):
         reading = Reader(
             data=self.data, index=reader, count=self.num_readers, block_samples=job.shuffle_buffer, seed=seed
         )
-        read = Window(job, self._encoder)  # counts unusable rows
+        read = Window(job, self._encoder, self._media)  # counts unusable rows
         for block in reading.blocks(place.block, place.rows, read.refuse):
             counts, problems = _drained(read)
             begin, done = (place.begin, place.done) if block.number == place.block else (0, 0)
@@ -187,7 +214,7 @@ class Stream(IterableDataset[Any]):
 
     def _window(self, texts: Sequence[Text], begin: int) -> tuple[Window, int]:
         """Returns the window from a sample on, and the sample after it."""
-        window, end = Window(self._job, self._encoder), begin
+        window, end = Window(self._job, self._encoder, self._media), begin
         tokens = _PACKED_ROWS * self._job.seq_len if self._job.packing else 1
         while end < len(texts) and window.counts["tokens"] < tokens:
             window.add(texts[end : end + _BATCH_SAMPLES])
@@ -232,8 +259,11 @@ def held_in_memory(encoded: Sequence[Encoded], job: Job) -> Any:
         "input_ids": [sample.input_ids for sample in encoded],
         "labels": [sample.labels for sample in encoded],
         "length": [len(sample.input_ids) for sample in encoded],
+        IMAGES: [list(sample.images) for sample in encoded],
+        VIDEOS: [list(map(list, sample.videos)) for sample in encoded],
     }
-    features = datasets.Features({"input_ids": NUMBERS, "labels": NUMBERS, "length": datasets.Value("int32")})
+    numbers = {"input_ids": NUMBERS, "labels": NUMBERS, "length": datasets.Value("int32")}
+    features = datasets.Features({**numbers, IMAGES: FILES, VIDEOS: datasets.List(FILES)})
     dataset = datasets.Dataset.from_dict(columns, features=features)
     if not job.packing:
         return dataset

@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.media import named_in
 from dstrain.facts.data.mixture import held_out_counts
+from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.train.data.prepare import PreparedData
 from dstrain.train.data.stream import Stream, Window, held_in_memory
 from dstrain.train.data.streamed_samples import EndlessRows, Text, endless_rows
+from dstrain.train.data.token_files import MEDIA
 from dstrain.train.data.tokenize import Encoded, Encoder
 from dstrain.train.data.tokenized import fingerprint
+
+if TYPE_CHECKING:
+    from dstrain.train.data.images import Images
 
 _FIRST_SAMPLES = 64
 """Samples on which a model is tried before its first step."""
 _BATCH_SAMPLES = 64
+_SEEN_PARTS, _SEEN_ROWS = 256, 8
+"""Parts, and rows of each, of which images and videos are looked for before training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,23 +45,40 @@ class StreamedData:
     """The columns of images, videos and audios that a sample has."""
 
 
-def streamed(job: Job, tokenizer: Any) -> tuple[StreamedData, PreparedData | None]:
+def streamed(job: Job, tokenizer: Any, images: Images | None = None) -> tuple[StreamedData, PreparedData | None]:
     """Returns the training data of a job as a stream, and with `val_split` the first samples for evaluation.
 
     Reads these and a few more. Raises InvalidConfig with file and place for an unusable row among them.
     """
-    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=job.loss_on, thinking=job.thinking)
+    settings: dict[str, Any] = {"loss_on": job.loss_on, "thinking": job.thinking}
+    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, images=images, **settings)
     data, held_out = endless_rows(job), None
-    digest = _digest(job, encoder, data)
+    digest, media = _digest(job, encoder, data), _media(data) if images is not None else frozenset()
+    if images is not None and media:
+        task_limits.require_for_media(job, sorted(media), packs=images.packs)
+    usable = partial(_usable, job, encoder, media)
     if job.val_split is not None:
-        data, samples = _without_held_out(job, encoder, data)
+        data, samples = _without_held_out(job, usable, data)
         held_out = _evaluation(job, samples, f"{digest}-eval")
-    first = list(islice(_usable(job, encoder, (text for rows in data for text in _in_order(rows))), _FIRST_SAMPLES))
+    first = list(islice(usable(text for rows in data for text in _in_order(rows)), _FIRST_SAMPLES))
     if not first:
         problem = f"no sample has a token of an answer among its first {job.seq_len:,}"
         raise InvalidConfig(f"{data[0].sets[0].name}: {problem}", hint="Raise seq_len.")
-    stream = Stream(data, encoder, job, held_in_memory(first, job))
-    return StreamedData(dataset=stream, notes=(_note(job, data),), digest=digest), held_out
+    stream = Stream(data, encoder, job, held_in_memory(first, job), media)
+    return StreamedData(dataset=stream, notes=(_note(job, data),), digest=digest, media=media), held_out
+
+
+def _media(data: Sequence[EndlessRows]) -> frozenset[str]:
+    """Returns which of images and videos the data have, by the first rows of parts all over the files or shards.
+
+    All ranks run the tower for these in every micro-batch, so all must know before the first one.
+    """
+    chunks = [(rows.sets[chunk.rows], chunk) for rows in data for chunk in rows.chunks]
+    found = set[str]()
+    for rows, chunk in chunks[:: -(-len(chunks) // _SEEN_PARTS)]:
+        first = islice(rows.origins[chunk.origin].samples(lambda error: None, chunk.part), _SEEN_ROWS)
+        found.update(name for row in first for name in named_in(rows.reading.row(row.row)))
+    return frozenset(found)
 
 
 def _note(job: Job, data: Sequence[EndlessRows]) -> str:
@@ -74,16 +100,17 @@ def _in_order(rows: EndlessRows) -> Iterator[Text]:
         yield from rows.read(chunk, lambda error: None)  # the readers of the stream tell
 
 
-def _usable(job: Job, encoder: Encoder, texts: Iterator[Text]) -> Iterator[Encoded]:
+def _usable(job: Job, encoder: Encoder, media: frozenset[str], texts: Iterable[Text]) -> Iterator[Encoded]:
     """Yields the samples that are trained on."""
-    while batch := list(islice(texts, _BATCH_SAMPLES)):
-        window = Window(job, encoder)
+    left = iter(texts)
+    while batch := list(islice(left, _BATCH_SAMPLES)):
+        window = Window(job, encoder, media)
         window.add(batch)
         yield from window.encoded
 
 
 def _without_held_out(
-    job: Job, encoder: Encoder, data: Sequence[EndlessRows]
+    job: Job, usable: Callable[[Iterable[Text]], Iterator[Encoded]], data: Sequence[EndlessRows]
 ) -> tuple[list[EndlessRows], list[Encoded]]:
     """Returns the data without the parts that hold the first `val_split` samples, and these samples.
 
@@ -101,7 +128,7 @@ def _without_held_out(
             for chunk, part in zip(own, parts, strict=True):
                 if wanted <= 0:
                     break
-                found = list(islice(_usable(job, encoder, _in_order(part)), wanted))
+                found = list(islice(usable(_in_order(part)), wanted))
                 samples += found
                 wanted -= len(found)
                 dropped.add(chunk)
@@ -139,7 +166,7 @@ def _evaluation(job: Job, samples: Sequence[Encoded], digest: str) -> PreparedDa
         num_dropped=0,
         notes=(note,),
         digest=digest,
-        media=frozenset(),
+        media=frozenset(name for sample in samples for name in MEDIA if getattr(sample, name)),
         num_made=0,
         folders=(),
     )

@@ -30,7 +30,19 @@ from dstrain.paths import write_atomic
 from dstrain.train.data.chat import Counts
 from dstrain.train.data.shared_work import Tick, Work, locked, make_all
 from dstrain.train.data.sources import Rows
-from dstrain.train.data.token_files import MEDIA, NUMBERS, TokenFile, TokenRow, features_of, read, said_in
+from dstrain.train.data.token_files import (
+    AUDIOS,
+    FILES,
+    IMAGES,
+    MEDIA,
+    NUMBERS,
+    VIDEOS,
+    TokenFile,
+    TokenRow,
+    features_of,
+    read,
+    said_in,
+)
 from dstrain.train.data.tokenize import Encoded, Encoder
 
 if TYPE_CHECKING:
@@ -80,7 +92,8 @@ class Form:
 
 
 def _sequences(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
-    return map(_sequence, encoder.encode(rows.conversations(refuse), refuse))
+    for sample in encoder.encode(rows.conversations(refuse), refuse):
+        yield with_files(_sequence(sample), sample, encoder)
 
 
 def _sequence(sample: Encoded) -> TokenRow:
@@ -94,23 +107,23 @@ def _sequence(sample: Encoded) -> TokenRow:
     )
 
 
-def _with_images(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
-    for sample in encoder.encode(rows.conversations(refuse), refuse):
-        row = _sequence(sample)
-        columns = {**row.columns, **{name: getattr(sample, name) if sample.teaches else () for name in MEDIA}}
-        counts: dict[str, Any] = {f"num_{name}": len(columns[name]) for name in MEDIA}
-        yield replace(row, columns=columns, **counts)
+def with_files(row: TokenRow, sample: Encoded | None, encoder: Encoder) -> TokenRow:
+    """Returns a row with the files of the images, videos and audios of a sample, if the encoder reads any."""
+    if encoder.images is None:
+        return row
+    files = {name: getattr(sample, name) if sample is not None and row.length else () for name in MEDIA}
+    counts: dict[str, Any] = {f"num_{name}": len(files[name]) for name in MEDIA}
+    return replace(row, columns={**row.columns, **files}, **counts)
 
 
 SEQUENCES = Form(columns={"input_ids": NUMBERS, "labels": NUMBERS}, encoded=_sequences)
 """Each sample is a sequence with labels."""
 
 
-def sequences_with_images(images: Images) -> Form:
-    """Returns the form of sequences with the files of their images, videos and audios, for models with a tower."""
-    files = datasets.List(datasets.Value("string"))
-    columns = {**SEQUENCES.columns, "images": files, "videos": datasets.List(files), "audios": files}
-    return Form(columns=columns, encoded=_with_images, images=images)
+def with_images(form: Form, images: Images) -> Form:
+    """Returns a form with the files of the images, videos and audios of samples, for models with a tower."""
+    files = {IMAGES: FILES, VIDEOS: datasets.List(FILES), AUDIOS: FILES}
+    return replace(form, columns={**form.columns, **files}, images=images)
 
 
 def tokenized(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) -> tuple[datasets.Dataset, Said]:

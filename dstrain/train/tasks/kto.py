@@ -22,7 +22,7 @@ from dstrain.job.task_losses import Kto
 from dstrain.train.data.sources import Rows
 from dstrain.train.data.token_files import NUMBERS, TokenRow
 from dstrain.train.data.tokenize import Encoded, Encoder
-from dstrain.train.data.tokenized import Form, counts_of
+from dstrain.train.data.tokenized import Form, counts_of, with_files
 from dstrain.train.tasks.log_probs import Answers, answers_of
 from dstrain.train.tasks.pairs import place_of
 from dstrain.train.tasks.samples import REFERENCE, SampleCollator, Samples, sequence_of
@@ -35,7 +35,8 @@ _COLUMNS = {"input_ids": NUMBERS, "places": NUMBERS, DESIRABLE: NUMBERS}
 
 
 def _encoded(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
-    return map(_row, encoder.encode(rows.conversations(refuse), refuse))
+    for sample in encoder.encode(rows.conversations(refuse), refuse):
+        yield with_files(_row(sample), sample, encoder)
 
 
 def _row(sample: Encoded) -> TokenRow:

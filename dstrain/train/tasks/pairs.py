@@ -15,7 +15,7 @@ from dstrain.facts.data.preferences import Pair
 from dstrain.train.data.sources import Rows
 from dstrain.train.data.token_files import NUMBERS, TokenRow
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
-from dstrain.train.data.tokenized import Form, counts_of
+from dstrain.train.data.tokenized import Form, counts_of, with_files
 from dstrain.train.tasks.samples import Samples
 
 _BATCH_PAIRS = 128
@@ -38,9 +38,10 @@ def _pairs(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
     pairs = rows.pairs(refuse)
     while batch := list(islice(pairs, _BATCH_PAIRS)):  # the tokenizer works on a batch in parallel
         different = [(where, pair) for where, pair in batch if not pair.is_equal]
-        yield from map(_row, _encoded(encoder, different, refuse))
+        for tokens in _encoded(encoder, different, refuse):
+            yield with_files(_row(tokens), tokens.sides[0], encoder)
         nothing: TokenRow = TokenRow(columns={name: [] for name in _COLUMNS}, counts={"equal_pairs": 1})
-        yield from [nothing] * (len(batch) - len(different))
+        yield from [with_files(nothing, None, encoder)] * (len(batch) - len(different))
 
 
 def _encoded(encoder: Encoder, pairs: Sequence[tuple[str, Pair]], refuse: Refuse) -> Iterator[_Tokens]:

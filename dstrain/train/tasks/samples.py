@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from dstrain.train.data.collate import Collator
+from dstrain.train.data.token_files import MEDIA
 from dstrain.train.data.tokenize import IGNORED
 
 REFERENCE = "reference"
@@ -29,8 +29,11 @@ class Samples:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns the `sequences` of a sample, each with `input_ids` and `labels`, and their `reference`."""
-        sequences = self._sequences(int(index))
+        """Returns the `sequences` of a sample, each with `input_ids` and `labels` and the files of the prompt's images,
+        videos and audios, and their `reference`."""
+        names = [name for name in MEDIA if name in self.dataset.column_names]
+        files = {name: self.dataset[int(index)][name] for name in names}
+        sequences = [sequence | files for sequence in self._sequences(int(index))]
         known = np.zeros(len(sequences)) if self.reference is None else self.reference[index]
         return {"sequences": sequences, REFERENCE: known}
 
@@ -62,17 +65,21 @@ def sequence_of(ids: Sequence[int], start: int, end: int) -> dict[str, Any]:
 
 def without_targets(row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a sample that counts nowhere, made of another one."""
-    return {**row, "sequences": [sequence_of(sequence["input_ids"], 0, 0) for sequence in row["sequences"]]}
+    nothing = [{**sequence, "labels": [IGNORED] * len(sequence["input_ids"])} for sequence in row["sequences"]]
+    return {**row, "sequences": nothing}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleCollator:
-    """Collates samples into one micro-batch: the first sequences of all samples, then the second ones."""
+    """Collates samples into one micro-batch: the first sequences of all samples, then the second ones.
 
-    collator: Collator
+    Each sequence brings the images and videos of its prompt, so the tower sees them as often as the model.
+    """
+
+    collator: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the tensors of `Collator` with sequences × samples rows, and `reference`, (rows,), float64."""
+        """Returns the tensors of the collator with sequences × samples rows, and `reference`, (rows,), float64."""
         by_place = list(zip(*(sample["sequences"] for sample in samples), strict=True))
         batch = self.collator([sequence for sequences in by_place for sequence in sequences])
         return {**batch, REFERENCE: self.reference_of(samples)}

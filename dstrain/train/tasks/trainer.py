@@ -12,6 +12,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from dstrain.heartbeat import Phase
 from dstrain.train.data.packing import row_of
+from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.loss import trial
 from dstrain.train.tasks import reference
 from dstrain.train.tasks.figures import Figures
@@ -86,7 +87,8 @@ class TaskTrainer(Trainer):
     def _tried_inputs(self, num_tokens: int, size: int) -> dict[str, Any]:
         """Returns a micro-batch of so many tokens, without the reference."""
         samples: Any = self.train_dataset
-        tokens = np.resize(samples[0]["sequences"][0]["input_ids"], num_tokens)
+        labels = np.asarray(samples[0]["sequences"][0]["labels"])
+        tokens = np.resize(labels[labels != IGNORED], num_tokens)
         row = row_of(tokens, tokens, np.array([len(tokens)]))
         sample = {"sequences": [row], REFERENCE: np.zeros(1)}
         inputs = self._prepare_inputs(self.data_collator([sample] * size))

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from dstrain.facts.model.parts import is_vision
+from dstrain.facts.model.parts import Part, part_of
 from dstrain.facts.model.trace_records import Description, Parameter, Subject
 from dstrain.train.tracing.anatomy import Anatomy, dissect
 from dstrain.train.tracing.building import build, load_config, per_layer_lists
@@ -154,8 +154,8 @@ def _parameters(model: Any, anatomy: Anatomy) -> list[Parameter]:
 
 
 def _role(name: str, owner: Any, anatomy: Anatomy) -> str:
-    if is_vision(name):
-        return "vision"
+    if anatomy.vision is not None and part_of(name) is not Part.LANGUAGE_MODEL:
+        return "vision"  # with the aligner, which may stand beside the tower
     if owner is anatomy.embedding or isinstance(owner, nn.Embedding):
         return "embedding"
     if owner is anatomy.head:

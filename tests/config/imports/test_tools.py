@@ -156,6 +156,20 @@ def test_llamafactorys_data_are_found_by_their_name(here: Path) -> None:
         imported(f"{LLAMAFACTORY}dataset: other\n")
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", 589824), ("image_max_pixels: 4096", 4096), (f"image_max_pixels: {2**63 - 1}", None)]
+)
+def test_llamafactorys_data_with_images_have_its_limit_of_pixels(here: Path, text: str, expected: int | None) -> None:
+    info = {"cats": {"file_name": "cats.jsonl", "formatting": "sharegpt", "columns": {"images": "images"}}}
+    (here / "data").mkdir()
+    (here / "data" / "dataset_info.json").write_text(json.dumps(info | {"texts": {"file_name": "texts.jsonl"}}))
+    found = imported(f"{LLAMAFACTORY}dataset: cats\nmedia_dir: data\n{text}\n")
+    assert (value(found, "max_pixels"), notes(found, Fate.MISSING)) == (expected, {})
+    assert value(imported(f"{LLAMAFACTORY}dataset: texts\n"), "max_pixels") is None
+    elsewhere = imported(f"{LLAMAFACTORY}dataset: cats\nmedia_dir: pictures\n")
+    assert "media_dir" in notes(elsewhere, Fate.MISSING)
+
+
 def test_llamafactorys_data_with_videos_have_its_limits_of_frames(here: Path) -> None:
     info = {
         "clips": {
@@ -177,6 +191,8 @@ def test_swifts_variables_limit_images_and_frames() -> None:
     found = imported(f"{variables} swift sft --model a", "a.sh")
     targets = ("max_pixels", "video_max_pixels", "video_fps", "video_maxlen")
     assert [value(found, target) for target in targets] == [1003520, 131072, 1.5, 12]
+    assert value(imported("IMAGE_MAX_TOKEN_NUM=1024 swift sft --model a", "a.sh"), "max_pixels") == 1024 * 1024
+    assert not {*targets} & imported("swift sft --model a", "a.sh").values.keys()
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,27 @@ def test_a_system_prompt_and_earlier_turns_are_part_of_both_sides() -> None:
     assert (pair.num_empty, pair.is_equal) == (1, False)
 
 
+def seen(image: str) -> dict[str, Any]:
+    return {"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": "What?"}]}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "<image>What?", "chosen": "b", "rejected": "c", "images": ["x.png"]},
+        {"instruction": "What?", "chosen": "b", "rejected": "c", "image": "x.png"},
+        {"conversations": [QUESTION], "chosen": GOOD, "rejected": BAD, "images": ["x.png"]},
+        {"prompt": [seen("x.png")], "chosen": [GOOD], "rejected": [BAD]},
+        {"chosen": [seen("x.png"), GOOD], "rejected": [seen("x.png"), BAD]},
+    ],
+)
+def test_both_sides_have_the_images_of_the_prompt(row: dict[str, Any]) -> None:
+    pair = to_pair(row, PREFERENCE)
+    assert (pair.chosen.images, pair.rejected.images) == (("x.png",), ("x.png",))
+    assert pair.chosen.messages[0]["content"].startswith("<image>")
+    assert unused(row, PREFERENCE) == []
+
+
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
@@ -53,8 +74,9 @@ def test_a_system_prompt_and_earlier_turns_are_part_of_both_sides() -> None:
         ({"prompt": "a", "chosen": [QUESTION], "rejected": "c"}, "chosen: .*ends with the user"),
         ({"prompt": "a", "chosen": "b", "rejected": 3}, "rejected: is 3, not a text"),
         ({"instruction": "a", "chosen": ["b", "c"], "rejected": "c"}, "chosen: is not the text of one answer"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["x.png"]}, '"images" holds images'),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "videos": ["x.mp4"]}, '"videos" holds videos'),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "images": [3]}, 'chosen: "images" is 3; it must be a path'),
+        ({"chosen": [seen("x.png"), GOOD], "rejected": [seen("y.png"), BAD]}, "differ before their last answer"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "rejected_images": ["x.png"]}, '"rejected_images" marks'),
     ],
 )
 def test_what_is_no_pair_is_refused(row: dict[str, Any], problem: str) -> None:
@@ -104,7 +126,7 @@ def test_answers_with_a_label_are_read_in_the_formats_of_other_tools(row: dict[s
         ({"prompt": "a", "label": True}, "no answer is beside the label"),
         ({"messages": [QUESTION], "label": True}, "ends with the user"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "no answer is beside the label"),
-        ({"prompt": "a", "completion": "b", "label": True, "images": ["x.png"]}, '"images" holds images'),
+        ({"prompt": "a", "completion": "<image>", "label": True, "images": ["x.png"]}, "turn 2, of the assistant: has"),
     ],
 )
 def test_what_has_no_label_or_no_answer_is_refused(row: dict[str, Any], problem: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Attention, LossKernel, Method, Precision
+from dstrain.choices import Attention, LossKernel, Method, Precision, Task
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.facts import probe
@@ -91,7 +91,9 @@ def images_of(folder: Path, **job: Any) -> list[str]:
     (folder / "a.png").write_bytes(b"")
     (folder / "model").mkdir()
     kind = job.pop("kind", "image")
-    row = {"instruction": f"<{kind}>", "output": "b", f"{kind}s": ["a.png"]}
+    is_pair = job.get("task", Task.SFT).rows == 2
+    answers = {"chosen": "b", "rejected": "c"} if is_pair else {"output": "b"}
+    row = {"instruction": f"<{kind}>", **answers, f"{kind}s": ["a.png"]}
     (folder / "train.jsonl").write_text(json.dumps(row))
     if job.pop("has_processor", True):
         (folder / "model" / "preprocessor_config.json").write_text("{}")
@@ -118,6 +120,11 @@ def test_an_estimate_without_audios_says_so(tmp_path: Path, need: Callable[[obje
         ({"packing": True, "family": "gemma3"}, "data: packing is true, which data with images do not support"),
         ({"tp": 2}, "data: tp is 2, which data with images do not support"),
         ({"has_processor": False}, "has no processor for them"),
+        ({"has_processor": False, "task": Task.DPO}, "has no processor for them"),
+        (
+            {"task": Task.REWARD},
+            "data: task is reward, which data with images do not support: scores of images were not",
+        ),
         ({"kind": "video", "family": "gemma3"}, "data: gemma3 does not train on videos; qwen3_5, "),
         *(
             ({"kind": "audio", "family": family}, f"data: {family} does not train on audio; audioflamingo3, glmasr, ")

@@ -130,7 +130,16 @@ def test_preferences_are_not_exported_as_answers(tmp_path: Path, target: Target)
         export(job_of(tmp_path, task=Task.DPO), ZERO3, TWO, target)
 
 
-@pytest.mark.parametrize("target", Target)
+TURNS = [{"role": "user", "content": "<image>What?"}, {"role": "assistant", "content": "A cat."}]
+
+
+def with_rows(tmp_path: Path, *rows: dict[str, Any], **values: Any) -> Job:
+    job = job_of(tmp_path, **values)
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return job
+
+
+@pytest.mark.parametrize("target", [target for target in Target if target is not Target.LLAMAFACTORY])
 @pytest.mark.parametrize(
     "changes",
     [{"max_pixels": 4096}, {"video_fps": 1.0}, {"audio_max_seconds": 10.0}, {"freeze_vision_tower": False}],
@@ -139,6 +148,49 @@ def test_preferences_are_not_exported_as_answers(tmp_path: Path, target: Target)
 def test_what_limits_or_trains_images_is_not_left_out(tmp_path: Path, target: Target, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig, match=f"{target} has no counterpart of {next(iter(changes))}: "):
         export(job_of(tmp_path, **changes), ZERO3, TWO, target)
+    with pytest.raises(InvalidConfig, match=f"{target} has no counterpart of images in the data"):
+        export(with_rows(tmp_path, {"messages": TURNS, "images": ["cat.png"]}), ZERO3, TWO, target)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        {
+            "max_pixels": 4096,
+            "video_max_pixels": 1024,
+            "video_fps": 1.5,
+            "video_maxlen": 16,
+            "freeze_vision_tower": False,
+        },
+        {"freeze_multi_modal_projector": False, "freeze_language_model": True, "video_fps": 2.0, "video_maxlen": 128},
+    ],
+    ids=("all", "as the processor has it"),
+)
+def test_jobs_with_images_and_videos_are_read_back_as_the_same(tmp_path: Path, limits: dict[str, Any]) -> None:
+    text = {"messages": [{"role": "user", "content": "Hi"}, TURNS[1]]}
+    row = {"messages": [{"role": "user", "content": "<image><video>What?"}, TURNS[1]]}
+    job = with_rows(tmp_path, text, {**row, "image": "cat.png", "videos": [["1.png", "2.png"]]}, **limits)
+    made = export(job, ZERO3, TWO, Target.LLAMAFACTORY)
+    found = import_file(written(made, tmp_path / "out") / "train.yaml")
+    keys = [key for key in found.values if "pixels" in key or "video" in key or key.startswith("freeze")]
+    assert {key: found.values[key].value for key in keys} == limits
+    assert found.values["data"].value == [{"path": str(tmp_path / "train.jsonl"), "columns": {"images": "image"}}]
+    assert "media_dir" not in [note.key for note in found.notes]
+    assert any(note.startswith("set `template`") for note in made.notes)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"messages": TURNS, "images": ["data:image/png;base64,AA"]}, "images as data URLs"),
+        ({"messages": [{"role": "user", "content": "What?"}, TURNS[1]], "images": ["a.png"]}, "images without marks"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}, "images in turns"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_forms_of_images_that_llamafactory_lacks_are_refused(tmp_path: Path, row: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidConfig, match=rf"train\.jsonl:1: has {problem}"):
+        export(with_rows(tmp_path, row), ZERO3, TWO, Target.LLAMAFACTORY)
 
 
 def test_the_script_needs_no_dstrain(tmp_path: Path) -> None:

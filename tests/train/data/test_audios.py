@@ -25,7 +25,7 @@ from dstrain.train.data.images import Images
 from dstrain.train.data.prepare import prepare
 from dstrain.train.data.show import shown
 from dstrain.train.data.tokenize import Encoded, Encoder
-from dstrain.train.data.tokenized import sequences_with_images
+from dstrain.train.data.tokenized import SEQUENCES, with_images
 from dstrain.train.tokenizer import load_tokenizer
 from tests.sounds import tone, write_wav
 from tests.train.audio_families import FAMILIES, WINDOW_S, make_family
@@ -112,7 +112,7 @@ def test_audios_are_shown_as_seconds_and_tokens(job: Job) -> None:
 def prepared(job: Job) -> Any:
     reads = encoder(job)
     assert isinstance(reads.images, Images)
-    return prepare(job, reads.tokenizer, training=True, form=sequences_with_images(reads.images))
+    return prepare(job, reads.tokenizer, training=True, form=with_images(SEQUENCES, reads.images))
 
 
 def test_cut_and_broken_audios_are_told(job: Job, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from base64 import b64encode
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ pytest.importorskip("PIL")
 
 import datasets
 import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForImageTextToText
 
-from dstrain.choices import LossOn
+from dstrain.choices import LossOn, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.images import opened
 from dstrain.facts.data.turns import Conversation
@@ -25,8 +28,14 @@ from dstrain.train.data.image_processor import load_images
 from dstrain.train.data.images import Images
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.show import shown
+from dstrain.train.data.stream import StreamCollator
+from dstrain.train.data.stream_progress import StreamProgress
+from dstrain.train.data.streamed import streamed
 from dstrain.train.data.tokenize import IGNORED, Encoder
-from dstrain.train.data.tokenized import sequences_with_images
+from dstrain.train.data.tokenized import SEQUENCES, with_images
+from dstrain.train.tasks.log_probs import answers_of
+from dstrain.train.tasks.objective import objective_of
+from dstrain.train.tasks.samples import without_targets
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.vision import make_images, make_model, row, rows, write
 
@@ -114,7 +123,7 @@ def test_a_model_without_processor_refuses_images_with_their_place(folder: Path,
 
 def prepared(job: Job, folder: Path, tokenizer: Any) -> PreparedData:
     images = images_of(folder, tokenizer)
-    return prepare(job, tokenizer, training=True, form=sequences_with_images(images))
+    return prepare(job, tokenizer, training=True, form=with_images(SEQUENCES, images))
 
 
 def collator_of(folder: Path, tokenizer: Any, *, packing: bool) -> ImageCollator:
@@ -129,7 +138,7 @@ def collator_of(folder: Path, tokenizer: Any, *, packing: bool) -> ImageCollator
 
 def test_packing_is_refused_where_the_positions_of_images_are_not_known(job: Job, folder: Path, tokenizer: Any) -> None:
     images = replace(images_of(folder, tokenizer), positions=None)
-    form = sequences_with_images(images)
+    form = with_images(SEQUENCES, images)
     with pytest.raises(InvalidConfig, match="packing is true, which data with images do not support: in packed rows"):
         prepare(replace(job, packing=True), tokenizer, training=True, form=form)
 
@@ -242,3 +251,84 @@ def test_a_broken_image_is_named_with_its_line(job: Job, folder: Path, tokenizer
     broken = Job(model=job.model, output_dir="o", data=str(data), seq_len=256)
     with pytest.raises(InvalidConfig, match=r'broken.jsonl:9: image ".*broken.png" cannot be read'):
         prepared(broken, folder, tokenizer)
+
+
+class Streaming:
+    """A rank that reads a stream in micro-batches of one row."""
+
+    def __init__(self, job: Job, folder: Path, tokenizer: Any) -> None:
+        job = replace(job, streaming=True, max_steps=9, shuffle_buffer=4)
+        self.data, _ = streamed(job, tokenizer, images_of(folder, tokenizer))
+        self.progress = StreamProgress(self.data.dataset, self.data.digest, rank=0, num_ranks=1, workers=0)
+        collate = StreamCollator(collator_of(folder, tokenizer, packing=job.packing))
+        self._batches = self.progress.noted(DataLoader(self.data.dataset, batch_size=1, collate_fn=collate))
+
+    def batches(self, count: int) -> list[dict[str, Any]]:
+        return list(islice(self._batches, count))
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(
+        value.equal(other[name]) if isinstance(value, torch.Tensor) else value == other[name]
+        for name, value in one.items()
+    )
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_stream_has_the_micro_batches_of_the_cached_path_and_goes_on_at_the_sample(
+    job: Job, folder: Path, tokenizer: Any, tmp_path: Path, packing: bool
+) -> None:
+    job = replace(job, packing=packing, seq_len=60 if packing else 256)  # no two samples with images fit into a row
+    rows = prepared(job, folder, tokenizer).dataset
+    collate = collator_of(folder, tokenizer, packing=packing)
+    cached = [collate([rows[index]]) for index in range(len(rows))]
+    whole, cut, again = (Streaming(job, folder, tokenizer) for _ in range(3))
+    assert whole.data.media == {"images"}
+    every = whole.batches(len(cached))
+    if not packing:
+        assert all(any(same(batch, one) for one in cached) for batch in every)
+    assert sum(len(batch["image_grid_thw"]) for batch in every) >= 6
+    sums = [sorted(float(batch["pixel_values"].sum()) for batch in batches) for batches in (every, cached)]
+    assert packing or sums[0] == pytest.approx(sums[1])
+    first = cut.batches(2)
+    cut.progress.save(tmp_path)
+    assert again.progress.restore(tmp_path) is None
+    assert all(map(same, every, [*first, *again.batches(len(every) - 2)]))
+    longest = collate([whole.data.dataset.longest()])
+    assert longest["input_ids"].shape[1] == -(-job.seq_len // 8) * 8
+    assert len(longest["image_grid_thw"]) >= 1
+
+
+def test_a_kind_that_no_row_had_before_training_is_refused_in_a_stream(
+    job: Job, folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dstrain.train.data.streamed.named_in", lambda row: [])
+    with pytest.raises(InvalidConfig, match=r"train.jsonl: byte \d+: has images, which no row has that was"):
+        Streaming(job, folder, tokenizer)
+
+
+def test_marked_answers_have_the_log_probabilities_of_each_alone_with_its_images(
+    job: Job, folder: Path, tokenizer: Any
+) -> None:
+    marked = [{**each, "label": number % 2 == 0} for number, each in enumerate(rows())]
+    job = replace(job, task=Task.KTO, data=str(write(folder / "marked.jsonl", marked)))
+    objective = objective_of(job)
+    assert objective is not None
+    form = with_images(objective.form, images_of(folder, tokenizer))
+    data = prepare(job, tokenizer, training=True, form=form)
+    assert data.media == {"images"}
+    plain = collator_of(folder, tokenizer, packing=False)
+    model = AutoModelForImageTextToText.from_pretrained(job.model, dtype=torch.float32)
+    for chosen in ([0, 5], [4, 1], [6, 7]):  # of the last two none has an image
+        samples = [data.dataset[index] for index in chosen]
+        with torch.no_grad():
+            found = objective.outputs(model, objective.collates(collator=plain)(samples))
+            alone = [
+                [answers_of(model, plain([sample["sequences"][place]]), job.loss).log_probs for sample in samples]
+                for place in (0, 1)
+            ]
+        for answers, expected in zip((found.own, found.others), alone, strict=True):
+            assert answers.log_probs.tolist() == pytest.approx([float(one) for one in expected], rel=1e-4)
+        blank = plain(without_targets(samples[0])["sequences"])
+        assert (blank["labels"] == IGNORED).all()
+        assert len(blank["image_grid_thw"]) == max(1, 2 * len(samples[0]["sequences"][0]["images"]))

@@ -26,7 +26,7 @@ from dstrain.train.data.images import Images
 from dstrain.train.data.prepare import prepare
 from dstrain.train.data.show import shown
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
-from dstrain.train.data.tokenized import sequences_with_images
+from dstrain.train.data.tokenized import SEQUENCES, with_images
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.vision import (
     FRAMES,
@@ -132,7 +132,7 @@ def collated(job: Job, *, packing: bool) -> dict[str, Any]:
     asked = replace(job, packing=packing)
     images = encoder(asked).images
     assert images is not None
-    data = prepare(asked, images.processor.tokenizer, training=True, form=sequences_with_images(images))
+    data = prepare(asked, images.processor.tokenizer, training=True, form=with_images(SEQUENCES, images))
     assert data.media == {"images", "videos"}
     return collator(images, packing=packing)([data.dataset[index] for index in range(len(data.dataset))])
 
@@ -193,7 +193,7 @@ def test_a_broken_video_is_named_with_its_line_and_one_that_seq_len_cuts_teaches
     images = encoder(broken).images
     assert images is not None
     with pytest.raises(InvalidConfig, match=r'broken.jsonl:9: video ".*broken.mp4" cannot be read'):
-        prepare(broken, images.processor.tokenizer, training=True, form=sequences_with_images(images))
+        prepare(broken, images.processor.tokenizer, training=True, form=with_images(SEQUENCES, images))
 
 
 def test_a_family_that_does_not_train_on_videos_refuses_them(job: Job, folder: Path) -> None:
