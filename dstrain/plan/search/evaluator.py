@@ -202,7 +202,7 @@ class Evaluator:
         if candidate in self.exact:
             return estimate.fits_gpu
         most = (1 + (0.0 if is_sure else self._error_ratio(candidate))) * estimate.usable_bytes_per_gpu
-        return estimate.memory.load.fits_gpu and live_bytes(estimate) <= most
+        return estimate.memory.load.fits_gpu and least_bytes(estimate) <= most
 
     def _is_host_room(self, candidate: Candidate) -> bool:
         usable = USABLE_HOST_RATIO * self.workload.cluster.host_memory_bytes
@@ -215,28 +215,29 @@ class Evaluator:
     def verify(self, candidate: Candidate) -> Estimate:
         """Returns the exact estimate, which from then on is the candidate's.
 
-        Replays the allocator only if its upper bound does not fit and the live bytes do.
+        Replays the engine where the quick estimate of live bytes is off, and the allocator only if the GPU could hold
+        the least that it may take, but not the most.
         """
         if candidate not in self.exact:
+            self.estimate(candidate)
+            if self._error_ratio(candidate):
+                self._replay(candidate, Detail.ENGINE)
+            if not self.estimates[candidate].fits_gpu and _is_gpu_room(self.estimates[candidate]):
+                self._replay(candidate, Detail.REPLAYED)
             self.exact.add(candidate)
-            for detail in (Detail.ENGINE, Detail.REPLAYED):
-                self.estimates[candidate] = assess(
-                    self.workload,
-                    self.configuration(candidate),
-                    detail=detail,
-                    usable_gpu_ratio=self.usable_ratio,
-                )
-                if self.estimates[candidate].fits or not _is_live_room(self.estimates[candidate]):
-                    break
             self._learn(candidate)
         return self.estimates[candidate]
+
+    def _replay(self, candidate: Candidate, detail: Detail) -> None:
+        configuration, ratio = self.configuration(candidate), self.usable_ratio
+        self.estimates[candidate] = assess(self.workload, configuration, detail=detail, usable_gpu_ratio=ratio)
 
     def _learn(self, candidate: Candidate, error_ratio: float = 0.0) -> None:
         """Notes what the failure of a candidate, whose estimate is off by no more than that, says of others."""
         estimate = self.estimates[candidate]
         most = (1 + ALIKE_RATIO) * (1 + error_ratio) * estimate.usable_bytes_per_gpu
         held = estimate.memory.device_bytes_per_gpu if candidate in self.exact else 0
-        if live_bytes(estimate) > most or held > (1 + SCATTER_RATIO) * most:
+        if least_bytes(estimate) > most or held > (1 + SCATTER_RATIO) * most:
             self.too_large[kind_of(candidate)].append(appetite_of(candidate))
         elif held > most:
             self.too_scattered[kind_of(candidate)].append(appetite_of(candidate))
@@ -256,18 +257,14 @@ class Evaluator:
         return self.estimates[candidate]
 
 
-def _is_live_room(estimate: Estimate) -> bool:
-    """Returns whether it would fit if the allocator held only live bytes."""
-    return estimate.fits_host and _is_gpu_room(estimate)
-
-
 def _is_gpu_room(estimate: Estimate) -> bool:
-    return estimate.memory.load.fits_gpu and live_bytes(estimate) <= estimate.usable_bytes_per_gpu
+    """Returns whether the GPU could hold it if the allocator took as little as it can."""
+    return estimate.memory.load.fits_gpu and least_bytes(estimate) <= estimate.usable_bytes_per_gpu
 
 
-def live_bytes(estimate: Estimate) -> int:
-    """Returns what the GPU holds if the allocator holds only live bytes."""
-    return estimate.memory.device_bytes_per_gpu - estimate.memory.breakdown_bytes.fragmentation
+def least_bytes(estimate: Estimate) -> int:
+    """Returns what the GPU holds at least: streams at their own peaks, where that is known, else all live bytes."""
+    return estimate.memory.breakdown_bytes.context + estimate.memory.least_reserved_bytes_per_gpu
 
 
 def estimated(

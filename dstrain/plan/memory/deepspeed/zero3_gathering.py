@@ -40,7 +40,7 @@ class Gathers:
     persistence: int
     """`stage3_param_persistence_threshold`."""
     is_offloaded: bool
-    """Whether the partitions are on the host; if so, even a single rank copies them."""
+    """Whether a parameter that one rank has alone is on the host: it copies what others gather."""
     hpz: int
     """`zero_hpz_partition_size`."""
     qwz: bool = False
@@ -183,18 +183,19 @@ class Coordinator:
         group.is_waited = True
         if self.how.qwz and group.flat:
             self.account.add(Part.GATHERED, 2 * group.flat)
-            group.flat *= 3
         for weight in group.members:
             if group.flat:
                 self.account.add(Part.GATHERED, self.sizes[weight])
             self.whole[weight] = True
 
     def _land(self, weight: int) -> None:
-        """Takes a parameter from its collective; the flat buffer goes with the last one."""
+        """Takes a parameter from its collective; the flat buffer goes with the last one, and so do its fp16 values."""
         group = self.flying.pop(weight)
         group.waiting -= 1
         if not group.waiting:
             self.account.remove(Part.GATHERED, group.flat)
+            if self.how.qwz and group.flat:
+                self.account.remove(Part.GATHERED, 2 * group.flat)
 
     def release(self, number: int) -> None:
         """Ends a module."""
