@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import ModelFacts
@@ -92,15 +91,14 @@ def _reserved(
     allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
     is_sharded_engine = configuration.model.is_deepspeed and configuration.zero.stage == 3
     count = SHARDED_STEPS_REPLAYED if is_sharded_engine else STEPS_REPLAYED
+    steps = _steps(model, configuration, num_ranks, workspace_bytes)
     is_enough, highest, settled, before = True, 0, 0, 0
-    for index, events in enumerate(
-        islice(_steps(model, configuration, num_ranks, workspace_bytes), 1 + STEPS_AFTER_RETRY)
-    ):
+    for index in range(1 + STEPS_AFTER_RETRY):
         if index > count and not allocator.retries:
             break
         allocator.driver.forget_peak()
         before = allocator.retries
-        is_enough = allocator.feed(events)
+        is_enough = allocator.feed(next(steps))
         settled = allocator.driver.peak_bytes
         highest = max(highest, settled)
         if not is_enough:

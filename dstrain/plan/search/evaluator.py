@@ -59,6 +59,7 @@ class Evaluator:
     passes: dict[tuple[object, ...], float] = field(default_factory=dict)
     times: dict[Candidate, Key | None] = field(default_factory=dict)
     speeds: dict[Candidate, Speed] = field(default_factory=dict)
+    hosts: dict[Candidate, int] = field(default_factory=dict)
     estimates: dict[Candidate, Estimate] = field(default_factory=dict)
     exact: set[Candidate] = field(default_factory=set)
     hopeless: set[Candidate] = field(default_factory=set)
@@ -73,10 +74,20 @@ class Evaluator:
     def space(self, request: Request) -> list[Candidate]:
         """Returns the candidates of a request, the same ones each time."""
         if request not in self.spaces:
-            self.spaces[request] = space(self.workload, request)
-            for candidate in self.spaces[request]:
-                self.kin[kind_of(candidate), candidate.way.parallel.sp].append(candidate)
+            self._add(request, space(self.workload, request))
         return self.spaces[request]
+
+    def _add(self, request: Request, candidates: list[Candidate]) -> None:
+        self.spaces[request] = candidates
+        for candidate in candidates:
+            self.kin[kind_of(candidate), candidate.way.parallel.sp].append(candidate)
+
+    def afresh(self) -> Evaluator:
+        """Returns an evaluator of the same candidates and bounds that has estimated nothing."""
+        evaluator = Evaluator(self.workload, self.usable_ratio, bounds=self.bounds, hosts=self.hosts)
+        for request, candidates in self.spaces.items():
+            evaluator._add(request, candidates)
+        return evaluator
 
     def configuration(self, candidate: Candidate) -> Configuration:
         """Returns the whole configuration of a candidate, written out once."""
@@ -210,7 +221,9 @@ class Evaluator:
 
     def host_bytes(self, candidate: Candidate) -> int:
         """Returns the host RAM of one node, which is exact."""
-        return host_bytes(self.workload, self.configuration(candidate))
+        if candidate not in self.hosts:
+            self.hosts[candidate] = host_bytes(self.workload, self.configuration(candidate))
+        return self.hosts[candidate]
 
     def verify(self, candidate: Candidate) -> Estimate:
         """Returns the exact estimate, which from then on is the candidate's.

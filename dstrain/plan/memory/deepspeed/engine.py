@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import ModelFacts
@@ -26,6 +26,8 @@ from dstrain.plan.memory.peak import Peak
 
 SHORT_SEQ_LEN = 16
 """Tokens of the micro-batch that is recorded where only the model's modules are of interest."""
+PEAKS_KEPT = 256
+"""Number of cached peaks: a search asks for one before it replays the allocator, and for that of the choice again."""
 
 
 def brief_peak(
@@ -52,6 +54,7 @@ def _edge(model: ModelFacts, configuration: Configuration) -> int:
     return record_pass.BRIEF_EDGE + ahead // max(1, layer)
 
 
+@lru_cache(PEAKS_KEPT)
 def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True) -> Peak:
     """Returns the highest peak of live bytes of any rank, without workspaces of kernel libraries.
 
