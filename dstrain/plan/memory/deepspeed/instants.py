@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -104,18 +104,25 @@ def highest(engine: Engine, recording: Recording, *, overlaps: bool) -> Peak:
 
 @cache
 def _aside(replay: Replay) -> int:
-    """Returns the bytes of the streams that reduce and gather at the peak of each, with gathered blocks in flight."""
+    """Returns the bytes of the streams that reduce and gather, at the peak of each.
+
+    Gathered blocks in flight count, as far as they are given back one by one.
+    """
     buffers = live = gathered = 0
+    blocks: Counter[int] = Counter()
     leaving = deque((0,), IN_FLIGHT)
     for action in chain.from_iterable(replay.micro_batches):
         buffers = max(buffers, action.high[Part.BUFFERS])
         for part, size in action.events:
             if part is Part.GATHERED and size:
                 live += size
-                if size < 0:
-                    leaving.append(-size)
-                else:
+                if size > 0:
+                    blocks[size] += 1
                     gathered = max(gathered, live + sum(leaving))
+                else:
+                    is_block = blocks[-size] > 0
+                    blocks[-size] -= is_block
+                    leaving.append(-size if is_block else 0)
     return buffers + gathered
 
 

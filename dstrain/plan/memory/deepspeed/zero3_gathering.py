@@ -186,19 +186,18 @@ class Coordinator:
         group.is_waited = True
         if self.how.qwz and group.flat:
             self.account.add(Part.GATHERED, 2 * group.flat)
+            group.flat *= 3
         for weight in group.members:
             if group.flat:
                 self.account.add(Part.GATHERED, self.sizes[weight])
             self.whole[weight] = True
 
     def _land(self, weight: int) -> None:
-        """Takes a parameter from its collective; the flat buffer goes with the last one, and so do its fp16 values."""
+        """Takes a parameter from its collective; the flat buffer goes with the last one."""
         group = self.flying.pop(weight)
         group.waiting -= 1
         if not group.waiting:
             self.account.remove(Part.GATHERED, group.flat)
-            if self.how.qwz and group.flat:
-                self.account.remove(Part.GATHERED, 2 * group.flat)
 
     def release(self, number: int) -> None:
         """Ends a module."""
