@@ -115,7 +115,9 @@ def _require_counterparts(job: Job, target: Target) -> None:
         hint = "Set data to a .jsonl, .json, .parquet or .arrow file, or a data set id."
         raise InvalidConfig("data is not set", hint=hint)
     if target is not Target.LLAMAFACTORY and (has_media(job.data) or has_media(job.eval_data)):
-        raise InvalidConfig(f"{target} has no counterpart of images in the data", hint="Export it to llamafactory.")
+        raise InvalidConfig(
+            f"{target} has no counterpart of images, videos or audios in the data", hint="Export it to llamafactory."
+        )
 
 
 def _shown(value: Any) -> str:

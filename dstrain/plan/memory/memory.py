@@ -20,9 +20,9 @@ from dstrain.plan.memory.optimizer_states import stepped_bytes_per_param
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import Trained, trained, trained_on_rank
 from dstrain.plan.memory.peak import Peak
-from dstrain.plan.memory.reserved import reserved
+from dstrain.plan.memory.reserved import reserved, workspace_bytes
 from dstrain.plan.memory.zero import States, pinned, pinned_waste, states
-from dstrain.units import GIB, MIB
+from dstrain.units import GIB
 
 BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
 """Resident memory of a rank's Python process with torch, DeepSpeed and data loader: 3-5 GB observed."""
@@ -75,6 +75,9 @@ class Memory:
     """Live tensors at the peak (torch's max_memory_allocated)."""
     reserved_bytes_per_gpu: int
     """Held by the caching allocator (torch's max_memory_reserved)."""
+    least_reserved_bytes_per_gpu: int = 0
+    """At least this is held until the GPU has no more to give: streams share no free blocks, so that each keeps its own
+    peak. Live bytes where these peaks are not known."""
     device_bytes_per_gpu: int
     """Device memory as nvidia-smi shows it."""
     retries_per_step: int
@@ -116,15 +119,14 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
     if not configuration.model.is_deepspeed:
         model_states = pytorch_sharding.states(model, configuration, sharing_ranks(cluster, configuration))
     peak = _peak(workload, configuration, detail)
-    on_gpu = not cluster.gpu.is_cpu
-    workspace = _workspace_bytes(cluster) if on_gpu else 0
+    workspace = 0 if cluster.gpu.is_cpu else 2 * workspace_bytes(cluster.gpu)
     live = peak.total + workspace
-    if measured.reserved_ratio is None and on_gpu:
+    if measured.reserved_ratio is None and not cluster.gpu.is_cpu:
         held = _held_by_allocator(workload, configuration, peak, detail)
     else:
         reserved_bytes = round((measured.reserved_ratio or 1.0) * live)
-        held = _Held(most=reserved_bytes, settled=reserved_bytes)
-    context = outside_bytes(cluster, configuration, measured) if on_gpu else 0
+        held = _Held(least=live, most=reserved_bytes, settled=reserved_bytes)
+    context = 0 if cluster.gpu.is_cpu else outside_bytes(cluster, configuration, measured)
     parts = Breakdown(
         params=peak.params,
         grads=peak.grads,
@@ -141,6 +143,7 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
     return Memory(
         live_bytes_per_gpu=live,
         reserved_bytes_per_gpu=held.most,
+        least_reserved_bytes_per_gpu=held.least,
         device_bytes_per_gpu=parts.total,
         retries_per_step=held.retries_per_step,
         peak_instant=peak.name,
@@ -171,6 +174,8 @@ def _load(workload: Workload, configuration: Configuration, counts: Trained) -> 
 class _Held:
     """What the allocator holds."""
 
+    least: int
+    """As little as it can in any step, as long as there is memory that it has not taken."""
     most: int
     """The peak of reserved bytes."""
     settled: int
@@ -185,27 +190,30 @@ def _held_by_allocator(workload: Workload, configuration: Configuration, peak: P
     If the replay runs out of memory, it runs again without a limit and measures the need.
     """
     model, cluster = workload.model, workload.cluster
-    ranks, workspace = sharing_ranks(cluster, configuration), _workspace_bytes(cluster)
-    live = peak.total + workspace
+    ranks, workspace = sharing_ranks(cluster, configuration), workspace_bytes(cluster.gpu)
+    live = peak.total + 2 * workspace
+    capacity = cluster.gpu.memory_bytes - outside_bytes(cluster, configuration, workload.measured)
+    least = max(live, min(live + peak.apart, capacity))
     zero = configuration.zero
     is_traced = not zero.is_offloaded or (zero.stage == 3 and zero.offloads_params)
     is_scripted = configuration.model.is_deepspeed or is_traced
     if detail is not Detail.REPLAYED or not has_layer_code(model) or not is_scripted:
         most = round(quick_ratio(model, configuration, ranks, peak) * live)
-        return _Held(most=most, settled=most)
-    for limit in (cluster.gpu.memory_bytes - outside_bytes(cluster, configuration, workload.measured), None):
+        return _Held(least=least, most=most, settled=most)
+    for limit in (capacity, None):
         replay = reserved(
             model,
             configuration,
             ranks,
             capacity_bytes=limit,
             expandable_segments=configuration.expandable_segments,
-            workspace_bytes=workspace // 2,
+            workspace_bytes=workspace,
         )
         if not replay.out_of_memory:
             break
     replayed = micro_batches_played(configuration)
     return _Held(
+        least=least,
         most=max(live, replay.reserved_bytes),
         settled=max(live, replay.settled_bytes),
         retries_per_step=replay.settled_retries * configuration.step.grad_accum // replayed,
@@ -231,14 +239,6 @@ def _peak(workload: Workload, configuration: Configuration, detail: Detail) -> P
         return closed_form.peak(model, configuration, ranks)
     played = engine.peak if detail is Detail.REPLAYED or configuration.zero.stage < 3 else engine.brief_peak
     return played(model, configuration, ranks, kernel_workspaces=not cluster.gpu.is_cpu)
-
-
-def _workspace_bytes(cluster: Cluster) -> int:
-    """Returns two cuBLAS workspaces (forward and autograd thread): 8.125 MiB each, 32 MiB from Hopper on.
-
-    Source: torch 2.13 aten/src/ATen/cuda/CublasHandlePool.cpp.
-    """
-    return 2 * (32 * MIB if cluster.gpu.compute_capability >= (9, 0) else round(8.125 * MIB))
 
 
 def host_bytes(workload: Workload, configuration: Configuration, load: Loading | None = None) -> int:

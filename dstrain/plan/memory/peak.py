@@ -25,6 +25,8 @@ class Peak:
     """Saved tensors and those at work."""
     logits: int
     """Logits and the copies of the loss."""
+    apart: int = 0
+    """Bytes by which the peaks of the streams together exceed this one, as far as that is known."""
 
     @property
     def total(self) -> int:

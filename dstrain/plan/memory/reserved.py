@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 
+from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Allocator, Event
@@ -26,7 +26,9 @@ STEPS_AFTER_RETRY = 4
 SHARDED_STEPS_REPLAYED = 1
 """The same under ZeRO-3, whose states are there from the beginning: a second changes 0.0-0.4 % in a grid of replays."""
 AMPERE_WORKSPACE_BYTES = round(8.125 * MIB)
-"""cuBLAS workspace of one thread. Source: torch 2.13 aten/src/ATen/cuda/CublasHandlePool.cpp."""
+HOPPER_WORKSPACE_BYTES = 32 * MIB
+"""cuBLAS workspace of one thread, of which two compute: forward and autograd. Source: torch 2.13
+aten/src/ATen/cuda/CublasHandlePool.cpp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,11 @@ class Reserved:
     """The same in the last step replayed, as in each that follows."""
     out_of_memory: bool
     """Whether an allocation failed nevertheless."""
+
+
+def workspace_bytes(gpu: Gpu) -> int:
+    """Returns the cuBLAS workspace of one thread."""
+    return HOPPER_WORKSPACE_BYTES if gpu.compute_capability >= (9, 0) else AMPERE_WORKSPACE_BYTES
 
 
 def reserved(
@@ -84,15 +91,14 @@ def _reserved(
     allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
     is_sharded_engine = configuration.model.is_deepspeed and configuration.zero.stage == 3
     count = SHARDED_STEPS_REPLAYED if is_sharded_engine else STEPS_REPLAYED
+    steps = _steps(model, configuration, num_ranks, workspace_bytes)
     is_enough, highest, settled, before = True, 0, 0, 0
-    for index, events in enumerate(
-        islice(_steps(model, configuration, num_ranks, workspace_bytes), 1 + STEPS_AFTER_RETRY)
-    ):
+    for index in range(1 + STEPS_AFTER_RETRY):
         if index > count and not allocator.retries:
             break
         allocator.driver.forget_peak()
         before = allocator.retries
-        is_enough = allocator.feed(events)
+        is_enough = allocator.feed(next(steps))
         settled = allocator.driver.peak_bytes
         highest = max(highest, settled)
         if not is_enough:

@@ -59,6 +59,7 @@ class Evaluator:
     passes: dict[tuple[object, ...], float] = field(default_factory=dict)
     times: dict[Candidate, Key | None] = field(default_factory=dict)
     speeds: dict[Candidate, Speed] = field(default_factory=dict)
+    hosts: dict[Candidate, int] = field(default_factory=dict)
     estimates: dict[Candidate, Estimate] = field(default_factory=dict)
     exact: set[Candidate] = field(default_factory=set)
     hopeless: set[Candidate] = field(default_factory=set)
@@ -73,10 +74,20 @@ class Evaluator:
     def space(self, request: Request) -> list[Candidate]:
         """Returns the candidates of a request, the same ones each time."""
         if request not in self.spaces:
-            self.spaces[request] = space(self.workload, request)
-            for candidate in self.spaces[request]:
-                self.kin[kind_of(candidate), candidate.way.parallel.sp].append(candidate)
+            self._add(request, space(self.workload, request))
         return self.spaces[request]
+
+    def _add(self, request: Request, candidates: list[Candidate]) -> None:
+        self.spaces[request] = candidates
+        for candidate in candidates:
+            self.kin[kind_of(candidate), candidate.way.parallel.sp].append(candidate)
+
+    def afresh(self) -> Evaluator:
+        """Returns an evaluator of the same candidates and bounds that has estimated nothing."""
+        evaluator = Evaluator(self.workload, self.usable_ratio, bounds=self.bounds, hosts=self.hosts)
+        for request, candidates in self.spaces.items():
+            evaluator._add(request, candidates)
+        return evaluator
 
     def configuration(self, candidate: Candidate) -> Configuration:
         """Returns the whole configuration of a candidate, written out once."""
@@ -202,7 +213,7 @@ class Evaluator:
         if candidate in self.exact:
             return estimate.fits_gpu
         most = (1 + (0.0 if is_sure else self._error_ratio(candidate))) * estimate.usable_bytes_per_gpu
-        return estimate.memory.load.fits_gpu and live_bytes(estimate) <= most
+        return estimate.memory.load.fits_gpu and least_bytes(estimate) <= most
 
     def _is_host_room(self, candidate: Candidate) -> bool:
         usable = USABLE_HOST_RATIO * self.workload.cluster.host_memory_bytes
@@ -210,33 +221,36 @@ class Evaluator:
 
     def host_bytes(self, candidate: Candidate) -> int:
         """Returns the host RAM of one node, which is exact."""
-        return host_bytes(self.workload, self.configuration(candidate))
+        if candidate not in self.hosts:
+            self.hosts[candidate] = host_bytes(self.workload, self.configuration(candidate))
+        return self.hosts[candidate]
 
     def verify(self, candidate: Candidate) -> Estimate:
         """Returns the exact estimate, which from then on is the candidate's.
 
-        Replays the allocator only if its upper bound does not fit and the live bytes do.
+        Replays the engine where the quick estimate of live bytes is off, and the allocator only if the GPU could hold
+        the least that it may take, but not the most.
         """
         if candidate not in self.exact:
+            self.estimate(candidate)
+            if self._error_ratio(candidate):
+                self._replay(candidate, Detail.ENGINE)
+            if not self.estimates[candidate].fits_gpu and _is_gpu_room(self.estimates[candidate]):
+                self._replay(candidate, Detail.REPLAYED)
             self.exact.add(candidate)
-            for detail in (Detail.ENGINE, Detail.REPLAYED):
-                self.estimates[candidate] = assess(
-                    self.workload,
-                    self.configuration(candidate),
-                    detail=detail,
-                    usable_gpu_ratio=self.usable_ratio,
-                )
-                if self.estimates[candidate].fits or not _is_live_room(self.estimates[candidate]):
-                    break
             self._learn(candidate)
         return self.estimates[candidate]
+
+    def _replay(self, candidate: Candidate, detail: Detail) -> None:
+        configuration, ratio = self.configuration(candidate), self.usable_ratio
+        self.estimates[candidate] = assess(self.workload, configuration, detail=detail, usable_gpu_ratio=ratio)
 
     def _learn(self, candidate: Candidate, error_ratio: float = 0.0) -> None:
         """Notes what the failure of a candidate, whose estimate is off by no more than that, says of others."""
         estimate = self.estimates[candidate]
         most = (1 + ALIKE_RATIO) * (1 + error_ratio) * estimate.usable_bytes_per_gpu
         held = estimate.memory.device_bytes_per_gpu if candidate in self.exact else 0
-        if live_bytes(estimate) > most or held > (1 + SCATTER_RATIO) * most:
+        if least_bytes(estimate) > most or held > (1 + SCATTER_RATIO) * most:
             self.too_large[kind_of(candidate)].append(appetite_of(candidate))
         elif held > most:
             self.too_scattered[kind_of(candidate)].append(appetite_of(candidate))
@@ -256,18 +270,14 @@ class Evaluator:
         return self.estimates[candidate]
 
 
-def _is_live_room(estimate: Estimate) -> bool:
-    """Returns whether it would fit if the allocator held only live bytes."""
-    return estimate.fits_host and _is_gpu_room(estimate)
-
-
 def _is_gpu_room(estimate: Estimate) -> bool:
-    return estimate.memory.load.fits_gpu and live_bytes(estimate) <= estimate.usable_bytes_per_gpu
+    """Returns whether the GPU could hold it if the allocator took as little as it can."""
+    return estimate.memory.load.fits_gpu and least_bytes(estimate) <= estimate.usable_bytes_per_gpu
 
 
-def live_bytes(estimate: Estimate) -> int:
-    """Returns what the GPU holds if the allocator holds only live bytes."""
-    return estimate.memory.device_bytes_per_gpu - estimate.memory.breakdown_bytes.fragmentation
+def least_bytes(estimate: Estimate) -> int:
+    """Returns what the GPU holds at least: streams at their own peaks, where that is known, else all live bytes."""
+    return estimate.memory.breakdown_bytes.context + estimate.memory.least_reserved_bytes_per_gpu
 
 
 def estimated(

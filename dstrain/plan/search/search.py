@@ -157,10 +157,11 @@ def fastest(workload: Workload, request: Request) -> Estimate | None:
 
     What fits with all that the allocator may hold besides live bytes comes first: it needs no replay.
     """
-    smallest = least_plan(workload, request)
+    evaluator = Evaluator(workload, usable_ratio(request))
+    smallest = _least(evaluator, request)
     if smallest is None:
         return None
-    evaluator = Evaluator(workload, usable_ratio(request))
+    evaluator = evaluator.afresh()
     for fits in (evaluator.seems_to_hold_all, partial(evaluator.seems_to_fit, is_sure=True)):
         _, best, _ = _best(evaluator, request, 1, proposed_if=fits)
         if best:
@@ -171,8 +172,11 @@ def fastest(workload: Workload, request: Request) -> Estimate | None:
 
 def least_plan(workload: Workload, request: Request) -> Estimate | None:
     """Returns the plan of least memory that fits, as far as few exact estimates tell (`nearest.LEAST_MISSES`)."""
-    evaluator = Evaluator(workload, usable_ratio(request))
-    requests = (request, *in_ram_too(workload, request))
+    return _least(Evaluator(workload, usable_ratio(request)), request)
+
+
+def _least(evaluator: Evaluator, request: Request) -> Estimate | None:
+    requests = (request, *in_ram_too(evaluator.workload, request))
     return least(evaluator, [candidate for asked in requests for candidate in evaluator.space(asked)])
 
 

@@ -19,7 +19,7 @@ from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.train.data.packing import PackedRows, packed, row_of
 from dstrain.train.data.streamed_samples import EndlessRows, Reader, RowPlace, Text
-from dstrain.train.data.token_files import FILES, IMAGES, NUMBERS, VIDEOS
+from dstrain.train.data.token_files import IMAGES, MEDIA_TYPES, NUMBERS, VIDEOS
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
 from dstrain.train.data.tokenized import counts_of
 
@@ -263,7 +263,7 @@ def held_in_memory(encoded: Sequence[Encoded], job: Job) -> Any:
         VIDEOS: [list(map(list, sample.videos)) for sample in encoded],
     }
     numbers = {"input_ids": NUMBERS, "labels": NUMBERS, "length": datasets.Value("int32")}
-    features = datasets.Features({**numbers, IMAGES: FILES, VIDEOS: datasets.List(FILES)})
+    features = datasets.Features({**numbers, **{name: MEDIA_TYPES[name] for name in (IMAGES, VIDEOS)}})
     dataset = datasets.Dataset.from_dict(columns, features=features)
     if not job.packing:
         return dataset

@@ -18,8 +18,9 @@ IMAGES, VIDEOS, AUDIOS = MEDIA = ("images", "videos", "audios")
 """Columns with the files of images, with those of each video, and with those of audios."""
 NUMBERS = datasets.List(datasets.Value("int32"))
 """Type of a column with a list of numbers for each sample."""
-FILES = datasets.List(datasets.Value("string"))
-"""Type of a column with a list of files for each sample."""
+_FILES = datasets.List(datasets.Value("string"))
+MEDIA_TYPES = {IMAGES: _FILES, VIDEOS: datasets.List(_FILES), AUDIOS: _FILES}
+"""Type of each column with a list of files, or of frames, for each sample."""
 FIGURES = ("length", "num_learned", "num_cut", "num_images", "num_videos", "num_audios")
 _BATCH_ROWS = 1000
 _SAID = b"dstrain"

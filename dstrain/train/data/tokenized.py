@@ -30,19 +30,7 @@ from dstrain.paths import write_atomic
 from dstrain.train.data.chat import Counts
 from dstrain.train.data.shared_work import Tick, Work, locked, make_all
 from dstrain.train.data.sources import Rows
-from dstrain.train.data.token_files import (
-    AUDIOS,
-    FILES,
-    IMAGES,
-    MEDIA,
-    NUMBERS,
-    VIDEOS,
-    TokenFile,
-    TokenRow,
-    features_of,
-    read,
-    said_in,
-)
+from dstrain.train.data.token_files import MEDIA, MEDIA_TYPES, NUMBERS, TokenFile, TokenRow, features_of, read, said_in
 from dstrain.train.data.tokenize import Encoded, Encoder
 
 if TYPE_CHECKING:
@@ -122,8 +110,7 @@ SEQUENCES = Form(columns={"input_ids": NUMBERS, "labels": NUMBERS}, encoded=_seq
 
 def with_images(form: Form, images: Images) -> Form:
     """Returns a form with the files of the images, videos and audios of samples, for models with a tower."""
-    files = {IMAGES: FILES, VIDEOS: datasets.List(FILES), AUDIOS: FILES}
-    return replace(form, columns={**form.columns, **files}, images=images)
+    return replace(form, columns={**form.columns, **MEDIA_TYPES}, images=images)
 
 
 def tokenized(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) -> tuple[datasets.Dataset, Said]:

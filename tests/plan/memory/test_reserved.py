@@ -26,7 +26,7 @@ from dstrain.plan.memory.layers.record_pass import Passes, record
 from dstrain.plan.memory.layers.recording import Recording
 from dstrain.plan.memory.layers.tensor import GradRelease
 from dstrain.plan.memory.outside import context_bytes, nccl_bytes
-from dstrain.plan.memory.reserved import Reserved, reserved
+from dstrain.plan.memory.reserved import AMPERE_WORKSPACE_BYTES, Reserved, reserved
 from dstrain.plan.memory.traces import fsdp
 from dstrain.units import GIB, MIB
 
@@ -183,6 +183,15 @@ def test_what_the_gpu_does_not_see_is_replayed_once() -> None:
     assert reserved(MISTRAL, changed(asked, grad_accum=1), 8, **limits) is not found
     sharded = changed(asked, zero_stage=3)
     assert reserved(MISTRAL, sharded, 8, **limits) is reserved(MISTRAL, changed(sharded, grad_accum=1), 8, **limits)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_each_stream_keeps_its_own_peak(stage: int) -> None:
+    asked = changed(ONE_GPU, zero_stage=stage, overlap_comm=True, grad_accum=2, state_dtypes=StateDtypes.MIXED)
+    peak = engine.peak(MISTRAL, asked, 8)
+    held = reserved(MISTRAL, asked, 8, capacity_bytes=None, expandable_segments=True).settled_bytes
+    assert peak.apart > 0
+    assert peak.total + peak.apart + 2 * AMPERE_WORKSPACE_BYTES <= held
 
 
 def test_segments_that_grow_hold_less() -> None:

@@ -15,7 +15,7 @@ from dstrain.plan.memory.memory import Detail
 from dstrain.plan.request import Request
 from dstrain.plan.search.appetite import appetite_of, kind_of
 from dstrain.plan.search.bounds import bound, passes_s
-from dstrain.plan.search.evaluator import ALIKE_RATIO, SCATTER_RATIO, live_bytes
+from dstrain.plan.search.evaluator import ALIKE_RATIO, SCATTER_RATIO, least_bytes
 from dstrain.plan.search.search_space import Candidate, space
 from dstrain.plan.speed.step_time import speed
 from tests.draws import Draw
@@ -86,7 +86,7 @@ def test_a_larger_appetite_never_lives_in_less(options: dict[str, Any], wishes: 
         least, most = (
             assess(workload, each.configuration(workload.model), detail=Detail.ENGINE) for each in (less, more)
         )
-        assert live_bytes(least) <= (1 + ALIKE_RATIO) * live_bytes(most), (less, more)
+        assert least_bytes(least) <= (1 + ALIKE_RATIO) * least_bytes(most), (less, more)
     for less, more in draw(pairs, REPLAYED):
         least, most = (assess(workload, each.configuration(workload.model)) for each in (less, more))
         held = most.memory.device_bytes_per_gpu

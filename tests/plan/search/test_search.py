@@ -15,9 +15,10 @@ from dstrain.errors import DoesNotFit, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess
+from dstrain.plan.memory.reserved import _reserved
 from dstrain.plan.request import Request
 from dstrain.plan.search.appetite import kind_of
-from dstrain.plan.search.evaluator import Evaluator, usable_ratio
+from dstrain.plan.search.evaluator import Evaluator, least_bytes, usable_ratio
 from dstrain.plan.search.nearest import _bound
 from dstrain.plan.search.notes import _tower_note
 from dstrain.plan.search.search import MOST_TIE_RATIO, TIE_RATIO, Ranking, least_plan, search
@@ -138,6 +139,31 @@ def test_where_nothing_fits_the_nearest_come_first() -> None:
     keys = [(not each.fits_gpu, each.memory.host_bytes_per_node) for each in found.plans if each.fits_gpu]
     assert keys == sorted(keys)
     assert not any(each.fits for each in found.plans)
+
+
+def test_what_the_gpu_holds_and_ram_does_not_is_nearer_than_what_the_gpu_does_not() -> None:
+    asked, request = everything(model="deepseek-v3", gpus=32, gpu="gh200")
+    found = search(asked.workload, replace(request, seq_len=1024))
+    assert [each.fits_gpu for each in found.plans] == [True] * 3
+    least = min(each.memory.host_bytes_per_node for each in found.plans)
+    assert found.plans[0].memory.host_bytes_per_node == least > found.plans[0].usable_bytes_per_host
+
+
+def test_streams_that_together_need_more_than_the_gpu_has_are_not_replayed() -> None:
+    asked, request = everything(model="gemma-3-27b", gpus=32, gpu="rtx-3090", method="lora")
+    evaluator = Evaluator(asked.workload, usable_ratio(request))
+    candidates = [each for each in evaluator.space(replace(request, seq_len=8192)) if each.way.zero.stage == 3]
+    estimates = [(each, evaluator.estimate(each)) for each in random.Random(0).sample(candidates, 40)]
+    too_large = [
+        each
+        for each, estimate in estimates
+        if estimate.memory.live_bytes_per_gpu < estimate.usable_bytes_per_gpu < least_bytes(estimate)
+    ]
+    replays = _reserved.cache_info().misses
+    assert too_large
+    assert not any(evaluator.verify(each).fits for each in too_large)
+    assert _reserved.cache_info().misses == replays
+    assert not any(assess(asked.workload, evaluator.configuration(each)).fits_gpu for each in too_large[:2])
 
 
 def test_what_does_not_fit_while_it_is_loaded_is_no_nearer_than_its_bound() -> None:

@@ -17,14 +17,11 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Event
 from dstrain.plan.memory.deepspeed.byte_account import Action, EngineEvent, Part
-from dstrain.plan.memory.deepspeed.engine import Engine, engine_of, places, recorded
+from dstrain.plan.memory.deepspeed.engine import engine_of, recorded
+from dstrain.plan.memory.deepspeed.instants import IN_FLIGHT, Engine, places
 from dstrain.plan.memory.layers.recording import Recording
 from dstrain.plan.memory.traces.event_writer import MAIN, REDUCE, UNSHARD, Script
 
-IN_FLIGHT = 2
-"""Gathered blocks given back that computation has yet to get past. The host waits only for gathers, of which two may be
-under way, so that it may run further ahead; nothing has been measured. Source: deepspeed 0.19.8
-runtime/zero/partitioned_param_coordinator.py: __max_ongoing_fetch_events."""
 STREAMS = {Part.GRADS: MAIN, Part.BUFFERS: REDUCE, Part.GATHERED: UNSHARD}
 """The streams that allocate if communication overlaps."""
 

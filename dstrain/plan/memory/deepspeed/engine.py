@@ -2,63 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from operator import attrgetter
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, lru_cache
 
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import DEFAULTS, Configuration, Parallel
-from dstrain.plan.memory.deepspeed.byte_account import Action, Parts, rounded
+from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.host_memory import Host, host
+from dstrain.plan.memory.deepspeed.instants import Engine, Instant, highest, instants_of
 from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Modules, Shape, modules
 from dstrain.plan.memory.deepspeed.optimizer_step import step_bytes
 from dstrain.plan.memory.deepspeed.program import Passes, Program, program
-from dstrain.plan.memory.deepspeed.replay import Replay, replays
+from dstrain.plan.memory.deepspeed.replay import replays
 from dstrain.plan.memory.deepspeed.resident import Resident, resident
 from dstrain.plan.memory.deepspeed.settings import Settings, settings_of
 from dstrain.plan.memory.layers import record_pass
-from dstrain.plan.memory.layers.recording import Key, Recording
+from dstrain.plan.memory.layers.recording import Recording
 from dstrain.plan.memory.layers.tensor import GradRelease
 from dstrain.plan.memory.params import is_inside, quantized_bytes_per_param, shard, trained
 from dstrain.plan.memory.peak import Peak
 
 SHORT_SEQ_LEN = 16
 """Tokens of the micro-batch that is recorded where only the model's modules are of interest."""
-STEP: Key = ("optimizer step", -1, "")
-"""The time after the last micro-batch."""
-
-
-class Instant(NamedTuple):
-    """Live bytes of one moment beyond the resident ones."""
-
-    total: int
-    """All parts together."""
-    key: Key
-    """The moment."""
-    tape: tuple[int, ...]
-    """The tape's bytes: activations, logits, gradients just made, nothing gathered."""
-    engine: Parts
-    """The engine's: gradients, buffers, gathered."""
-
-    @property
-    def name(self) -> str:
-        """Name of the moment."""
-        return NAMES.get(self.key[0], "layer backward")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Engine:
-    """The engine's bytes for a model, whatever the micro-batch."""
-
-    resident: Resident
-    """Bytes held between steps."""
-    replays: tuple[Replay, ...]
-    """Forward and backward on the ranks that may have the highest peak; the first rank comes first."""
-    steps: tuple[tuple[Parts, ...], ...]
-    """Bytes at the instants of the optimizer step, on the same ranks."""
+PEAKS_KEPT = 256
+"""Number of cached peaks: a search asks for one before it replays the allocator, and for that of the choice again."""
 
 
 def brief_peak(
@@ -70,15 +39,10 @@ def brief_peak(
     """
     edge = _edge(model, configuration)
     brief = record_pass.brief(model, configuration, _record_passes(configuration, kernel_workspaces), edge)
-    passes = Passes(
-        checkpointing=configuration.checkpointing,
-        is_reentrant=settings_of(configuration).is_reentrant,
-        detached=brief.detached,
-        layers=record_pass.run_at_edges(model, configuration, edge),
-    )
-    micro_batch = program(shard(model, Parallel(ep=configuration.parallel.ep)), _shape(configuration, brief), passes)
+    layers = record_pass.run_at_edges(model, configuration, edge)
+    micro_batch = _programmed(model, configuration, brief, layers)
     engine = _engine(model, micro_batch, settings_of(configuration), num_ranks)
-    return _highest(engine, brief)
+    return highest(engine, brief, overlaps=configuration.zero.overlap_comm)
 
 
 def _edge(model: ModelFacts, configuration: Configuration) -> int:
@@ -90,6 +54,7 @@ def _edge(model: ModelFacts, configuration: Configuration) -> int:
     return record_pass.BRIEF_EDGE + ahead // max(1, layer)
 
 
+@lru_cache(PEAKS_KEPT)
 def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True) -> Peak:
     """Returns the highest peak of live bytes of any rank, without workspaces of kernel libraries.
 
@@ -98,54 +63,8 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int, *, ker
     Source: live storages of DeepSpeed 0.19.8 on two and four CPU ranks; `benchmarks/engine.py` compares.
     """
     recording = recorded(model, configuration, kernel_workspaces=kernel_workspaces)
-    return _highest(engine_of(model, configuration, num_ranks), recording)
-
-
-def _highest(engine: Engine, recording: Recording) -> Peak:
-    """Returns the highest peak: of the moments in which the engine holds the same, the highest is looked at alone."""
-    between, totals, begins = engine.resident, recording.totals, recording.begins
-    top, most = None, -1
-    for span in _spans(engine, recording):
-        start, end, before, high, _ = span
-        highest = begins[end] + sum(high)
-        if start < end:
-            highest = max(highest, sum(before) + max(totals[start:end]))
-        if highest > most:
-            top, most = span, highest
-    assert top is not None, "a step has moments"
-    return _peak_of(max(_instants_of(top, recording), key=attrgetter("total")), between)
-
-
-def _peak_of(top: Instant, between: Resident) -> Peak:
-    grads, buffers, gathered = top.engine
-    activations, logits, made, _ = top.tape
-    return Peak(
-        name=top.name,
-        params=between.params,
-        grads=between.grads + made + grads,
-        optimizer=between.optimizer,
-        buffers=between.buffers + buffers,
-        gathered=between.gathered + gathered,
-        activations=activations,
-        logits=logits,
-    )
-
-
-NAMES = {
-    "forward": "forward",
-    "forward end": "forward",
-    "head forward": "forward",
-    "loss forward": "loss forward",
-    "router loss forward": "loss forward",
-    "loss backward": "loss backward",
-    "head backward": "head backward",
-    "vision forward": "forward",
-    "vision backward": "vision backward",
-    "embedding backward": "embedding backward",
-    "backward end": "gradient reduction",
-    "optimizer step": "optimizer step",
-}
-"""Names of moments; all others belong to the backward pass of a layer."""
+    engine = engine_of(model, configuration, num_ranks)
+    return highest(engine, recording, overlaps=configuration.zero.overlap_comm)
 
 
 def instants(
@@ -153,46 +72,7 @@ def instants(
 ) -> Iterator[Instant]:
     """Yields the moments of a step that may be the peak."""
     recording = recorded(model, configuration, kernel_workspaces=kernel_workspaces)
-    for span in _spans(engine_of(model, configuration, num_ranks), recording):
-        yield from _instants_of(span, recording)
-
-
-_Span = tuple[int, int, Parts, Parts, bool]
-"""The first of some moments in which the engine holds the same, and the one at whose beginning it acts; what it holds
-till then, and the most while it acts; and whether that is the optimizer's step."""
-
-
-def _spans(engine: Engine, recording: Recording) -> Iterator[_Span]:
-    """Yields the forward and backward passes of a step, then the optimizer's part, for which the tape is empty."""
-    last = len(recording.moments) - 1
-    for replay, step in zip(engine.replays, engine.steps, strict=True):
-        before: Parts = (0, 0, 0)
-        for actions in replay.micro_batches:
-            start = 0
-            for action, end in zip(actions, places(recording.numbers, actions), strict=True):
-                yield start, end, before, action.high, False
-                start, before = end, action.after
-        for parts in step:
-            yield last, last, parts, parts, True
-
-
-def _instants_of(span: _Span, recording: Recording) -> Iterator[Instant]:
-    start, end, before, high, is_step = span
-    now = sum(before)
-    for moment in recording.moments[start:end]:
-        yield Instant(sum(moment.peak) + now, moment.key, moment.peak, before)
-    key, _, begin, _ = recording.moments[end]
-    yield Instant(sum(begin) + sum(high), STEP if is_step else key, begin, high)
-
-
-def places(numbers: Mapping[Key, int], actions: Iterable[Action]) -> Iterator[int]:
-    """Yields the number of the moment at whose beginning each action happens."""
-    number = 0
-    for action in actions:
-        found = numbers.get(action.key, number)
-        if found > number:
-            number = found
-        yield number
+    yield from instants_of(engine_of(model, configuration, num_ranks), recording)
 
 
 def recorded(model: ModelFacts, configuration: Configuration, *, kernel_workspaces: bool = True) -> Recording:
@@ -211,7 +91,8 @@ def _record_passes(configuration: Configuration, kernel_workspaces: bool) -> rec
 
 def engine_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Engine:
     """Returns the engine's bytes for a model on ranks that share the optimizer."""
-    return _engine(model, _programmed(model, configuration), settings_of(configuration), num_ranks)
+    micro_batch = _programmed(model, configuration, recorded(model, configuration))
+    return _engine(model, micro_batch, settings_of(configuration), num_ranks)
 
 
 @cache
@@ -273,16 +154,20 @@ def _host(all_modules: Modules, settings: Settings, ranks: int) -> Host:
 @cache
 def _modules(model: ModelFacts, configuration: Configuration) -> Modules:
     sharded = shard(model, Parallel(ep=configuration.parallel.ep))
-    return modules(sharded, _shape(configuration, recorded(model, configuration)))
+    passes = _record_passes(configuration, kernel_workspaces=True)
+    brief = record_pass.brief(model, configuration, passes, record_pass.BRIEF_EDGE)
+    return modules(sharded, _shape(configuration, brief))
 
 
-def _programmed(model: ModelFacts, configuration: Configuration) -> Program:
-    """Returns the program of a micro-batch."""
-    recording = recorded(model, configuration)
+def _programmed(
+    model: ModelFacts, configuration: Configuration, recording: Recording, layers: tuple[int, ...] | None = None
+) -> Program:
+    """Returns the program of a micro-batch, which is the same wherever the layers' inputs wait."""
     passes = Passes(
-        checkpointing=configuration.checkpointing,
+        checkpointing=replace(configuration.checkpointing, offload=False),
         is_reentrant=settings_of(configuration).is_reentrant,
         detached=recording.detached,
+        layers=layers,
     )
     return program(shard(model, Parallel(ep=configuration.parallel.ep)), _shape(configuration, recording), passes)
 

@@ -10,7 +10,8 @@ from operator import attrgetter
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.oom import NamedTensors
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.deepspeed.engine import STEP, Instant, instants, recorded
+from dstrain.plan.memory.deepspeed.engine import instants, recorded
+from dstrain.plan.memory.deepspeed.instants import STEP, Instant
 from dstrain.plan.memory.layers.recording import Key, Recording
 
 _OUTSIDE = {

@@ -120,7 +120,7 @@ def _gathers(settings: Settings, ranks: int) -> Gathers:
         max_live=settings.zero.max_live_parameters,
         reuse=settings.zero.max_reuse_distance,
         persistence=settings.zero.param_persistence_threshold,
-        is_offloaded=settings.zero.offloads_params,
+        is_offloaded=settings.zero.offloads_params and ranks <= settings.parallel.ep,
         hpz=settings.zero.hpz,
         qwz=settings.zero.qwz,
     )

@@ -40,7 +40,7 @@ class Gathers:
     persistence: int
     """`stage3_param_persistence_threshold`."""
     is_offloaded: bool
-    """Whether the partitions are on the host; if so, even a single rank copies them."""
+    """Whether a parameter that one rank has alone is on the host: it copies what others gather."""
     hpz: int
     """`zero_hpz_partition_size`."""
     qwz: bool = False
@@ -123,37 +123,40 @@ class Coordinator:
 
     def fetch(self, number: int) -> None:
         """Begins a module."""
-        needed = self.members[number]
-        missing = [weight for weight in needed if not self.whole[weight] and weight not in self.flying]
+        needed, whole, flying = self.members[number], self.whole, self.flying
+        missing = [weight for weight in needed if not whole[weight] and weight not in flying]
         if missing:
             self._gather(sorted(missing))
         for weight in needed:
             self.active[weight].add(number)
-            if weight in self.flying:
-                self._wait(self.flying[weight])
+            if weight in flying:
+                self._wait(flying[weight])
                 self._land(weight)
         self._prefetch(needed)
         self.step += 1
 
     def _prefetch(self, needed: tuple[int, ...]) -> None:
-        new = {weight for weight in needed if self.fetched_for[weight] < self.step}
-        dropped: set[int] = set()
-        while self.at < len(self.queue) and len(dropped) < len(new):
-            weight, step = self.queue[self.at]
-            self.at += 1
-            self.fetched_for[weight] = step
-            dropped.add(weight)
+        queue, at, fetched_for = self.queue, self.at, self.fetched_for
+        if needed:
+            new = sum(fetched_for[weight] < self.step for weight in set(needed))
+            dropped: set[int] = set()
+            while at < len(queue) and len(dropped) < new:
+                weight, step = queue[at]
+                at += 1
+                fetched_for[weight] = step
+                dropped.add(weight)
         room = min(self.how.max_live - self.available, self.how.prefetch)
         ahead: list[int] = []
         numel = 0
-        while self.at < len(self.queue) and numel < room:
-            weight, step = self.queue[self.at]
-            self.at += 1
-            if step > self.fetched_for[weight]:
-                self.fetched_for[weight] = step
+        while at < len(queue) and numel < room:
+            weight, step = queue[at]
+            at += 1
+            if step > fetched_for[weight]:
+                fetched_for[weight] = step
             if not self.whole[weight] and weight not in self.flying and weight not in ahead:
                 ahead.append(weight)
                 numel += self.numel[weight]
+        self.at = at
         if ahead:
             self._gather(sorted(ahead))
 

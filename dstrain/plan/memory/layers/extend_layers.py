@@ -14,6 +14,9 @@ Slice = tuple[str, int]
 Home = tuple[str, int, int]
 """The slice that allocates a tensor, and its position among the tensors of that slice."""
 
+_Placed = tuple[int, Home, int]
+"""An event: its place in the recording, the tensor, and its bytes or 0 for a free."""
+
 
 def repeated(short: Recording, copies: Mapping[int, int], *, is_terse: bool, period: int = 1) -> Recording | None:
     """Returns the recording with more `copies` of some periods of layers, or None if one differs from its neighbours.
@@ -81,6 +84,11 @@ class _Cut:
                 return False
         return True
 
+    def placed(self, slice_: Slice) -> list[_Placed]:
+        """Returns the events of a slice."""
+        events = enumerate(self.events[slice_], self.start[slice_])
+        return [(position, self.home[key], size) for position, (key, size) in events]
+
     def growth(self, slice_: Slice) -> tuple[int, ...]:
         """Returns how much more of each part lives when the next slice begins."""
         following = self.order[self.order.index(slice_) + 1]
@@ -107,6 +115,11 @@ class _Writer:
     def __init__(self, short: Recording, cut: _Cut, copies: Mapping[int, int], is_terse: bool) -> None:
         self.short, self.cut, self.copies, self.is_terse = short, cut, copies, is_terse
         self.ids: dict[Home, int] = {}
+        self.templates = {slice_: cut.placed(slice_) for slice_ in cut.order}
+        self.shortened = {
+            slice_: list(_lasting(slice_, events)) for slice_, events in self.templates.items() if slice_[1] in copies
+        }
+        """Events of repeated slices without what these give back themselves."""
         self.events: list[TapeEvent] = []
         self.moments: list[Moment] = []
         self.grown = (0,) * len(Part)
@@ -129,17 +142,14 @@ class _Writer:
 
     def _slice(self, slice_: Slice, number: int) -> None:
         """Writes a slice as that of `number`; a copy without what it gives back itself."""
-        template = self.cut.events[slice_]
         is_copy = self.is_terse and slice_[1] in self.copies and self._moved(slice_[1]) != number
-        own = {key for key, size in template if not size and self.cut.home[key][:2] == slice_} if is_copy else set()
         moments = iter(self.cut.moments[slice_])
         moment = next(moments, None)
-        for position, (key, size) in enumerate(template, self.cut.start[slice_]):
-            while moment is not None and moment.place == position:
+        for position, home, size in (self.shortened if is_copy else self.templates)[slice_]:
+            while moment is not None and moment.place <= position:
                 self._moment(moment, number)
                 moment = next(moments, None)
-            if key not in own:
-                self.events.append((self._id(self._shifted(self.cut.home[key], slice_, number)), size))
+            self.events.append((self._id(self._shifted(home, slice_, number)), size))
         while moment is not None:
             self._moment(moment, number)
             moment = next(moments, None)
@@ -172,3 +182,9 @@ class _Writer:
             direction, other, place = self.cut.home[key]
             for copy in range(self.copies.get(other, 0) + 1):
                 yield self._id((direction, self._moved(other) + copy, place)), 0
+
+
+def _lasting(slice_: Slice, events: list[_Placed]) -> Iterator[_Placed]:
+    """Returns the events of a slice that are not about tensors which it both takes and gives back."""
+    own = {home for _, home, size in events if not size and home[:2] == slice_}
+    return (event for event in events if event[1] not in own)

@@ -12,6 +12,7 @@ from dstrain.choices import Hub, LossKernel, Method, Offload
 from dstrain.facts import probe
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import engine
+from dstrain.plan.memory.reserved import AMPERE_WORKSPACE_BYTES, reserved
 from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes
 
 MODELS = (
@@ -54,3 +55,7 @@ def test_a_few_layers_say_what_all_say(seed: int) -> None:
     # ZeRO++'s secondary partitions are counted from the beginning of the first forward pass
     bar = 0.01 if way.zero.hpz > 1 else 1e-6
     assert found.total == pytest.approx(expected.total, rel=bar), (name, ranks, way)
+    # each stream keeps its own peak
+    held = reserved(model, way, ranks, capacity_bytes=None, expandable_segments=True)
+    live = max(found.total + found.apart, expected.total + expected.apart) + 2 * AMPERE_WORKSPACE_BYTES
+    assert live <= (1 + bar) * held.settled_bytes, (name, ranks, way)
