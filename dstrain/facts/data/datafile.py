@@ -225,13 +225,14 @@ def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
 
 
 def _located(found: Conversation, folder: Path | None) -> Conversation:
-    """Returns a conversation with the places of its images and videos. Raises InvalidConfig if one is missing."""
+    """Returns a conversation with the places of its media. Raises InvalidConfig if one is missing."""
     if not found.has_media:
         return found
     return replace(
         found,
         images=media.located(found.images, folder, "image"),
         videos=tuple(media.located(files, folder, _noun(files)) for files in found.videos),
+        audios=media.located(found.audios, folder, "audio"),
     )
 
 

@@ -51,17 +51,15 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     >>> states(qwen3_8b, changed(DEFAULTS, zero_stage=3), 8).device == 16 * 8_190_735_360 // 8
     True
     """
-    s = configuration.model.item
-    stage, offload = configuration.zero.stage, configuration.zero.offload
+    s, stage, offload = configuration.model.item, configuration.zero.stage, configuration.zero.offload
     share = num_ranks if stage == 3 else 1
     trainable = counts.everywhere if stage == 3 else counts.trainable
     params = round((s * (trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / share)
     partition = partition_of(counts, configuration, num_ranks)
     per_param, item = stepped_bytes_per_param(configuration), master_item(configuration.step.optimizer)
     if offload is Offload.NONE:
-        optimizer = round(per_param * partition) - saved_by_muon(
-            counts.matrices, configuration.model, configuration.step, configuration.zero, num_ranks
-        )
+        less = saved_by_muon(counts.matrices, configuration.model, configuration.step, configuration.zero, num_ranks)
+        optimizer = round(per_param * partition) - less
         kept = max(counts.gradient_shares(num_ranks)) if stage in (1, 2) else partition
         return States(params=params, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:

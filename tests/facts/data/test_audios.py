@@ -75,7 +75,7 @@ def test_what_is_wrong_with_audios_is_said(given: Row, problem: str) -> None:
 
 
 def test_pairs_refuse_audios() -> None:
-    with pytest.raises(InvalidConfig, match='"audios" holds audios, which is not supported'):
+    with pytest.raises(InvalidConfig, match="chosen: has audios, which preferences do not support yet"):
         to_pair({"prompt": "a", "chosen": "b", "rejected": "c", "audios": ["x.wav"]}, Reading())
 
 

@@ -123,7 +123,7 @@ def test_an_estimate_without_audios_says_so(tmp_path: Path, need: Callable[[obje
         ({"has_processor": False, "task": Task.DPO}, "has no processor for them"),
         (
             {"task": Task.REWARD},
-            "data: task is reward, which data with images do not support: scores of images were not",
+            "data: task is reward, which data with images do not support: scores of them were not",
         ),
         ({"kind": "video", "family": "gemma3"}, "data: gemma3 does not train on videos; qwen3_5, "),
         *(

@@ -15,11 +15,12 @@ pytest.importorskip("torch")
 
 import datasets
 
-from dstrain.choices import LossOn
+from dstrain.choices import LossOn, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.turns import Conversation
 from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.job.schema import Job
+from dstrain.job.task_limits import require_for_media
 from dstrain.train.data.image_processor import load_images
 from dstrain.train.data.images import Images
 from dstrain.train.data.prepare import prepare
@@ -130,6 +131,14 @@ def test_ranks_that_share_rows_or_weights_are_refused(job: Job, key: str) -> Non
     changes: dict[str, Any] = {key: 2}
     with pytest.raises(InvalidConfig, match=f"{key} is 2, which data with audios do not support"):
         prepared(replace(job, **changes))
+
+
+@pytest.mark.parametrize("changes", [{"streaming": True}, {"task": Task.DPO}, {"task": Task.KTO}], ids=str)
+def test_streams_and_other_tasks_are_refused(changes: dict[str, Any]) -> None:
+    asked = Job(model="m", output_dir="o", **changes)
+    with pytest.raises(InvalidConfig, match=f"{next(iter(changes))} is .*, which data with audios do not support"):
+        require_for_media(asked, ["audios"], packs=True)
+    require_for_media(asked, ["images"], packs=True)
 
 
 def test_other_media_and_two_audios_where_one_is_taken_are_refused(job: Job, folder: Path) -> None:
