@@ -94,9 +94,9 @@ BESIDE_CLUSTER = (
 SAMPLED_CASES = {
     "tests/plan/search/test_search.py::test_bounds_lose_nothing": 2,
     "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 10,
-    "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 14,
+    "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 10,
     "tests/train/test_engine_memory.py": 5,
-    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 8,
+    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 6,
     "tests/train/test_space.py::test_shared_experts_train_as_one_rank_does": 2,
     "tests/train/test_space.py::test_the_choice_for_a_question_trains": 2,
     "tests/train/test_model_parallel.py": 2,
@@ -126,7 +126,7 @@ SAMPLED_PLACES = {
         *("tests/train/test_compiled_layers.py", "tests/train/test_loading.py", "tests/train/test_nonfinite_step.py"),
         *("tests/train/test_image_families.py", "tests/train/test_images.py", "tests/train/test_videos.py"),
         *("tests/train/test_kto.py", "tests/train/test_preferences.py", "tests/train/test_rewards.py"),
-        *("tests/train/test_streaming.py", "tests/train/test_notices_of_ranks.py"),
+        *("tests/train/test_streaming.py", "tests/train/test_notices_of_ranks.py", "tests/train/test_audios.py"),
     ): 12,
     (
         "tests/cli/test_page.py::test_a_browser_shows_the_point_of_the_address_or_of_the_sliders",
