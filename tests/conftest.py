@@ -111,12 +111,14 @@ SAMPLED_CASES = {
 }
 """How many of the cases of these tests a sample has. Other sweeps draw inside theirs."""
 SAMPLED_TESTS = {
-    "tests/launch/test_hosts.py": 9,
+    "tests/facts/model/test_tracer.py": 10,
+    "tests/launch/test_hosts.py": 8,
     "tests/launch/test_slurm.py": 5,
     "tests/launch/test_process.py": 5,
     "tests/launch/run/test_start.py": 3,
+    "tests/plan/search/test_bounds.py": 22,
 }
-"""How many tests of these files a run of all tests has; each starts hosts, jobs or ranks of its own."""
+"""How many tests of these files a run of all tests has; each starts processes or hosts of its own, or replays much."""
 SAMPLED_PLACES = {
     (
         *("tests/train/test_best_model_and_samples.py", "tests/train/test_bf16_states.py", "tests/train/test_muon.py"),
@@ -127,7 +129,7 @@ SAMPLED_PLACES = {
         *("tests/train/test_image_families.py", "tests/train/test_images.py", "tests/train/test_videos.py"),
         *("tests/train/test_kto.py", "tests/train/test_preferences.py", "tests/train/test_rewards.py"),
         *("tests/train/test_streaming.py", "tests/train/test_notices_of_ranks.py", "tests/train/test_audios.py"),
-    ): 12,
+    ): 11,
     (
         "tests/cli/test_page.py::test_a_browser_shows_the_point_of_the_address_or_of_the_sliders",
         "tests/cli/test_script.py::test_torchrun_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
@@ -139,7 +141,7 @@ SAMPLED_PLACES = {
         "tests/launch/test_slurm_run.py",
         "tests/test_measure.py::test_one_case_is_measured_on_the_cpu_and_compared_with_its_plan",
         "tests/train/data/test_tokenized.py::test_a_killed_preparation_goes_on_where_it_was_by_two_at_once_and_run_finds_it",
-    ): 5,
+    ): 4,
 }
 """In how many of these places a run of all tests has those that are not fast, which take up to two minutes in each."""
 
