@@ -104,7 +104,7 @@ def with_lengths(
 
 def _keeps_apart(model: ModelFacts, lengths: Lengths) -> bool:
     """Returns whether a family is known to keep the samples of a row apart, and their images if they have any."""
-    return has_layer_code(model) and (not lengths.has_images or packs_media(model.model_type))
+    return has_layer_code(model) and (not lengths.has_media or packs_media(model.model_type))
 
 
 def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job, *, eval_samples: int = 0) -> RunTime:

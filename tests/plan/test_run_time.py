@@ -58,7 +58,7 @@ def test_a_family_that_nobody_has_checked_shares_no_rows() -> None:
 
 
 def test_rows_with_images_are_shared_where_the_family_has_their_positions() -> None:
-    data = replace(lengths(SHORT), has_images=True)
+    data = replace(lengths(SHORT), has_media=True)
     kept = {
         name: with_lengths(Request(), probe.read_model(name), data, epochs=3).packing
         for name in ("qwen3-vl-8b", "gemma-3-4b")

@@ -10,9 +10,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 QLORA = CHECKOUT / ".cache" / "qlora"
@@ -187,6 +189,27 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     from dstrain.monitor.sinks.jsonl import read_jsonl
 
     return [line for line in read_jsonl(folder / "metrics.jsonl") if "loss" in line]
+
+
+def require_packed_as_alone(folder: Path) -> None:
+    """Asserts that the check before the first step compared a packed row with its samples, and found the same loss."""
+    checks = {check["name"]: check for check in json.loads((folder / "preflight.json").read_text())["checks"]}
+    assert checks["packing"]["passed"], checks["packing"]
+    assert checks["packing"]["figures"]["packed"] == pytest.approx(checks["packing"]["figures"]["alone"], rel=1e-5)
+
+
+def require_losses(logged: Sequence[Mapping[str, Any]], optimizer: Any, losses: Callable[[], Sequence[Any]]) -> None:
+    """Asserts that logged losses are the means over tokens of a model that an optimizer steps by them.
+
+    `losses`: the loss of each sample and the number of its tokens, now.
+    """
+    for line in logged:
+        found = losses()
+        expected = sum(loss * count for loss, count in found) / sum(count for _, count in found)
+        assert line["loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
 
 
 def short_talks(demo: Path) -> list[list[dict[str, str]]]:

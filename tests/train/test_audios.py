@@ -19,7 +19,7 @@ from dstrain.facts.model.parts import Part, part_of
 from tests.sounds import RATE, read_wav, tone, write_wav
 from tests.train.audio_families import FAMILIES, make_family
 from tests.train.engine import Engine
-from tests.train.launching import EXACT, codes, lines, make_run, said, tensors
+from tests.train.launching import EXACT, codes, lines, make_run, require_losses, require_packed_as_alone, said, tensors
 
 STEPS, LEARNING_RATE = 3, 1e-3
 ALL = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
@@ -100,13 +100,7 @@ def test_every_loss_is_that_of_transformers_on_the_whole_batch(runs: Path, name:
         value.requires_grad_(value.requires_grad and part_of(parameter) in TRAINED[name])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LEARNING_RATE, weight_decay=0)
     logged = lines(runs / name)
-    for line in logged:
-        losses = [loss_of(model, processor, runs, sample) for sample in SAMPLES]
-        expected = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
-        assert line["loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
+    require_losses(logged, optimizer, lambda: [loss_of(model, processor, runs, sample) for sample in SAMPLES])
     assert len(logged) == STEPS
     final, base = tensors(runs / name / "final"), tensors(runs / "model")
     assert {part_of(key) for key in base if not final[key].equal(base[key])} == TRAINED[name]
@@ -118,6 +112,4 @@ def test_packed_audios_are_compared_with_their_samples_and_cut_ones_are_counted(
     text = said(runs / "zero2")
     assert "packed into 2 rows of 256 tokens" in text
     assert "2 audios are cut at audio_max_seconds" in text
-    checks = {check["name"]: check for check in json.loads((runs / "zero2" / "preflight.json").read_text())["checks"]}
-    assert checks["packing"]["passed"], checks["packing"]
-    assert checks["packing"]["figures"]["packed"] == pytest.approx(checks["packing"]["figures"]["alone"], rel=1e-5)
+    require_packed_as_alone(runs / "zero2")

@@ -22,7 +22,7 @@ from dstrain.train.data.image_processor import load_images
 from dstrain.train.data.images import Images
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.engine import Engine
-from tests.train.launching import EXACT, codes, lines, make_run, said, tensors
+from tests.train.launching import EXACT, codes, lines, make_run, require_packed_as_alone, said, tensors
 from tests.train.vision import make_images, make_mixture, make_model, row, rows, write
 
 STEPS, RATE = 4, 1e-3
@@ -193,9 +193,7 @@ def test_an_evaluation_sees_each_image_once(runs: Path, processor: Any) -> None:
 def test_a_packed_row_of_images_is_compared_with_its_samples_before_the_first_step(runs: Path) -> None:
     text = said(runs / "packed")
     assert "packed into 4 rows of 96 tokens" in text
-    checks = {check["name"]: check for check in json.loads((runs / "packed" / "preflight.json").read_text())["checks"]}
-    assert checks["packing"]["passed"], checks["packing"]
-    assert checks["packing"]["figures"]["packed"] == pytest.approx(checks["packing"]["figures"]["alone"], rel=1e-5)
+    require_packed_as_alone(runs / "packed")
 
 
 def test_adapters_train_on_images_without_touching_the_tower(runs: Path, processor: Any) -> None:

@@ -20,7 +20,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from tests.train.engine import Engine
-from tests.train.launching import EXACT, codes, lines, make_run, said
+from tests.train.launching import EXACT, codes, lines, make_run, require_losses, require_packed_as_alone, said
 from tests.train.vision import FRAMES, make_images, make_model, make_videos, need_videos, sampled, video_rows, write
 
 STEPS, RATE = 3, 1e-3
@@ -109,18 +109,10 @@ def test_every_loss_is_that_of_transformers_on_the_whole_batch(runs: Path, proce
     model = AutoModelForImageTextToText.from_pretrained(runs / "model", dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
     logged = lines(runs / name)
-    for line in logged:
-        losses = [loss_of(model, processor, runs, sample) for sample in SAMPLES]
-        expected = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
-        assert line["loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
+    require_losses(logged, optimizer, lambda: [loss_of(model, processor, runs, sample) for sample in SAMPLES])
     assert len(logged) == STEPS
 
 
 def test_a_packed_row_of_videos_is_compared_with_its_samples_before_the_first_step(runs: Path) -> None:
     assert "packed into 2 rows of 400 tokens" in said(runs / "zero2")
-    checks = {check["name"]: check for check in json.loads((runs / "zero2" / "preflight.json").read_text())["checks"]}
-    assert checks["packing"]["passed"], checks["packing"]
-    assert checks["packing"]["figures"]["packed"] == pytest.approx(checks["packing"]["figures"]["alone"], rel=1e-5)
+    require_packed_as_alone(runs / "zero2")

@@ -194,7 +194,7 @@ def _hearing(model: ModelFacts, job: Job) -> Hearing | None:
 
 
 def _lacks_processor(job: Job, model: ModelFacts) -> str | None:
-    """Returns that the data have images or videos and the model no processor for them, as `dstrain run` says it."""
+    """Returns that the data have media and the model no processor for them, as `dstrain run` says it."""
     folder = Path(model.source)
     if model_files.has_processor(folder) if folder.is_dir() else model.has_tower:
         return None

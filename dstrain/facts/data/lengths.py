@@ -39,7 +39,7 @@ class Lengths:
     """The basis of their number; None if they were counted."""
     target_share: float = 1.0
     """Share of the tokens with a label, 0…1."""
-    has_images: bool = False
+    has_media: bool = False
     """Whether a sampled row has images, videos or audios."""
 
     def share_longer(self, seq_len: int) -> float:
@@ -91,7 +91,7 @@ def mixed(parts: Sequence[Lengths], counts: Sequence[int]) -> Lengths:
         num_samples=sum(counts),
         estimate=joined([(count, part.estimate) for part, count in zip(parts, counts, strict=True)]),
         target_share=targets / max(1, sum(sizes)),
-        has_images=any(part.has_images for part in parts),
+        has_media=any(part.has_media for part in parts),
     )
 
 
@@ -157,12 +157,12 @@ def read_lengths(
         num_samples=counted + more.number,
         estimate=joined([(counted, None), (more.number, more.estimate)]),
         target_share=targets / max(1, sum(sizes)),
-        has_images=any(text.is_image for text in every),
+        has_media=any(text.is_media for text in every),
     )
 
 
 def media_in(data: str, reading: Reading) -> list[str]:
-    """Returns `images`, `videos` or both, as far as sampled rows of a data file or a glob have them."""
+    """Returns the columns of images, videos and audios, as far as sampled rows of a data file or a glob have them."""
     found: dict[str, None] = {}
     for file in files_of(data):
         for row in spread(file, SAMPLED_ROWS)[0]:
@@ -179,7 +179,7 @@ class Text(NamedTuple):
     """Special tokens around it."""
     is_learned: bool = True
     """Whether its tokens have labels."""
-    is_image: bool = False
+    is_media: bool = False
     """Whether it stands for images, videos or audios."""
 
 
@@ -231,7 +231,7 @@ def _texts(sample: Conversation | str, loss_on: LossOn, media_tokens: int) -> li
         texts.append(Text(text, 1, is_learned=is_learned))
     if sample.has_media:
         around = MARKS * sum(len(getattr(sample, name)) for name in sample.media)
-        texts.append(Text("", media_tokens + around, is_learned=False, is_image=True))
+        texts.append(Text("", media_tokens + around, is_learned=False, is_media=True))
     if sample.tools:
         tools = json.dumps(list(sample.tools), ensure_ascii=False)
         texts.append(Text(tools, is_learned=loss_on is LossOn.ALL))

@@ -127,9 +127,6 @@ def _whole(row: Row, name: str, reading: Reading) -> Conversation:
 def _conversation(row: Row, reading: Reading, data_format: DataFormat) -> Conversation:
     sample = to_sample(row, replace(reading, format=data_format))
     assert not isinstance(sample, str)
-    if sample.audios:
-        problem = "has audios, which preferences do not support yet"
-        raise InvalidConfig(problem, hint=untrained_columns.MEDIA["audios"].hint)
     return sample
 
 

@@ -56,7 +56,7 @@ def has_processor(folder: Path) -> bool:
 
 
 def lacks_processor(data: str, named: Iterable[str], model: str) -> str:
-    """Returns what is wrong with data that have `named`, images or videos, and a model without a processor for them."""
+    """Returns what is wrong with data that have `named`, columns of media, and a model without a processor for them."""
     return f"{data} has {' and '.join(named)}, but {model} has no processor for them"
 
 

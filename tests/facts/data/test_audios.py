@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dstrain.choices import Task
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.data import audios, containers
 from dstrain.facts.data.datafile import check
 from dstrain.facts.data.preferences import to_pair
 from dstrain.facts.data.sample_formats import PLAIN, Reading, require, to_sample
 from dstrain.facts.data.turns import Conversation
+from dstrain.job.schema import Job
+from dstrain.job.task_limits import require_for_media
 from tests.sounds import RATE, tone, write_wav
 
 Row = dict[str, Any]
@@ -74,9 +77,11 @@ def test_what_is_wrong_with_audios_is_said(given: Row, problem: str) -> None:
     assert problem in caught.value.problem
 
 
-def test_pairs_refuse_audios() -> None:
-    with pytest.raises(InvalidConfig, match="chosen: has audios, which preferences do not support yet"):
-        to_pair({"prompt": "a", "chosen": "b", "rejected": "c", "audios": ["x.wav"]}, Reading())
+def test_both_sides_of_a_pair_have_its_audios_which_its_task_refuses() -> None:
+    pair = to_pair({"prompt": "a", "chosen": "b", "rejected": "c", "audios": ["x.wav"]}, Reading())
+    assert [side.audios for side in pair.sides] == [("x.wav",)] * 2
+    with pytest.raises(InvalidConfig, match="task is dpo, which data with audios do not support"):
+        require_for_media(Job(model="m", output_dir="o", task=Task.DPO), ["audios"], packs=True)
 
 
 @pytest.fixture

@@ -112,8 +112,8 @@ def test_data_with_images_have_lengths_once_their_tokens_are_given(tmp_path: Pat
         read_lengths(str(data), PLAIN, tokenizer)
     found, text = (read_lengths(str(file), PLAIN, tokenizer, image_tokens=256) for file in (data, plain))
     assert found.tokens == (*text.tokens, text.tokens[0] + 256 + 2 * 2)
-    assert found.has_images
-    assert not text.has_images
+    assert found.has_media
+    assert not text.has_media
     assert found.target_share < text.target_share
 
 
@@ -132,4 +132,4 @@ def test_audios_count_the_tokens_of_their_seconds(
     hears = Hearing(tokens_per_s=25, max_s=30)
     found, text = (read_lengths(str(file), PLAIN, tokenizer, hears=hears) for file in (data, plain))
     assert found.tokens == tuple(text.tokens[0] + 2 + tokens for tokens in (30, 750))
-    assert (found.has_images, text.has_images) == (True, False)
+    assert (found.has_media, text.has_media) == (True, False)
