@@ -156,13 +156,19 @@ def read_model(
 
 
 def _facts(config: Mapping[str, object], *, name: str, source: str, way: Question | None) -> ModelFacts:
-    """Returns facts from the family's row, or for an unknown family from a trace of Transformers' own code."""
-    family = config.get("model_type")
-    if way is None or not isinstance(family, str) or family in families.FAMILIES:
-        return families.from_config(config, name=name, source=source)
+    """Returns facts from the family's row, and what it does not say from a trace of Transformers' own code."""
+    model_type = config.get("model_type")
+    family = families.FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    known = None
+    if way is None or family is not None or not isinstance(model_type, str):
+        known = families.from_config(config, name=name, source=source)
+    if known is not None and (way is None or family is None or not (family.traces_images and way.image_patches)):
+        return known
+    assert way is not None
     from dstrain.facts.model import tracer
 
-    return tracer.trace_model(Subject(config=dict(config), source=source), way, name=name, source=source)
+    subject = Subject(config=dict(config), source=source)
+    return tracer.trace_model(subject, way, name=name, source=source, known=known)
 
 
 def _existing(name: str) -> Path | None:

@@ -11,7 +11,6 @@ from dstrain.facts.model.model_facts import ModelFacts, TensorGroup
 from dstrain.facts.model.parts import FROZEN, Part, part_of
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import PARTS
-from dstrain.plan.memory.layers.activations import has_tower_code
 from dstrain.plan.memory.params import is_inside, layers_of
 
 
@@ -38,6 +37,11 @@ def frozen_parts(job: Job) -> frozenset[Part]:
     return frozenset(part for part, is_kept in kept.items() if is_kept)
 
 
+def traced_without(job: Job) -> tuple[Part, ...]:
+    """Returns the parts that do not train when the planner traces a model; without images no tower is at work."""
+    return tuple(sorted(frozen_parts(job) if job.image_patches else FROZEN))
+
+
 def with_frozen(model: ModelFacts, job: Job) -> ModelFacts:
     """Returns the model with the marks of tensors that a job freezes."""
     freeze, train_only, parts = job.freeze, job.train_only, frozen_parts(job)
@@ -55,23 +59,31 @@ def with_frozen(model: ModelFacts, job: Job) -> ModelFacts:
     return replace(model, tensors=tuple(map(marked, model.tensors)))
 
 
+def images_beyond(seq_len: int | None, patches: int, model: ModelFacts) -> str | None:
+    """Returns how many tokens more than a sample the images of a sample are, or None; None: its length is not known."""
+    tokens = model.vision.num_tokens(patches) if model.vision is not None else 0
+    if seq_len is None or tokens <= seq_len:
+        return None
+    return f"{patches:,} patches are {tokens:,} tokens, more than the {seq_len:,} of a sample, which would be dropped"
+
+
 def unplanned_parts(job: Job, model: ModelFacts) -> str | None:
     """Returns why a job has no estimate, or None.
 
-    The planner counts trained towers and aligners of Qwen3-VL, and with an adapter whole copies of embedding and head
-    alone. A frozen language model trains nothing unless a sample has an image.
+    The planner counts trained towers and aligners of Qwen3-VL, and of other families as they were traced with images;
+    with an adapter whole copies of embedding and head alone. What a tower keeps depends on the images, and a frozen
+    language model trains nothing without any.
     """
+    if (problem := images_beyond(job.seq_len, job.image_patches, model)) is not None:
+        return f"no estimate of memory: image_patches: {problem}"
     others = [name for name in job.lora.modules_to_save if name.split(".")[-1] not in ("embed_tokens", "lm_head")]
     if others and job.method is not Method.FULL:
         return f"no estimate of memory: modules_to_save has {', '.join(others)}"
     changed = [name for name, default in PARTS.items() if getattr(job, name) is not default]
     if not changed or not model.has_tower:
         return None
-    if not has_tower_code(model):
-        are = "is" if len(changed) == 1 else "are"
-        return f"no estimate of memory: {', '.join(changed)} {are} not the default, which is known of Qwen3-VL alone"
-    if job.freeze_language_model and not job.image_patches:
-        return "no estimate of memory: with freeze_language_model it needs image_patches, the patches of a sample"
+    if not job.image_patches:
+        return f"no estimate of memory: with {', '.join(changed)} it needs image_patches, the patches of a sample"
     return None
 
 

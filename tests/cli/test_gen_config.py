@@ -107,6 +107,9 @@ def test_parts_that_train_are_planned_written_and_repeated(dstrain: Type, tmp_pa
     [
         ((*PLAN, "--no-freeze-vision-tower"), "--no-freeze-vision-tower: qwen3-32b has no vision tower"),
         ((*SEEING, "--freeze-language-model"), "--freeze-language-model: nothing is left to train"),
+        ((*PLAN, "--image-patches", "64"), "--image-patches: qwen3-32b has no vision tower"),
+        ((*SEEING, "--image-patches", "40000", "--seq-len", "4096"), "40,000 patches are 10,000 tokens, more than the"),
+        ((*SEEING, "--image-patches", "0", "--no-freeze-vision-tower"), "it needs image_patches"),
         ((*SEEING, "--method", "lora", "--no-freeze-vision-tower"), "which method lora does not support"),
     ],
 )

@@ -18,6 +18,7 @@ from dstrain.choices import Offload
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed, choices
 from dstrain.plan.labels import label, short_label
 from tests.cli.conftest import lay_traps
+from tests.train import vision_families
 
 Type = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
@@ -366,3 +367,17 @@ def test_a_model_of_an_unknown_family_is_traced_and_says_so(
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     told = dstrain("plan", "--model", str(tmp_path), "--gpus", "2", "--gpu", "a100", "--seq-len", "128")
     assert 'layers of model_type "gpt2" are not written in dstrain' in " ".join(told.stdout.split())
+
+
+def test_images_of_gemma_3_are_traced(dstrain: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    family = vision_families.ALL["gemma3"]
+    ids = {key: index for index, key in enumerate(family.ids)}
+    config = vision_families.config_of("gemma3", family, ids, {"vocab_size": 500})
+    config.save_pretrained(tmp_path)
+    asked = ("plan", "--model", str(tmp_path), "--gpus", "2", "--gpu", "a100", "--seq-len", "128")
+    told = dstrain(*asked, "--image-patches", "32")
+    assert 'the vision tower of model_type "gemma3" is not written in dstrain' in " ".join(told.stdout.split())
+    refused = dstrain(*asked, "--image-patches", "24")
+    assert refused.returncode == 3
+    assert "images of gemma3 are not 24 patches\nThey are 16, 32, 48, 64, …" in refused.stderr

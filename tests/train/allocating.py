@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,7 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from dstrain.facts.model.trace_records import Question
 from dstrain.facts.model.tracer import Questions
 from dstrain.records import from_data
+from dstrain.train.data.collate import without_adapter
 from dstrain.train.tracing.building import prepare
+from dstrain.train.tracing.inputs import make_inputs
 
 
 def peak_bytes(question: Question) -> int:
@@ -42,7 +45,23 @@ def peak_bytes(question: Question) -> int:
 def one_pass(model: Any, question: Question) -> None:
     ids = torch.ones((question.micro_batch, question.seq_len), dtype=torch.int64)
     labels = torch.ones_like(ids)
-    model(input_ids=ids, labels=labels).loss.backward()
+    inputs = images(model, ids, question)  # alive until the end, as the Trainer holds them
+    model(input_ids=ids, labels=labels, **inputs).loss.backward()
+
+
+def images(model: Any, ids: torch.Tensor, question: Question) -> dict[str, Any]:
+    """Puts as many tokens of images into the rows as the tower makes, and returns what the processor adds."""
+    if not question.image_patches:
+        return {}
+    base = without_adapter(model)
+    made = {name: value for name, value in make_inputs(question, model).items() if name not in ("input_ids", "labels")}
+    made = {name: torch.ones_like(value, device="cpu") if value.is_meta else value for name, value in made.items()}
+    takes = signature(base.model.get_image_features).parameters
+    features = base.model.get_image_features(**{name: value for name, value in made.items() if name in takes})
+    parts = features.pooler_output
+    tokens = sum(part.shape[:-1].numel() for part in ([parts] if isinstance(parts, torch.Tensor) else parts))
+    ids[:, : tokens // len(ids)] = base.config.image_token_id
+    return made
 
 
 if __name__ == "__main__":

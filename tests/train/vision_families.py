@@ -100,7 +100,7 @@ _GLM_IDS = {
     "video_end_token_id": "<|end_of_video|>",
 }
 _SIGLIP = {"model_type": "siglip_vision_model", **_TOWER, "image_size": 32, "patch_size": SIDE}
-_FAMILIES: dict[str, Family] = {
+ALL: dict[str, Family] = {
     "qwen2_5_vl": Family(
         mark="<|vision_start|><|image_pad|><|vision_end|>",
         reader=("Qwen2VLImageProcessor", _QWEN_SIZE),
@@ -190,8 +190,8 @@ _FAMILIES: dict[str, Family] = {
         text={"model_type": "mistral"},
     ),
 }
-_FAMILIES["smolvlm"] = replace(_FAMILIES["idefics3"], reader=("SmolVLMImageProcessor", _FAMILIES["idefics3"].reader[1]))
-FAMILIES = {name: family for name, family in _FAMILIES.items() if find_spec(IMAGE_PACKAGES.get(name, "PIL"))}
+ALL["smolvlm"] = replace(ALL["idefics3"], reader=("SmolVLMImageProcessor", ALL["idefics3"].reader[1]))
+FAMILIES = {name: family for name, family in ALL.items() if find_spec(IMAGE_PACKAGES.get(name, "PIL"))}
 """`model_type` → family whose packages are installed."""
 
 
@@ -204,10 +204,8 @@ def make_model(name: str, family: Family, folder: Path) -> Path:
     """Writes the same, given the family."""
     tokenizer = _tokenizer(family)
     ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in family.ids.items()}
-    text = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **_TEXT, **family.text}
-    kind: Any = CONFIG_MAPPING[name]
-    tower = "vision_config" if family.kind == "image" else "audio_config"
-    config = kind(text_config=text, **{tower: dict(family.tower)}, **ids, **family.config)
+    text = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
+    config = config_of(name, family, ids, text)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = family_of(config).from_config(config, dtype=torch.float32)
@@ -224,6 +222,13 @@ def make_model(name: str, family: Family, folder: Path) -> Path:
     if family.processor:
         (folder / "processor_config.json").write_text(json.dumps(dict(family.processor)))
     return folder
+
+
+def config_of(name: str, family: Family, ids: Mapping[str, Any], text: Mapping[str, Any]) -> Any:
+    """Returns the configuration of a tiny model, given the ids of special tokens and more of its language model."""
+    kind: Any = CONFIG_MAPPING[name]
+    tower = "vision_config" if family.kind == "image" else "audio_config"
+    return kind(text_config={**_TEXT, **family.text, **text}, **{tower: dict(family.tower)}, **ids, **family.config)
 
 
 def _tokenizer(family: Family) -> PreTrainedTokenizerFast:

@@ -159,7 +159,7 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
     rows = max(_FEWEST_ROWS, SAMPLED_ROWS // len(sources))
     image_tokens = None
     if job.image_patches and model.vision is not None:
-        image_tokens = job.image_patches // model.vision.spatial_merge_size**2
+        image_tokens = model.vision.num_tokens(job.image_patches)
     options: dict[str, Any] = {"sampled_rows": rows, "loss_on": job.loss_on, "image_tokens": image_tokens}
     options["hears"] = _hearing(model, job)
     for source in sources:

@@ -22,7 +22,7 @@ from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import PARTS, broken
-from dstrain.plan.freezing import frozen_parts, unplanned_parts, with_frozen
+from dstrain.plan.freezing import frozen_parts, images_beyond, traced_without, unplanned_parts, with_frozen
 from dstrain.plan.request import Request
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 from dstrain.units import MIB, format_bytes
@@ -46,7 +46,7 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> Plan
     """
     hosts = _named_hosts(options)
     request = _request(options)
-    found = probe.read_model(options["model"], hub=options["hub"], way=_trace_question(request))
+    found = probe.read_model(options["model"], hub=options["hub"], way=_trace_question(options, request))
     model = _with_parts(with_head_of(found, request.task), options, request)
     cluster, problem = measured_cluster(_cluster(options, hosts, last), hosts)
     if problem is not None:
@@ -63,7 +63,12 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> Plan
 
 def _with_parts(model: ModelFacts, options: Mapping[str, Any], request: Request) -> ModelFacts:
     """Returns the model with the parts marked that train. Raises InvalidConfig if they cannot train or be planned."""
-    changed = {name: options[name] for name, default in PARTS.items() if options.get(name, default) is not default}
+    changed = _changed_parts(options)
+    if request.image_patches and not model.has_tower:
+        raise InvalidConfig(f"--image-patches: {model.name} has no vision tower", hint="Leave it out.")
+    seq_len = request.seq_len or (None if options.get("data") else DEFAULT_SEQ_LEN)  # else chosen by the data
+    if (problem := images_beyond(seq_len, request.image_patches, model)) is not None:
+        raise InvalidConfig(f"--image-patches: {problem}", hint="Write a longer --seq-len, or fewer patches.")
     if not changed:
         return model
     job = Job(model="", output_dir="", method=request.method, image_patches=request.image_patches, **changed)
@@ -73,12 +78,17 @@ def _with_parts(model: ModelFacts, options: Mapping[str, Any], request: Request)
     elif len(frozen_parts(job)) == len(Part):
         problem = "nothing is left to train"
     if problem is not None:
-        raise InvalidConfig(f"{spelled(changed)}: {problem}", hint="Leave it out, or see docs/data.md, Images.")
+        raise InvalidConfig(f"{spelled(changed)}: {problem}", hint="See docs/data.md, Images.")
     return with_frozen(model, job)
 
 
-def _trace_question(request: Request) -> trace_records.Question:
+def _changed_parts(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: options[name] for name, default in PARTS.items() if options.get(name, default) is not default}
+
+
+def _trace_question(options: Mapping[str, Any], request: Request) -> trace_records.Question:
     """Returns how a model of an unknown family is traced."""
+    job = Job(model="", output_dir="", image_patches=request.image_patches, **_changed_parts(options))
     return trace_records.Question(
         subject=trace_records.Subject(config={}),
         seq_len=request.seq_len or DEFAULT_SEQ_LEN,
@@ -89,6 +99,8 @@ def _trace_question(request: Request) -> trace_records.Question:
         precision=request.precision or Precision.BF16,
         loss=request.loss or _least_loss(request),
         has_score=request.task.has_score,
+        image_patches=request.image_patches,
+        frozen_parts=traced_without(job),
     )
 
 

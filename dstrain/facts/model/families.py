@@ -35,6 +35,8 @@ class Family:
     """Class name of its MoE block, in Transformers' `models/<model_type>/modeling_<model_type>.py`."""
     vision: Callable[[Fields], Vision] | None = None
     """Returns the facts of the vision tower; the decoder is then under `text_config`."""
+    traces_images: bool = False
+    """Whether training on images is traced, as the planner does not know the code of the tower."""
     windows: WindowRule | None = None
     """Which layers use sliding-window attention."""
 
@@ -117,6 +119,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             tensors=parameter_tensors.gemma3,
             defaults=_GEMMA3,
             vision=vision_towers.siglip_vision,
+            traces_images=True,
             windows=_GEMMA3_WINDOWS,
         ),
         "gemma3_text": Family(tensors=parameter_tensors.gemma3_text, defaults=_GEMMA3_TEXT, windows=_GEMMA3_WINDOWS),

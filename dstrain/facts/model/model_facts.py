@@ -85,6 +85,19 @@ class Vision:
     """Side of a patch, in pixels."""
     spatial_merge_size: int
     """Side of the square of patches that becomes one token of the language model."""
+    crop_patches: int | None = None
+    """Patches of an image or of a crop of it, which do not see those of others; None: images have any size."""
+    num_full_layers: int | None = None
+    """Layers whose patches see all others of an image, in place of those in a window; None: all."""
+
+    def num_tokens(self, patches: int) -> int:
+        """Returns the tokens of the language model that patches become."""
+        return patches // self.spatial_merge_size**2
+
+    def attention_flops(self, patches: int) -> float:
+        """Returns the FLOPs of a patch's attention, forward, in a sample of so many; in windows they are few."""
+        num_layers = self.num_layers if self.num_full_layers is None else self.num_full_layers
+        return 4.0 * min(patches, self.crop_patches or patches) * num_layers * self.hidden_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import MISSING, fields
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe, TensorGroup, Vision
@@ -107,7 +107,8 @@ def _widest_mlp(groups: Sequence[TensorGroup], hidden_size: int) -> int:
 
 def _vision(description: Description) -> Vision | None:
     sizes = {"spatial_merge_size": 1, **description.vision_sizes}
-    return Vision(**sizes) if set(sizes) == {field.name for field in fields(Vision)} else None
+    needed = {field.name for field in fields(Vision) if field.default is MISSING}
+    return Vision(**sizes) if needed <= set(sizes) else None
 
 
 def _moe(description: Description, groups: Sequence[TensorGroup]) -> Moe | None:

@@ -65,8 +65,18 @@ class Answers:
     """In the order of the questions."""
 
 
-def trace_model(subject: Subject, way: Question, *, name: str, source: str, timeout_s: float = TIMEOUT_S) -> ModelFacts:
+def trace_model(
+    subject: Subject,
+    way: Question,
+    *,
+    name: str,
+    source: str,
+    known: ModelFacts | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> ModelFacts:
     """Returns the facts of a model and its activations when trained as `way` says; its own `subject` is ignored.
+
+    `known`: its facts, if only its activations are not.
 
     Raises InvalidConfig if Transformers cannot build or run the model, EnvironmentProblem if the tracer cannot run
     here.
@@ -80,11 +90,12 @@ def trace_model(subject: Subject, way: Question, *, name: str, source: str, time
     description, profile = answers
     assert isinstance(description, Description)
     assert isinstance(profile, ActivationProfile)
+    what = "the vision tower" if known is not None else "layers"
     note = (
-        f'layers of model_type "{description.model_type}" are not written in dstrain: they were traced with'
-        f" Transformers {_version('transformers')} on tensors without data"
+        f'{what} of model_type "{description.model_type}" {"is" if known is not None else "are"} not written in'
+        f" dstrain: traced with Transformers {_version('transformers')} on tensors without data"
     )
-    model = from_description(description, name=name, source=source)
+    model = known or from_description(description, name=name, source=source)
     return replace(model, traced=Traced(note=note, profile=profile))
 
 

@@ -113,6 +113,7 @@ def siglip_vision(config: Fields) -> Vision:
         intermediate_size=tower.size("intermediate_size"),
         patch_size=tower.size("patch_size"),
         spatial_merge_size=patches_per_side // tokens_per_side,
+        crop_patches=patches_per_side**2,
     )
 
 

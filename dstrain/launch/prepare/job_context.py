@@ -27,7 +27,7 @@ from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.plan.configuration import Configuration, flat
-from dstrain.plan.freezing import unplanned_parts, with_frozen
+from dstrain.plan.freezing import traced_without, unplanned_parts, with_frozen
 from dstrain.plan.request import Request
 
 
@@ -74,6 +74,8 @@ def trace_question(job: Job) -> Question:
         precision=job.precision,
         loss=job.loss,
         has_score=job.task.has_score,
+        image_patches=job.image_patches,
+        frozen_parts=traced_without(job),
     )
 
 

@@ -82,9 +82,8 @@ def _tower_note(model: ModelFacts, request: Request) -> str | None:
     if not hears and (model.vision is None or request.image_patches):
         return None
     tower = f"{'audio' if hears else 'vision'} tower ({format_count(model.num_params_of(Kind.VISION))} parameters)"
-    trains = any(group.num_trained for group in model.tensors if group.kind is Kind.VISION)
     uncounted = "no work on audio is counted" if hears else "no images are counted (--image-patches)"
-    return f"{uncounted}; the {tower}{'' if trains else ' is frozen'}"
+    return f"{uncounted}; the {tower} is frozen"  # a trained one has no plan without images
 
 
 def _adapters_note(model: ModelFacts, configuration: Configuration) -> str:

@@ -194,7 +194,8 @@ def _vision_seconds(work: Work, rates: Efficiency, s: Setting) -> tuple[float, f
     patches = s.batch.rows * s.batch.image_patches * (most if s.row_samples is None else min(most, s.row_samples))
     rate = s.peak_flops_per_s * rates.gemm_ratio
     seconds = [2 * p.inputs * p.outputs * p.count * p.rows_per_token * patches / rate for p in products]
-    attention = 2 * patches * s.batch.image_patches * work.vision_width / (s.peak_flops_per_s * rates.attention_ratio)
+    flops = 0.0 if work.vision is None else work.vision.attention_flops(s.batch.image_patches)
+    attention = patches * flops / (s.peak_flops_per_s * rates.attention_ratio)
     of_blocks = [product.rows_per_token == 1 for product in products]
     trains = [s.model.is_full and product.trains for product in products]
     forward, weights = sum(seconds) + attention, sum(compress(seconds, trains))

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 from dstrain.choices import Method, Precision
-from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
+from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup, Vision
 from dstrain.plan.configuration import Configuration, TrainedModel
 from dstrain.plan.memory.layers.kernels import fused_parts
 from dstrain.plan.memory.params import Trained, adapted, kept_whole, trained
@@ -57,8 +57,8 @@ class Work:
     """Part of that in layers that attend to a window of tokens alone, 0…1."""
     window: int
     """Tokens of the window; 0 without such layers."""
-    vision_width: float
-    """The same of the vision tower."""
+    vision: Vision | None
+    """The vision tower."""
     num_heads: int
     """Attention heads over all layers."""
     num_layers: int
@@ -130,7 +130,7 @@ def work(model: ModelFacts, configuration: Configuration) -> Work:
 def _work(
     key: _Same[ModelFacts], trained_model: TrainedModel, liger: bool, shares_experts: bool, code: TrainingCode
 ) -> Work:
-    model, vision, method = key.value, key.value.vision, trained_model.method
+    model, method = key.value, trained_model.method
     layers, heads, scored = model.num_hidden_layers, model.num_attention_heads, model.num_attention_layers
     multiplied = products(model, method=method, lora=trained_model.lora)
     has_copy, inside = _has_copied_head(model, trained_model), [p for p in multiplied if not p.is_vision]
@@ -144,7 +144,7 @@ def _work(
         attention_width=scored * heads * (model.head_dim + model.v_head_dim),
         windowed_share=model.num_windowed_layers / max(1, scored),
         window=model.sliding_window or 0,
-        vision_width=2.0 * vision.num_layers * vision.hidden_size if vision else 0.0,
+        vision=model.vision,
         num_heads=scored * heads,
         layer_width=layers * model.hidden_size,
         num_layers=layers,

@@ -25,6 +25,10 @@ _KINDS = {"full_attention", "sliding_attention", "linear_attention"}
 has no masks."""
 
 
+class NoPositions(TypeError):
+    """Raised by attention that is not told where samples begin."""
+
+
 def attend_by_sample(model: Any, *, is_on: bool = True, attention: Attend | None = None) -> bool:
     """Lets a model's text layers call PyTorch's attention for each sample, or for whole rows again.
 
@@ -60,7 +64,7 @@ def by_sample(attention: Attend) -> Attend:
 
     It takes queries, keys and values as (batch, heads, seq, width) and `position_ids` as (batch or 1, seq), which count
     from 0 in each sample, and returns (batch, seq, heads, width) and None. One kernel attends all of them if
-    `is_at_once`. Raises TypeError without `position_ids`.
+    `is_at_once`. Raises NoPositions without `position_ids`.
     """
     lengths_of = _Remembered(lambda position_ids: [sample_lengths(row) for row in position_ids])
 
@@ -68,7 +72,7 @@ def by_sample(attention: Attend) -> Attend:
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, **options: Any
     ) -> tuple[torch.Tensor, None]:
         if options.get("position_ids") is None:
-            raise TypeError(f"{type(module).__name__} passes no position_ids to its attention")
+            raise NoPositions(f"{type(module).__name__} passes no position_ids to its attention")
         if is_at_once(query, value, options):
             return _at_once(query, key, value, **options), None
         window = options.get("sliding_window")

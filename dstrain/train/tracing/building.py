@@ -14,7 +14,6 @@ from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.train import scoring
 from dstrain.train.adapters import with_adapter
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of
-from dstrain.train.data.by_sample import attend_by_sample
 from dstrain.train.loss import replace_loss
 from dstrain.train.model_parts import freeze_parts
 
@@ -81,8 +80,6 @@ def prepare(question: Question) -> Any:
     config = load_config(subject, question.num_hidden_layers)
     model = build(config, subject, question.precision, has_score=question.has_score)
     _set_attention(model, question.attn)
-    if question.is_packed and question.attn is Attention.SDPA:
-        attend_by_sample(model)
     for each in (model.config, model.config.get_text_config()):
         each.use_cache = False
     freeze_parts(model, question.frozen_parts)

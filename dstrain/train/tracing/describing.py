@@ -10,8 +10,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from dstrain.errors import InvalidConfig
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.facts.model.trace_records import Description, Parameter, Subject
+from dstrain.train.tracing import images
 from dstrain.train.tracing.anatomy import Anatomy, dissect
 from dstrain.train.tracing.building import build, load_config, per_layer_lists
 
@@ -68,7 +70,7 @@ def describe(subject: Subject) -> Description:
     return Description(
         model_type=str(subject.config.get("model_type", config.model_type)),
         sizes=_whole_numbers(text, {name: (name,) for name in _SIZES}),
-        vision_sizes=_vision_sizes(config),
+        vision_sizes=_vision_sizes(model),
         rotary_ratio=_rotary_ratio(text),
         tie_word_embeddings=_is_tied(anatomy),
         dtype=_dtype(config, text),
@@ -100,9 +102,19 @@ def _whole_numbers(config: Any, names: Mapping[str, tuple[str, ...]]) -> dict[st
     return numbers
 
 
-def _vision_sizes(config: Any) -> dict[str, int]:
-    tower = getattr(config, "vision_config", None)
-    return {} if tower is None else _whole_numbers(tower, _VISION_SIZES)
+def _vision_sizes(model: Any) -> dict[str, int]:
+    """Returns the sizes of a tower as far as they are known, its patches of a crop and of a token among them."""
+    tower = getattr(model.config, "vision_config", None)
+    if tower is None:
+        return {}
+    sizes = _whole_numbers(tower, _VISION_SIZES)
+    full = getattr(tower, "fullatt_block_indexes", None)
+    if full is not None:
+        sizes["num_full_layers"] = len(full)
+    try:
+        return sizes | images.sizes(model)
+    except InvalidConfig:  # its images cannot be traced
+        return sizes
 
 
 def _dtype(config: Any, text: Any) -> str:

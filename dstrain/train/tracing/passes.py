@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from dstrain.errors import DstrainError
+from dstrain.choices import Attention
+from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.model.trace_records import Moment, Question, Segment, Trace
+from dstrain.train.data.by_sample import NoPositions, attend_by_sample
+from dstrain.train.tracing import images
 from dstrain.train.tracing.anatomy import Anatomy, dissect
 from dstrain.train.tracing.building import first_line, prepare, with_loss
-from dstrain.train.tracing.inputs import make_inputs, num_image_tokens, watch_tower
+from dstrain.train.tracing.inputs import make_inputs
 from dstrain.train.tracing.kernels import as_on_cuda
 from dstrain.train.tracing.tracker import StorageTracker
 
@@ -24,19 +27,32 @@ _AT_THE_HEAD = ("head backward", "embedding backward", "vision backward")
 
 
 def trace(question: Question) -> Trace:
-    """Returns what the pass of a question needs. Raises DstrainError if the model cannot run without data."""
+    """Returns what the pass of a question needs. Raises DstrainError if the model cannot run without data.
+
+    Rows are attended as in training: with a mask if samples cannot be attended one by one.
+    """
+    try:
+        return _trace(question, by_sample=True)
+    except NoPositions:
+        return _trace(question, by_sample=False)
+
+
+def _trace(question: Question, *, by_sample: bool) -> Trace:
     model = prepare(question)
+    if by_sample and question.is_packed and question.attn is Attention.SDPA:
+        attend_by_sample(model)
     loss = with_loss(model, question)
     anatomy = dissect(model)
     parameters = list(model.parameters())
     tracker = StorageTracker(
         round_bytes=question.round_bytes,
         known=[*parameters, *model.buffers()],
-        num_true=num_image_tokens(question, model.config),
     )
     witness = _Witness(tracker, anatomy, parameters)
     try:
         inputs_bytes = _run(model, question, tracker, anatomy)
+    except (NoPositions, InvalidConfig):
+        raise
     except Exception as error:  # code of other people, which may raise anything
         name = type(model).__name__
         raise DstrainError(f"{name} cannot be traced without data: {first_line(error)}") from error
@@ -52,11 +68,10 @@ def trace(question: Question) -> Trace:
 
 def _run(model: Any, question: Question, tracker: StorageTracker, anatomy: Anatomy) -> int:
     """Runs the pass, and returns the bytes of its inputs, which live until the end as they do in the Trainer."""
-    if question.image_patches and anatomy.vision is not None:
-        watch_tower(anatomy.vision, model.config.vision_config)
-    with _without_collecting(), as_on_cuda(is_packed=question.is_packed), tracker:
+    sees = images.at_work(model, tracker.see) if question.image_patches else nullcontext()
+    with _without_collecting(), as_on_cuda(is_packed=question.is_packed), sees, tracker:
         tracker.enter_phase("embedding forward")
-        inputs = make_inputs(question, model.config)
+        inputs = make_inputs(question, model)
         inputs_bytes = tracker.live_bytes
         labels = inputs.pop("labels") if question.has_score else None  # alive, and not for the model
         outputs = model(**inputs)

@@ -20,11 +20,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Storages that exist before (parameters, buffers) are not counted. What a kernel allocates for itself is not seen.
     A question to the data that has yes or no for an answer is answered no: an attention mask has padding in it, and
-    nothing is infinite. A boolean index, whose result depends on data, is taken to be true `num_true` times and becomes
-    the integer index that CUDA makes of it. Source: torch 2.13 aten/src/ATen/native/IndexingUtils.h: expandTensors.
+    nothing is infinite. A boolean index, whose result depends on data, is taken to be true as often as `see` says, and
+    becomes the integer index that CUDA makes of it. Source: torch 2.13
+    aten/src/ATen/native/IndexingUtils.h: expandTensors.
     """
 
-    def __init__(self, *, round_bytes: int, known: Sequence[torch.Tensor], num_true: int = 0) -> None:
+    def __init__(self, *, round_bytes: int, known: Sequence[torch.Tensor]) -> None:
         """Sizes are rounded up to `round_bytes`; `known` tensors are not counted."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: list[tuple[int, int]] = []
@@ -32,8 +33,8 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.phases: list[tuple[int, str, int | None]] = []
         """How many events came before a phase began, the phase's name, and the layer it belongs to."""
         self.live_bytes = 0
+        self._num_true = 0
         self._round_bytes = round_bytes
-        self._num_true = num_true
         self._count = 0
         self._numbers: dict[int, tuple[int, Any]] = {}
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
@@ -41,6 +42,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def enter_phase(self, name: str, layer: int | None = None) -> None:
         """Begins a phase with a name."""
         self.phases.append((len(self.events), name, layer))
+
+    def see(self, num_tokens: int) -> None:
+        """Says how many tokens of the images of a micro-batch stand in the rows."""
+        self._num_true = num_tokens
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Returns the number of a live tensor's storage, or None if it is not counted."""
@@ -51,6 +56,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Runs an operation and counts what it returns."""
+        args = _together(args)
         if func in _INDEXED:
             args = self._with_integer_indices(args)
         elif func is _aten.masked_select.default:
@@ -92,7 +98,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _with_integer_indices(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         source, indices, *rest = args
-        if not any(index is not None and index.dtype is torch.bool for index in indices):
+        if not any(index is not None and index.dtype is torch.bool and index.is_meta for index in indices):
             return args
         integers: list[Any] = []
         for index in indices:
@@ -110,3 +116,16 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = torch.empty(numel, dtype=source.dtype, device="meta")
         self._add(out)
         return out
+
+
+def _together(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns arguments whose tensors with data are on the meta device too if others are; numbers stay."""
+    flat = (arg for each in args for arg in (each if isinstance(each, (list, tuple)) else (each,)))
+    tensors = [arg for arg in flat if isinstance(arg, torch.Tensor)]
+    if len({tensor.is_meta for tensor in tensors if tensor.is_meta or tensor.dim()}) < 2:
+        return args
+    return tuple(list(map(_moved, each)) if isinstance(each, (list, tuple)) else _moved(each) for each in args)
+
+
+def _moved(value: Any) -> Any:
+    return value.to("meta") if isinstance(value, torch.Tensor) and value.dim() else value

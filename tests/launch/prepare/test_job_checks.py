@@ -173,16 +173,16 @@ def test_counted_images_and_a_trained_tower_change_the_estimate(tmp_path: Path) 
     assert states < whole.memory.live_bytes_per_gpu - frozen.memory.live_bytes_per_gpu < 1.2 * states
 
 
-def test_a_trained_tower_has_no_estimate_unless_the_planner_knows_it(tmp_path: Path) -> None:
+def test_a_trained_tower_has_no_estimate_without_its_images(tmp_path: Path) -> None:
     trained = Job(model="gemma-3-4b", output_dir="o", freeze_vision_tower=False)
     gemma, qwen = probe.read_model("gemma-3-4b"), probe.read_model("qwen3-vl-8b")
-    reason = "no estimate of memory: freeze_vision_tower is not the default, which is known of Qwen3-VL alone"
+    reason = "no estimate of memory: with freeze_vision_tower it needs image_patches, the patches of a sample"
     assert unplanned_parts(trained, gemma) == reason
     assert unplanned_parts(trained, replace(gemma, vision=None)) == reason  # a tower whose sizes are not known
-    assert unplanned_parts(trained, qwen) is None
-    alone = replace(trained, freeze_language_model=True)
-    assert "it needs image_patches" in str(unplanned_parts(alone, qwen))
-    assert unplanned_parts(replace(alone, image_patches=64), qwen) is None
+    assert unplanned_parts(trained, qwen) == reason
+    assert unplanned_parts(replace(trained, image_patches=64), qwen) is None
+    wide = replace(trained, image_patches=4 * trained.seq_len + 4)
+    assert f"are {trained.seq_len + 1:,} tokens, more than" in str(unplanned_parts(wide, qwen))
     file = JobFile(job=trained, locate=lambda keys: Place(file="job.yaml"))
     assert workload_of(JobContext(job=file, model=gemma, cluster=_workload(gemma).cluster)) is None
 

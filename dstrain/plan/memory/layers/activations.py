@@ -49,13 +49,8 @@ class Instant:
 
 
 def has_layer_code(model: ModelFacts) -> bool:
-    """Returns whether the tape knows the model's layer code."""
-    return model.model_type in LAYER_CODE
-
-
-def has_tower_code(model: ModelFacts) -> bool:
-    """Returns whether the tape knows the code of the model's vision tower."""
-    return has_layer_code(model) and LAYER_CODE[model.model_type].tower is not None
+    """Returns whether the tape knows the model's layer code, and all of what it trains on."""
+    return model.traced is None and model.model_type in LAYER_CODE
 
 
 def profile(model: ModelFacts, configuration: Configuration) -> tuple[Instant, ...]:

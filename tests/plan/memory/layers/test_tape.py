@@ -233,3 +233,5 @@ def test_every_family_that_facts_know_has_layer_code() -> None:
     from dstrain.facts.model.families import FAMILIES
 
     assert set(LAYER_CODE) == set(FAMILIES)
+    towers = {name: family.traces_images for name, family in FAMILIES.items() if family.vision is not None}
+    assert towers == {name: LAYER_CODE[name].tower is None for name in towers}
