@@ -13,8 +13,9 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import DEFAULTS, Configuration, OptimizerStep, Zero
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.memory.memory import Detail, memory
+from dstrain.plan.memory.memory import memory
 from dstrain.plan.memory.params import trained
+from dstrain.plan.memory.peak import Detail
 from dstrain.plan.request import Request
 from dstrain.plan.speed.flops import flops_per_token
 from dstrain.plan.speed.step_time import delayed, speed
@@ -44,9 +45,9 @@ def assess(
     A search asks first for quick estimates, in which closed forms stand for the engine's and the allocator's bytes.
     """
     model, cluster = workload.model, workload.cluster
-    needs = memory(workload, configuration, detail=detail)
-    known = speed(workload, configuration)
     usable_gpu = round(usable_gpu_ratio * cluster.gpu.memory_bytes)
+    needs = memory(workload, configuration, detail=detail, usable_bytes=usable_gpu)
+    known = speed(workload, configuration)
     usable_host = round(USABLE_HOST_RATIO * cluster.host_memory_bytes)
     return Estimate(
         configuration=configuration,

@@ -16,7 +16,7 @@ from dstrain.launch.prepare.job_context import request_of
 from dstrain.oom import Phase
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import assess, effective
-from dstrain.plan.memory.memory import Detail
+from dstrain.plan.memory.peak import Detail
 from dstrain.plan.search.out_of_memory import Fix, _space, levers
 from tests.cases import ask, files
 from tests.draws import Draw

@@ -31,7 +31,7 @@ from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.labels import label
-from dstrain.plan.memory.memory import Detail
+from dstrain.plan.memory.peak import Detail
 from dstrain.plan.search.search_space import global_batch
 from dstrain.train.checkpoints.saved_model import family_of
 from tests.train.engine import Engine

@@ -41,10 +41,11 @@ _UNLIMITED_BYTES = 2**48
 class Driver:
     """The GPU's memory: how much is taken, how much there is, and fresh addresses."""
 
-    __slots__ = ("_capacity_bytes", "_next_address", "_taken_bytes", "peak_bytes")
+    __slots__ = ("_capacity_bytes", "_most_bytes", "_next_address", "_taken_bytes", "peak_bytes")
 
-    def __init__(self, capacity_bytes: int | None) -> None:
+    def __init__(self, capacity_bytes: int | None, most_bytes: int | None = None) -> None:
         self._capacity_bytes = capacity_bytes
+        self._most_bytes = capacity_bytes if most_bytes is None else most_bytes
         self._taken_bytes = 0
         self._next_address = 0
         self.peak_bytes = 0
@@ -52,7 +53,7 @@ class Driver:
     def take(self, count: int) -> bool:
         """Takes bytes and returns whether enough were free."""
         taken = self._taken_bytes + count
-        if self._capacity_bytes is not None and taken > self._capacity_bytes:
+        if self._most_bytes is not None and taken > self._most_bytes:
             return False
         self._taken_bytes = taken
         self.peak_bytes = max(self.peak_bytes, taken)

@@ -37,15 +37,17 @@ class Replayed:
 class Allocator:
     """All pools of one GPU: a small and a large one for each stream, since streams never share free blocks.
 
+    It gives up where it would take more than `most_bytes` from the driver, as if memory ran out for good.
     Source: c10/cuda/CUDACachingAllocator.cpp of pytorch/pytorch: BlockComparatorSize orders by stream first.
     """
 
-    def __init__(self, *, expandable_segments: bool, capacity_bytes: int | None) -> None:
+    def __init__(self, *, expandable_segments: bool, capacity_bytes: int | None, most_bytes: int | None = None) -> None:
         self._kind = ExpandablePool if expandable_segments else Pool
         self._pools: dict[tuple[int, bool], Pool] = {}
         self._blocks: dict[Hashable, Block] = {}
         self._live = 0
-        self.driver = Driver(capacity_bytes)
+        self.driver = Driver(capacity_bytes, most_bytes)
+        self._gives_up = most_bytes is not None
         self.retries = 0
         self.live_bytes = 0
         """Peak of allocated bytes so far."""
@@ -88,7 +90,7 @@ class Allocator:
         if pool is None:
             pool = self._pools[stream, is_small] = self._kind(self.driver, is_small=is_small)
         block = pool.allocate(size)
-        if block is None:
+        if block is None and not self._gives_up:
             for stream_pool in self._pools.values():
                 stream_pool.release()
             self.retries += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from enum import IntEnum
 
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
@@ -11,29 +10,19 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory import closed_form, pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine
-from dstrain.plan.memory.deepspeed.settings import micro_batches_played
-from dstrain.plan.memory.fragmentation import quick_ratio
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.layers.attention import as_attended
 from dstrain.plan.memory.loading import Loading, Machine, loading
 from dstrain.plan.memory.optimizer_states import stepped_bytes_per_param
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import Trained, trained, trained_on_rank
-from dstrain.plan.memory.peak import Peak
-from dstrain.plan.memory.reserved import reserved, workspace_bytes
+from dstrain.plan.memory.peak import Detail, Peak
+from dstrain.plan.memory.reserved import Held, held_by_allocator, workspace_bytes
 from dstrain.plan.memory.zero import States, pinned, pinned_waste, states
 from dstrain.units import GIB
 
 BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
 """Resident memory of a rank's Python process with torch, DeepSpeed and data loader: 3-5 GB observed."""
-
-
-class Detail(IntEnum):
-    """How memory is computed: in short, with a replay of the engine, or with one of the allocator too."""
-
-    QUICK = 0
-    ENGINE = 1
-    REPLAYED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,30 +92,30 @@ class Memory:
         return max(self.device_bytes_per_gpu, 0 if self.load.fits_gpu else self.load.device_bytes_per_gpu)
 
 
-def memory(workload: Workload, configuration: Configuration, *, detail: Detail = Detail.REPLAYED) -> Memory:
+def memory(
+    workload: Workload, configuration: Configuration, *, detail: Detail = Detail.REPLAYED, usable_bytes: int = 0
+) -> Memory:
     """Returns the memory that a configuration needs, computed as precisely as `detail` says.
 
     What was measured on such a machine takes the place of the replayed allocator and of the constants for CUDA's
-    context and NCCL.
-
+    context and NCCL. A replay that needs not say more than `detail` does may end at `usable_bytes`, if any are given.
     The peak is the largest of: loss backward, layer backward, embedding backward, optimizer step; each holds the
     resident model states and what lives at that instant, so that nothing is added that does not coexist.
     """
     model, cluster, measured = workload.model, workload.cluster, workload.measured
     configuration = as_attended(configuration, cluster.gpu)
     counts = trained_on_rank(model, configuration)
-    model_states = states(counts, configuration, sharing_ranks(cluster, configuration))
+    ranks = sharing_ranks(cluster, configuration)
+    model_states = states(counts, configuration, ranks)
     if not configuration.model.is_deepspeed:
-        model_states = pytorch_sharding.states(model, configuration, sharing_ranks(cluster, configuration))
+        model_states = pytorch_sharding.states(model, configuration, ranks)
     peak = _peak(workload, configuration, detail)
     workspace = 0 if cluster.gpu.is_cpu else 2 * workspace_bytes(cluster.gpu)
     live = peak.total + workspace
+    reserved_bytes = round((measured.reserved_ratio or 1.0) * live)
+    held = Held(least=live, most=reserved_bytes, settled=reserved_bytes)
     if measured.reserved_ratio is None and not cluster.gpu.is_cpu:
-        held = _held_by_allocator(workload, configuration, peak, detail)
-    else:
-        reserved_bytes = round((measured.reserved_ratio or 1.0) * live)
-        held = _Held(least=live, most=reserved_bytes, settled=reserved_bytes)
-    context = 0 if cluster.gpu.is_cpu else outside_bytes(cluster, configuration, measured)
+        held = held_by_allocator(workload, configuration, ranks, peak, detail=detail, usable_bytes=usable_bytes)
     parts = Breakdown(
         params=peak.params,
         grads=peak.grads,
@@ -137,7 +126,7 @@ def memory(workload: Workload, configuration: Configuration, *, detail: Detail =
         logits=peak.logits,
         workspace=workspace,
         fragmentation=held.settled - live,
-        context=context,
+        context=0 if cluster.gpu.is_cpu else outside_bytes(cluster, configuration, measured),
     )
     load = _load(workload, configuration, counts)
     return Memory(
@@ -168,56 +157,6 @@ def _load(workload: Workload, configuration: Configuration, counts: Trained) -> 
     load = loading(workload.model, counts, configuration, machine)
     baseline = cluster.gpus_per_node * BASELINE_HOST_BYTES_PER_RANK
     return replace(load, host_bytes_per_node=baseline + load.host_bytes_per_node)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """What the allocator holds."""
-
-    least: int
-    """As little as it can in any step, as long as there is memory that it has not taken."""
-    most: int
-    """The peak of reserved bytes."""
-    settled: int
-    """That of the steps after the first."""
-    retries_per_step: int = 0
-    """How often it gives everything back in each of these."""
-
-
-def _held_by_allocator(workload: Workload, configuration: Configuration, peak: Peak, detail: Detail) -> _Held:
-    """Returns what the allocator holds: replayed, or estimated from above.
-
-    If the replay runs out of memory, it runs again without a limit and measures the need.
-    """
-    model, cluster = workload.model, workload.cluster
-    ranks, workspace = sharing_ranks(cluster, configuration), workspace_bytes(cluster.gpu)
-    live = peak.total + 2 * workspace
-    capacity = cluster.gpu.memory_bytes - outside_bytes(cluster, configuration, workload.measured)
-    least = max(live, min(live + peak.apart, capacity))
-    zero = configuration.zero
-    is_traced = not zero.is_offloaded or (zero.stage == 3 and zero.offloads_params)
-    is_scripted = configuration.model.is_deepspeed or is_traced
-    if detail is not Detail.REPLAYED or not has_layer_code(model) or not is_scripted:
-        most = round(quick_ratio(model, configuration, ranks, peak) * live)
-        return _Held(least=least, most=most, settled=most)
-    for limit in (capacity, None):
-        replay = reserved(
-            model,
-            configuration,
-            ranks,
-            capacity_bytes=limit,
-            expandable_segments=configuration.expandable_segments,
-            workspace_bytes=workspace,
-        )
-        if not replay.out_of_memory:
-            break
-    replayed = micro_batches_played(configuration)
-    return _Held(
-        least=least,
-        most=max(live, replay.reserved_bytes),
-        settled=max(live, replay.settled_bytes),
-        retries_per_step=replay.settled_retries * configuration.step.grad_accum // replayed,
-    )
 
 
 def sharing_ranks(cluster: Cluster, configuration: Configuration) -> int:

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Detail(IntEnum):
+    """How memory is computed: in short, with a replay of the engine, or with one of the allocator too; USABLE ends it
+    where it takes more than may be used, and omits it where less is sure to be enough."""
+
+    QUICK = 0
+    ENGINE = 1
+    USABLE = 2
+    REPLAYED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,15 @@ from functools import lru_cache
 
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Allocator, Event
 from dstrain.plan.memory.deepspeed import allocations
 from dstrain.plan.memory.deepspeed.settings import micro_batches_played
+from dstrain.plan.memory.fragmentation import most_of_streams, quick_ratio
+from dstrain.plan.memory.layers.activations import has_layer_code
+from dstrain.plan.memory.outside import outside_bytes
+from dstrain.plan.memory.peak import Detail, Peak
 from dstrain.plan.memory.traces import fsdp, unsharded
 from dstrain.units import MIB
 
@@ -61,9 +66,11 @@ def reserved(
     capacity_bytes: int | None,
     expandable_segments: bool,
     workspace_bytes: int = AMPERE_WORKSPACE_BYTES,
+    most_bytes: int | None = None,
 ) -> Reserved:
     """Returns what the caching allocator holds on one rank of `num_ranks`, whose GPU leaves it `capacity_bytes`.
 
+    Where it would hold more than `most_bytes`, the replay ends as one that runs out of memory.
     With context and NCCL, published nvidia-smi figures of 136 runs on A100 (fms-acceleration: one GPU and
     FSDP, segments that cannot grow) are met to 3.2 % on average, 1.8 % on one GPU. Furthest off, up to -30 %, are
     4-bit Mixtrals under FSDP, perhaps as one rank loads the whole model. Five runs of DeepSpeed on one H200 are met to
@@ -74,7 +81,7 @@ def reserved(
         step=replace(configuration.step, grad_accum=micro_batches_played(configuration)),
         zero=replace(configuration.zero, pin_memory=True),
     )
-    return _reserved(model, shared, num_ranks, capacity_bytes, expandable_segments, workspace_bytes)
+    return _reserved(model, shared, num_ranks, capacity_bytes, most_bytes, expandable_segments, workspace_bytes)
 
 
 @lru_cache(256)
@@ -83,12 +90,13 @@ def _reserved(
     configuration: Configuration,
     num_ranks: int,
     capacity_bytes: int | None,
+    most_bytes: int | None,
     expandable_segments: bool,
     workspace_bytes: int,
 ) -> Reserved:
     """Replays what differs only in choices that the GPU does not see once: all the micro-batches of a step but two, and
     whether host memory is page-locked."""
-    allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes)
+    allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes, most_bytes=most_bytes)
     is_sharded_engine = configuration.model.is_deepspeed and configuration.zero.stage == 3
     count = SHARDED_STEPS_REPLAYED if is_sharded_engine else STEPS_REPLAYED
     steps = _steps(model, configuration, num_ranks, workspace_bytes)
@@ -121,3 +129,87 @@ def _steps(
     if configuration.zero.stage == 3:
         return fsdp.steps(model, configuration, num_ranks, workspace_bytes)
     return unsharded.steps(model, configuration, num_ranks, workspace_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What the allocator holds."""
+
+    least: int
+    """As little as it can in any step, as long as there is memory that it has not taken."""
+    most: int
+    """The peak of reserved bytes."""
+    settled: int
+    """That of the steps after the first."""
+    retries_per_step: int = 0
+    """How often it gives everything back in each of these."""
+
+
+def held_by_allocator(
+    workload: Workload,
+    configuration: Configuration,
+    ranks: int,
+    peak: Peak,
+    *,
+    detail: Detail,
+    usable_bytes: int,
+) -> Held:
+    """Returns what the allocator holds: replayed, or estimated from above.
+
+    What is not expected to run out of memory is replayed as far as it holds no more than may be used. If that is not
+    enough to know, it is replayed to the end and, if it runs out of memory, again without a limit: the need.
+    """
+    model, cluster = workload.model, workload.cluster
+    workspace, outside = workspace_bytes(cluster.gpu), outside_bytes(cluster, configuration, workload.measured)
+    live, capacity = peak.total + 2 * workspace, cluster.gpu.memory_bytes - outside
+    usable = usable_bytes - outside if usable_bytes else capacity
+    least = max(live, min(live + peak.apart, capacity))
+    most = round(quick_ratio(model, configuration, ranks, peak) * live)
+    if detail < Detail.USABLE or not has_layer_code(model) or not _is_scripted(configuration):
+        return Held(least=least, most=most, settled=most)
+    streams = most_of_streams(model, configuration, peak) + 2 * workspace
+    if detail is Detail.USABLE and streams <= usable:
+        return Held(least=least, most=round(streams), settled=round(streams))
+    limits: list[tuple[int | None, int | None]] = [(capacity, usable)] if most <= capacity else []
+    if detail is Detail.REPLAYED or not limits:
+        limits += [(capacity, None), (None, None)]
+    replay = _within(limits, model, configuration, ranks, workspace)
+    if replay.out_of_memory:
+        return Held(least=least, most=usable + 1, settled=usable + 1)
+    retries = replay.settled_retries * configuration.step.grad_accum // micro_batches_played(configuration)
+    return Held(
+        least=least,
+        most=max(live, replay.reserved_bytes),
+        settled=max(live, replay.settled_bytes),
+        retries_per_step=retries,
+    )
+
+
+def _is_scripted(configuration: Configuration) -> bool:
+    """Returns whether it is known what a run allocates: PyTorch alone offloads all of it or nothing."""
+    zero = configuration.zero
+    is_traced = not zero.is_offloaded or (zero.stage == 3 and zero.offloads_params)
+    return configuration.model.is_deepspeed or is_traced
+
+
+def _within(
+    limits: list[tuple[int | None, int | None]],
+    model: ModelFacts,
+    configuration: Configuration,
+    ranks: int,
+    workspace: int,
+) -> Reserved:
+    """Returns the replay of the first pair of memory and most bytes that is enough, or of the last."""
+    for capacity, most in limits:
+        replay = reserved(
+            model,
+            configuration,
+            ranks,
+            capacity_bytes=capacity,
+            expandable_segments=configuration.expandable_segments,
+            workspace_bytes=workspace,
+            most_bytes=most,
+        )
+        if not replay.out_of_memory:
+            break
+    return replay

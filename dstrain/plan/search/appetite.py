@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from operator import ge
 
 from dstrain.choices import Offload
 from dstrain.plan.search.search_space import Candidate
@@ -41,3 +44,40 @@ def appetite_of(candidate: Candidate) -> Appetite:
         list(Offload)[::-1].index(zero.offload),
         -zero.offload_ratio,
     )
+
+
+class Failures:
+    """What candidates that do not fit say of others of their kind."""
+
+    def __init__(self) -> None:
+        self.too_large: dict[object, list[Appetite]] = defaultdict(list)
+        """Appetites of candidates that live in more than the GPU has."""
+        self.too_scattered: dict[object, list[Appetite]] = defaultdict(list)
+        """Appetites of candidates for which the allocator takes a little more than the GPU has."""
+        self.overflowing: dict[object, list[Candidate]] = defaultdict(list)
+        """Candidates for which the allocator takes more than may be used, by how much is not known."""
+
+    def forget(self) -> None:
+        """Forgets all but what was replayed."""
+        self.too_large.clear()
+        self.too_scattered.clear()
+
+    def say_enough(self, candidate: Candidate) -> bool:
+        """Returns whether one that needs no more bytes was too large, or one that allocates the same blocks was."""
+        kind, appetite = kind_of(candidate), appetite_of(candidate)
+        if any(all(map(ge, appetite, least)) for least in self.too_large[kind]):
+            return True
+        if any(_has_blocks_of(appetite, same) for same in self.too_scattered[kind]):
+            return True
+        return any(appetite == appetite_of(same) for same in self.overflowing[kind])
+
+    def to_verify(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yields those that overflow and allocate the same blocks, on fewer ranks: how much they hold matters."""
+        kind, appetite = kind_of(candidate), appetite_of(candidate)
+        for other in self.overflowing[kind]:
+            if appetite[0] > other.way.parallel.sp and _has_blocks_of(appetite, appetite_of(other)):
+                yield other
+
+
+def _has_blocks_of(appetite: Appetite, other: Appetite) -> bool:
+    return appetite[1:] == other[1:] and appetite[0] >= other[0]

@@ -94,8 +94,6 @@ class Bound:
     """On the GPU while the model is loaded, if 4-bit weights are loaded whole."""
     host_bytes: int
     """In the RAM of one node."""
-    step_s: float
-    """Seconds of optimizer, CPU, PCIe and drives in each step."""
 
     def device_bytes(self, micro_batch: int, grad_accum: int) -> int:
         """Returns the bytes on the GPU with this micro-batch and accumulation."""
@@ -111,7 +109,7 @@ def bound(workload: Workload, way: Configuration) -> Bound:
     On the GPU: context and NCCL, parameters and optimizer states of this rank; with them the layers' inputs
     (checkpointing) or most of what they save, and at the loss the logits or a gathered head, in the last layer most of
     what it saves, a gathered weight and its gradient; at the end, under ZeRO-3 always, the gradients; nothing smaller.
-    In host RAM: master copy and moments. In time: what a step takes beside its passes.
+    In host RAM: master copy and moments.
     """
     model, cluster = workload.model, workload.cluster
     counts = trained_on_rank(model, way)
@@ -143,7 +141,6 @@ def bound(workload: Workload, way: Configuration) -> Bound:
         step_bytes=int(end),
         load_bytes=int(outside + weights) if way.model.is_deepspeed and way.model.method is Method.QLORA else 0,
         host_bytes=int(_host_bytes(cluster, way, states, shared)),
-        step_s=_step_s(workload, way),
     )
 
 
@@ -151,7 +148,7 @@ def passes_s(workload: Workload, way: Configuration, micro_batch: int) -> float:
     """Returns the seconds of one forward and one backward pass on the GPU alone, with the layers' inputs that wait in
     host RAM, whose copies nothing hides.
 
-    With those of a step's end (`Bound.step_s`) it is the minimum of a step: the time of links is left out.
+    With those of a step's end (`end_s`) it is the minimum of a step: the time of links is left out.
     """
     cluster = workload.cluster
     peak = peak_flops_per_s(cluster.gpu, way.model.precision)
@@ -164,8 +161,8 @@ def passes_s(workload: Workload, way: Configuration, micro_batch: int) -> float:
     return forward.total + backward.total + copies_s
 
 
-def _step_s(workload: Workload, way: Configuration) -> float:
-    """Returns the seconds of optimizer and offloading after the last backward pass; 0 if speeds are unknown."""
+def end_s(workload: Workload, way: Configuration) -> float:
+    """Returns the seconds of optimizer, CPU, PCIe and drives after the last backward pass; 0 if speeds are unknown."""
     cluster = workload.cluster
     if peak_flops_per_s(cluster.gpu, way.model.precision) <= 0 or cluster.gpu.hbm_bytes_per_s <= 0:
         return 0.0

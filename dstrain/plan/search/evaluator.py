@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import islice
-from operator import ge
 
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import ASKED_GPU_RATIO, USABLE_GPU_RATIO, USABLE_HOST_RATIO, assess
 from dstrain.plan.estimate_records import Estimate, Speed
 from dstrain.plan.memory.layers.activations import has_layer_code
-from dstrain.plan.memory.memory import Detail, host_bytes
+from dstrain.plan.memory.memory import host_bytes
+from dstrain.plan.memory.peak import Detail
 from dstrain.plan.request import Request
-from dstrain.plan.search.appetite import Appetite, appetite_of, kind_of
-from dstrain.plan.search.bounds import Bound, bound, passes_s
+from dstrain.plan.search.appetite import Failures, appetite_of, kind_of
+from dstrain.plan.search.bounds import Bound, bound, end_s, passes_s
 from dstrain.plan.search.search_space import Candidate, data_parallel_ranks, space
 from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.step_time import difference_error_s, speed
@@ -33,14 +33,11 @@ SCATTER_RATIO = 0.15
 blocks happen to fit better. Source: tests/plan/search/test_bounds.py."""
 
 MOST_MISSES = 6
-"""Candidates for an alternative that may turn out not to fit before no more are looked for; each takes a tenth of a
-second."""
+"""Candidates for an alternative that may turn out not to fit before no more are looked for."""
 
 PROPOSAL_MISSES = 3
 """Candidates for a proposal that may turn out not to fit before the one of least memory is taken."""
 
-Failures = dict[object, list[Appetite]]
-"""Appetites of candidates, by their kind."""
 Shortage = tuple[bool, int]
 """Whether the GPU could not hold a candidate; and the bytes that it needs there or, if it could, in host RAM."""
 Key = tuple[float, ...]
@@ -56,20 +53,19 @@ class Evaluator:
     spaces: dict[Request, list[Candidate]] = field(default_factory=dict)
     configurations: dict[Candidate, Configuration] = field(default_factory=dict)
     bounds: dict[int, Bound] = field(default_factory=dict)
-    passes: dict[tuple[object, ...], float] = field(default_factory=dict)
+    least_s: dict[object, float] = field(default_factory=dict)
     times: dict[Candidate, Key | None] = field(default_factory=dict)
     speeds: dict[Candidate, Speed] = field(default_factory=dict)
-    hosts: dict[Candidate, int] = field(default_factory=dict)
+    hosts: dict[tuple[object, ...], int] = field(default_factory=dict)
     estimates: dict[Candidate, Estimate] = field(default_factory=dict)
     exact: set[Candidate] = field(default_factory=set)
+    fitting: set[Candidate] = field(default_factory=set)
+    """Candidates that fit, with the most that they take."""
     hopeless: set[Candidate] = field(default_factory=set)
     """Candidates that do not fit, without having been verified."""
     kin: dict[object, list[Candidate]] = field(default_factory=lambda: defaultdict(list))
     """Candidates whose appetites can be compared, as long as none of them has failed."""
-    too_large: Failures = field(default_factory=lambda: defaultdict(list))
-    """Candidates that live in more than the GPU has."""
-    too_scattered: Failures = field(default_factory=lambda: defaultdict(list))
-    """Candidates for which the allocator takes a little more than the GPU has."""
+    failures: Failures = field(default_factory=Failures)
 
     def space(self, request: Request) -> list[Candidate]:
         """Returns the candidates of a request, the same ones each time."""
@@ -97,19 +93,19 @@ class Evaluator:
 
     def bound(self, candidate: Candidate) -> Bound:
         """Returns the bound of a candidate's way, computed once."""
-        key = id(candidate.way)
-        if key not in self.bounds:
-            self.bounds[key] = bound(self.workload, candidate.way)
-        return self.bounds[key]
+        if id(candidate.way) not in self.bounds:
+            self.bounds[id(candidate.way)] = bound(self.workload, candidate.way)
+        return self.bounds[id(candidate.way)]
 
     def least_time(self, candidate: Candidate) -> Key:
-        """Returns a bound of `time`; the passes depend on few choices, and are computed once for each."""
+        """Returns a bound of `time`: passes depend on few choices, a step's end on the way; each is computed once."""
         way, micro_batch = candidate.way, candidate.micro_batch
         key = (way.parallel, way.checkpointing, way.zero.stage == 3, micro_batch)
-        if key not in self.passes:
-            self.passes[key] = passes_s(self.workload, way, micro_batch)
-        step_s = candidate.grad_accum * self.passes[key] + self.bound(candidate).step_s
-        return (step_s / self.samples(candidate),)
+        if key not in self.least_s:
+            self.least_s[key] = passes_s(self.workload, way, micro_batch)
+        if id(way) not in self.least_s:
+            self.least_s[id(way)] = end_s(self.workload, way)
+        return ((candidate.grad_accum * self.least_s[key] + self.least_s[id(way)]) / self.samples(candidate),)
 
     def time(self, candidate: Candidate) -> Key | None:
         """Returns the seconds of one sample of a step, by which plans of different batches compare; None if the GPU's
@@ -125,8 +121,8 @@ class Evaluator:
     def difference_error_s(self, first: Candidate, second: Candidate) -> float:
         """Returns how far the difference of two candidates' seconds per sample may be off."""
         rates = efficiency(self.workload.cluster, self.workload.measured)
-        scales = (1 / self.samples(first), 1 / self.samples(second))
-        return difference_error_s(self.speeds[first], self.speeds[second], rates, scales=scales)
+        one, other = self.speeds[first], self.speeds[second]
+        return difference_error_s(one, other, rates, scales=(1 / self.samples(first), 1 / self.samples(second)))
 
     def samples(self, candidate: Candidate) -> int:
         """Returns the samples of a step."""
@@ -135,10 +131,8 @@ class Evaluator:
     def may_fit(self, candidate: Candidate) -> bool:
         """Returns whether the bound leaves room; an excluded candidate needs no estimate."""
         least, cluster = self.bound(candidate), self.workload.cluster
-        fits_gpu = (
-            least.device_bytes(candidate.micro_batch, candidate.grad_accum)
-            <= self.usable_ratio * cluster.gpu.memory_bytes
-        )
+        device = least.device_bytes(candidate.micro_batch, candidate.grad_accum)
+        fits_gpu = device <= self.usable_ratio * cluster.gpu.memory_bytes
         fits_gpu = fits_gpu and least.load_bytes <= cluster.gpu.memory_bytes
         return fits_gpu and least.host_bytes <= USABLE_HOST_RATIO * cluster.host_memory_bytes
 
@@ -167,8 +161,8 @@ class Evaluator:
 
     def forget_failures(self) -> None:
         """Forgets what does not fit, except by exact estimates."""
-        for failures in (self.hopeless, self.too_large, self.too_scattered):
-            failures.clear()
+        self.hopeless.clear()
+        self.failures.forget()
 
     def _holds_all(self, candidate: Candidate) -> bool:
         if self._is_known_to_fail(candidate) or not self._is_host_room(candidate):
@@ -177,7 +171,7 @@ class Evaluator:
             return True
         for failed in (candidate, *self._least_of_kin(candidate)):
             if not self.estimate(failed).fits_gpu:
-                self.too_large[kind_of(failed)].append(appetite_of(failed))
+                self.failures.too_large[kind_of(failed)].append(appetite_of(failed))
         return False
 
     def _fails(self, candidate: Candidate) -> bool:
@@ -216,14 +210,30 @@ class Evaluator:
         return estimate.memory.load.fits_gpu and least_bytes(estimate) <= most
 
     def _is_host_room(self, candidate: Candidate) -> bool:
-        usable = USABLE_HOST_RATIO * self.workload.cluster.host_memory_bytes
-        return self.host_bytes(candidate) <= usable
+        return self.host_bytes(candidate) <= USABLE_HOST_RATIO * self.workload.cluster.host_memory_bytes
 
     def host_bytes(self, candidate: Candidate) -> int:
-        """Returns the host RAM of one node, which is exact."""
-        if candidate not in self.hosts:
-            self.hosts[candidate] = host_bytes(self.workload, self.configuration(candidate))
-        return self.hosts[candidate]
+        """Returns the host RAM of one node, which is exact: the same for all batches whose inputs do not wait there."""
+        way = candidate.way
+        waiting = (way.checkpointing, candidate.micro_batch) if way.checkpointing.offload else None
+        key = (id(way.zero), way.parallel, candidate.rung, candidate.pin_memory, candidate.grad_accum > 1, waiting)
+        if key not in self.hosts:
+            self.hosts[key] = host_bytes(self.workload, self.configuration(candidate))
+        return self.hosts[key]
+
+    def fits(self, candidate: Candidate, in_full: bool = True) -> bool:
+        """Returns whether a candidate fits, replayed as far as that takes; one that does is verified `in_full`."""
+        if candidate not in self.exact | self.fitting and self._is_open(candidate):
+            runs_out = self.estimates[candidate].memory.device_bytes_per_gpu > self.workload.cluster.gpu.memory_bytes
+            estimate = self._assessed(candidate, Detail.USABLE)
+            if estimate.fits_gpu:
+                self.estimates[candidate] = estimate
+                self.fitting.add(candidate)
+            elif not runs_out:
+                self.hopeless.add(candidate)
+                self.failures.overflowing[kind_of(candidate)].append(candidate)
+                return False
+        return (self.verify if in_full or candidate not in self.fitting else self.estimate)(candidate).fits
 
     def verify(self, candidate: Candidate) -> Estimate:
         """Returns the exact estimate, which from then on is the candidate's.
@@ -232,18 +242,23 @@ class Evaluator:
         the least that it may take, but not the most.
         """
         if candidate not in self.exact:
-            self.estimate(candidate)
-            if self._error_ratio(candidate):
-                self._replay(candidate, Detail.ENGINE)
-            if not self.estimates[candidate].fits_gpu and _is_gpu_room(self.estimates[candidate]):
-                self._replay(candidate, Detail.REPLAYED)
+            if candidate in self.fitting or self._is_open(candidate):
+                self.estimates[candidate] = self._assessed(candidate, Detail.REPLAYED)
             self.exact.add(candidate)
             self._learn(candidate)
         return self.estimates[candidate]
 
-    def _replay(self, candidate: Candidate, detail: Detail) -> None:
-        configuration, ratio = self.configuration(candidate), self.usable_ratio
-        self.estimates[candidate] = assess(self.workload, configuration, detail=detail, usable_gpu_ratio=ratio)
+    def _is_open(self, candidate: Candidate) -> bool:
+        """Returns whether exact live bytes leave open if the GPU can hold a candidate."""
+        estimate = self.estimate(candidate)
+        if self._error_ratio(candidate):
+            self.estimates[candidate] = estimate = self._assessed(candidate, Detail.ENGINE)
+        is_room = estimate.memory.load.fits_gpu and least_bytes(estimate) <= estimate.usable_bytes_per_gpu
+        return is_room and not estimate.fits_gpu
+
+    def _assessed(self, candidate: Candidate, detail: Detail) -> Estimate:
+        written = self.configuration(candidate)
+        return assess(self.workload, written, detail=detail, usable_gpu_ratio=self.usable_ratio)
 
     def _learn(self, candidate: Candidate, error_ratio: float = 0.0) -> None:
         """Notes what the failure of a candidate, whose estimate is off by no more than that, says of others."""
@@ -251,28 +266,21 @@ class Evaluator:
         most = (1 + ALIKE_RATIO) * (1 + error_ratio) * estimate.usable_bytes_per_gpu
         held = estimate.memory.device_bytes_per_gpu if candidate in self.exact else 0
         if least_bytes(estimate) > most or held > (1 + SCATTER_RATIO) * most:
-            self.too_large[kind_of(candidate)].append(appetite_of(candidate))
+            self.failures.too_large[kind_of(candidate)].append(appetite_of(candidate))
         elif held > most:
-            self.too_scattered[kind_of(candidate)].append(appetite_of(candidate))
+            self.failures.too_scattered[kind_of(candidate)].append(appetite_of(candidate))
 
     def _is_known_to_fail(self, candidate: Candidate) -> bool:
-        """Returns whether one that needs no more bytes was too large, or one that allocates the same blocks was."""
-        kind, appetite = kind_of(candidate), appetite_of(candidate)
-        if any(all(map(ge, appetite, least)) for least in self.too_large[kind]):
-            return True
-        return any(appetite[1:] == same[1:] and appetite[0] >= same[0] for same in self.too_scattered[kind])
+        """Returns whether the failures of others tell that a candidate fails."""
+        for other in self.failures.to_verify(candidate):
+            self.verify(other)
+        return self.failures.say_enough(candidate)
 
     def estimate(self, candidate: Candidate) -> Estimate:
         """Returns the estimate, made once."""
         if candidate not in self.estimates:
-            configuration = self.configuration(candidate)
-            self.estimates[candidate] = estimated(self.workload, configuration, usable_gpu_ratio=self.usable_ratio)
+            self.estimates[candidate] = self._assessed(candidate, Detail.QUICK)
         return self.estimates[candidate]
-
-
-def _is_gpu_room(estimate: Estimate) -> bool:
-    """Returns whether the GPU could hold it if the allocator took as little as it can."""
-    return estimate.memory.load.fits_gpu and least_bytes(estimate) <= estimate.usable_bytes_per_gpu
 
 
 def least_bytes(estimate: Estimate) -> int:

@@ -51,8 +51,8 @@ def least(evaluator: Evaluator, candidates: list[Candidate]) -> Estimate | None:
     possible = [each for each in candidates if each.rung in (TIGHT, None) and evaluator.may_fit(each)]
     possible.sort(key=lambda each: evaluator.bound(each).device_bytes(each.micro_batch, each.grad_accum))
     seeming = (each for each in possible if evaluator.seems_to_fit(each, is_sure=True))
-    estimates = map(evaluator.verify, islice(seeming, LEAST_MISSES))
-    return next((estimate for estimate in estimates if estimate.fits), None)
+    fitting = (each for each in islice(seeming, LEAST_MISSES) if evaluator.fits(each, in_full=False))
+    return next(map(evaluator.estimate, fitting), None)
 
 
 def _seemingly_nearest(evaluator: Evaluator, ordered: list[_Entry], top: int) -> list[Candidate]:

@@ -172,3 +172,8 @@ configuration is made that breaks it (`search_space.batches`)."""
 def broken(workload: Workload, configuration: Configuration) -> list[Rule]:
     """Returns the rules that a configuration breaks."""
     return [rule for rule in RULES if rule.breaks(workload.model, workload.cluster, configuration)]
+
+
+def keeps_rules(workload: Workload, configuration: Configuration) -> bool:
+    """Returns whether a configuration breaks no rule."""
+    return not any(rule.breaks(workload.model, workload.cluster, configuration) for rule in RULES)

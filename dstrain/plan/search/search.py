@@ -126,15 +126,15 @@ def _verified(
         ranked, fastest = _ranked(evaluator, ordered, 1, proposed_if or evaluator.seems_to_fit)
         if fastest is None:
             return [], None
-        if evaluator.verify(fastest).fits and evaluator.verify(ranked[0]).fits:
+        if all(evaluator.fits(candidate, in_full=not proposed_if) for candidate in (fastest, ranked[0])):
             break
     else:
         return [], None
     for _ in range(MOST_MISSES if top > 1 else 0):
         ranked, _ = _ranked(evaluator, ordered, top, partial(evaluator.seems_to_fit, is_sure=True))
-        if all(evaluator.verify(candidate).fits for candidate in ranked):
+        if all(evaluator.fits(candidate) for candidate in ranked):
             break
-    verified = [candidate for candidate in ranked if candidate in evaluator.exact]
+    verified = [candidate for candidate in ranked if candidate in evaluator.exact | evaluator.fitting]
     return [candidate for candidate in verified if evaluator.estimate(candidate).fits], fastest
 
 

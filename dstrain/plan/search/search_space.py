@@ -17,7 +17,7 @@ from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes, sizes_of_transformers
 from dstrain.plan.search.contradictions import contradiction, no_batch
 from dstrain.plan.search.rule import Rule
-from dstrain.plan.search.rules import broken
+from dstrain.plan.search.rules import broken, keeps_rules
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class Strategies:
     allowed: tuple[Configuration, ...]
     """Strategies that break no rule."""
     forbidden: tuple[tuple[Configuration, tuple[Rule, ...]], ...]
-    """The other strategies, with the rules they break."""
+    """The other strategies, with the rules of parallelism that they break, if any."""
 
 
 def space(workload: Workload, request: Request) -> list[Candidate]:
@@ -81,7 +81,7 @@ def space(workload: Workload, request: Request) -> list[Candidate]:
     cluster = workload.cluster
     strategies = ways(workload, request)
     if not strategies.allowed:
-        raise contradiction(request, [rules for _, rules in strategies.forbidden])
+        raise contradiction(request, [rules or broken(workload, way) for way, rules in strategies.forbidden])
     sizes_of_dp = {data_parallel_ranks(cluster, way) for way in strategies.allowed}
     by_ranks = {ranks: batches(request, ranks) for ranks in sizes_of_dp}
     candidates = [
@@ -146,11 +146,10 @@ def ways(workload: Workload, request: Request) -> Strategies:
             forbidden.append((parallel, tuple(wrong)))
             continue
         for way in _mechanisms(workload, request, parallel):
-            wrong = broken(workload, way)
-            if wrong:
-                forbidden.append((way, tuple(wrong)))
-            else:
+            if keeps_rules(workload, way):
                 allowed.append(way)
+            else:
+                forbidden.append((way, ()))
     return Strategies(allowed=tuple(allowed), forbidden=tuple(forbidden))
 
 

@@ -151,7 +151,7 @@ def test_retries_of_the_micro_batches_played_stand_for_those_of_the_step(
 ) -> None:
     """ZeRO-3 plays one micro-batch of a step, ZeRO-2 up to two."""
     held = Reserved(reserved_bytes=20 * GIB, settled_bytes=20 * GIB, retries=1, settled_retries=1, out_of_memory=False)
-    monkeypatch.setattr("dstrain.plan.memory.memory.reserved", lambda *_, **__: held)
+    monkeypatch.setattr("dstrain.plan.memory.reserved.reserved", lambda *_, **__: held)
     configuration = changed(DEFAULTS, zero_stage=stage, grad_accum=grad_accum, seq_len=1024)
     found = assess(ask(model="qwen3-0.6b", gpus=8, gpu="h100").workload, configuration)
     assert found.memory.retries_per_step == retries

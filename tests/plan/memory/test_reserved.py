@@ -185,6 +185,16 @@ def test_what_the_gpu_does_not_see_is_replayed_once() -> None:
     assert reserved(MISTRAL, sharded, 8, **limits) is reserved(MISTRAL, changed(sharded, grad_accum=1), 8, **limits)
 
 
+def test_a_replay_ends_where_more_is_taken_than_may_be() -> None:
+    limits: dict[str, Any] = {"capacity_bytes": 80 * GIB, "expandable_segments": True}
+    asked = changed(ONE_GPU, zero_stage=2, overlap_comm=True, grad_accum=2, state_dtypes=StateDtypes.MIXED)
+    found = reserved(MISTRAL, asked, 8, **limits)
+    assert reserved(MISTRAL, asked, 8, most_bytes=found.reserved_bytes, **limits) == found
+    ended = reserved(MISTRAL, asked, 8, most_bytes=found.reserved_bytes - 1, **limits)
+    assert ended.out_of_memory
+    assert (ended.retries, ended.reserved_bytes < found.reserved_bytes) == (0, True)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_each_stream_keeps_its_own_peak(stage: int) -> None:
     asked = changed(ONE_GPU, zero_stage=stage, overlap_comm=True, grad_accum=2, state_dtypes=StateDtypes.MIXED)

@@ -11,10 +11,10 @@ from cases import ask
 
 from dstrain.choices import LossKernel, Optimizer, StateDtypes
 from dstrain.plan.estimate import assess
-from dstrain.plan.memory.memory import Detail
+from dstrain.plan.memory.peak import Detail
 from dstrain.plan.request import Request
 from dstrain.plan.search.appetite import appetite_of, kind_of
-from dstrain.plan.search.bounds import bound, passes_s
+from dstrain.plan.search.bounds import bound, end_s, passes_s
 from dstrain.plan.search.evaluator import ALIKE_RATIO, SCATTER_RATIO, least_bytes
 from dstrain.plan.search.search_space import Candidate, space
 from dstrain.plan.speed.step_time import speed
@@ -64,7 +64,7 @@ def test_no_estimate_is_below_its_bound(options: dict[str, Any], wishes: dict[st
         assert least.device_bytes(each.micro_batch, each.grad_accum) <= memory.device_bytes_per_gpu, configuration
         assert least.host_bytes <= memory.host_bytes_per_node, configuration
         assert known is not None
-        least_s = each.grad_accum * passes_s(workload, each.way, each.micro_batch) + least.step_s
+        least_s = each.grad_accum * passes_s(workload, each.way, each.micro_batch) + end_s(workload, each.way)
         assert least_s <= known.step_s * (1 + 1e-9), configuration
 
 

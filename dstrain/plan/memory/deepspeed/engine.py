@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -117,10 +118,11 @@ def _secondary_elsewhere(micro_batch: Program, settings: Settings, ranks: int) -
     zero, item = settings.zero, settings.model.item
     if zero.hpz < 2 or len(micro_batch.layers) == len(micro_batch.modules.layers):
         return 0
-    run = {weight for members in micro_batch.members for weight in members}
-    others = (weight for number, weight in enumerate(micro_batch.modules.weights) if number not in run)
-    large = (weight for weight in others if weight.numel > zero.param_persistence_threshold)
-    return sum(rounded(weight.padded(ranks) * item) // zero.hpz for weight in large)
+    weights = micro_batch.modules.weights
+    others = Counter(dict(micro_batch.modules.counted()))
+    others.subtract(weights[number] for number in {number for members in micro_batch.members for number in members})
+    large = ((weight, count) for weight, count in others.items() if weight.numel > zero.param_persistence_threshold)
+    return sum(count * (rounded(weight.padded(ranks) * item) // zero.hpz) for weight, count in large)
 
 
 def _resident(model: ModelFacts, settings: Settings, ranks: int, all_modules: Modules) -> Resident:

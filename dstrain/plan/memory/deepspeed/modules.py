@@ -125,6 +125,10 @@ class Modules:
         """Returns the parameters that differ, each with how many there are of it: layers are alike."""
         return _counted(self)
 
+    def kinds(self) -> tuple[int, ...]:
+        """Returns the place of each parameter among those that differ."""
+        return _kinds(self)
+
 
 @cache
 def _groups(modules: Modules) -> tuple[tuple[int, ...], ...]:
@@ -139,12 +143,19 @@ def _groups(modules: Modules) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def _shares(modules: Modules, ranks: int) -> tuple[int, ...]:
-    return tuple(weight.share(ranks) for weight in modules.weights)
+    shares = [weight.share(ranks) for weight, _ in modules.counted()]
+    return tuple(shares[kind] for kind in modules.kinds())
 
 
 @cache
 def _counted(modules: Modules) -> tuple[tuple[Weight, int], ...]:
     return tuple(Counter(modules.weights).items())
+
+
+@cache
+def _kinds(modules: Modules) -> tuple[int, ...]:
+    places = {weight: place for place, (weight, _) in enumerate(modules.counted())}
+    return tuple(places[weight] for weight in modules.weights)
 
 
 @cache

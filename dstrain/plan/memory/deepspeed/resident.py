@@ -82,7 +82,7 @@ def stepped_bytes(sizes: Iterable[int], optimizer: Optimizer) -> int:
 
 def _saved_by_muon(modules: Modules, settings: Settings, ranks: int) -> int:
     """Returns the bytes that Muon's states, and what it keeps beside them, are below AdamW's."""
-    matrices = sum(weight.numel for weight in modules.weights if weight.trains and weight.is_matrix)
+    matrices = sum(count * weight.numel for weight, count in modules.counted() if weight.trains and weight.is_matrix)
     saved = saved_by_muon(matrices, settings.model, settings.step, settings.zero, ranks)
     return saved if settings.zero.stage < 3 else max(0, saved - muon_buffers(matrices, settings.model, ranks))
 

@@ -91,8 +91,8 @@ class Coordinator:
         self.persists = [numel <= how.persistence for numel in self.numel]
         schedule = _schedule(program)
         self.queue, self.uses, self.passed = schedule.queue, schedule.uses, schedule.passed
-        sizes = {weight: self._size(weight) for weight, _ in program.modules.counted()}
-        self.sizes = [sizes[weight] for weight in program.modules.weights]
+        sizes = [self._size(weight) for weight, _ in program.modules.counted()]
+        self.sizes = [sizes[kind] for kind in program.modules.kinds()]
         self.whole = list(self.persists)
         self.flying: dict[int, _Group] = {}
         self.active: dict[int, set[int]] = {weight: set() for weight in self.uses}
@@ -137,10 +137,11 @@ class Coordinator:
 
     def _prefetch(self, needed: tuple[int, ...]) -> None:
         queue, at, fetched_for = self.queue, self.at, self.fetched_for
-        if needed:
-            new = sum(fetched_for[weight] < self.step for weight in set(needed))
+        end, whole, flying = len(queue), self.whole, self.flying
+        new = {weight for weight in needed if fetched_for[weight] < self.step}
+        if new:
             dropped: set[int] = set()
-            while at < len(queue) and len(dropped) < new:
+            while at < end and len(dropped) < len(new):
                 weight, step = queue[at]
                 at += 1
                 fetched_for[weight] = step
@@ -148,12 +149,12 @@ class Coordinator:
         room = min(self.how.max_live - self.available, self.how.prefetch)
         ahead: list[int] = []
         numel = 0
-        while at < len(queue) and numel < room:
+        while at < end and numel < room:
             weight, step = queue[at]
             at += 1
             if step > fetched_for[weight]:
                 fetched_for[weight] = step
-            if not self.whole[weight] and weight not in self.flying and weight not in ahead:
+            if not whole[weight] and weight not in flying and weight not in ahead:
                 ahead.append(weight)
                 numel += self.numel[weight]
         self.at = at

@@ -20,6 +20,8 @@ INDEX = 8
 """Bytes of a token id."""
 
 
+Peaks = dict[str, tuple[int, ...]]
+"""Peaks of named instants by part."""
 _GATHERED = 3
 """Place of the gathered bytes in the parts of a peak: activations, logits, gradients, gathered."""
 
@@ -111,12 +113,14 @@ def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
         least[next(reversed(least))] = max(period, variant.code.inputs_in_flight + 2)
     short = {kind: count + (depth[kind] - count) % period for kind, count in least.items()}  # in step with the pattern
     short = {kind: min(count, depth[kind]) for kind, count in short.items()}
-    base = _beyond_embedding(model, variant, short, depth)
+    base, longer = _beyond_embedding(model, variant, short, depth)
+    first = next(iter(short))
     values = {name: list(parts) for name, parts in base.items()}
     for kind, count in short.items():
         if depth[kind] == count:
             continue
-        longer = peaks(model, variant, {**short, kind: count + period})
+        if kind != first:
+            longer = peaks(model, variant, {**short, kind: count + period})
         for name, parts in longer.items():
             for index, (low, high) in enumerate(zip(base[name], parts, strict=True)):
                 values[name][index] += (depth[kind] - count) // period * (high - low)
@@ -125,20 +129,21 @@ def of_variant(model: ModelFacts, variant: Variant) -> tuple[Instant, ...]:
 
 def _beyond_embedding(
     model: ModelFacts, variant: Variant, short: dict[str, int], depth: dict[str, int]
-) -> dict[str, tuple[int, ...]]:
-    """Returns the peaks of a model so deep that its forward peak lies in the layers; changes `short` to that depth.
+) -> tuple[Peaks, Peaks]:
+    """Returns the peaks of a model so deep that its forward peak lies in the layers, and with one period more of the
+    first kind, as far as there are layers; changes `short` to that depth.
 
     With few layers it may be where ZeRO-3 gathers the embedding, which says nothing of a deeper model.
     """
     kind, period = next(iter(short)), variant.checkpointing.period
-    base = peaks(model, variant, short)
+    base = longer = peaks(model, variant, short)
     while short[kind] + period <= depth[kind]:
         longer = peaks(model, variant, {**short, kind: short[kind] + period})
         if longer["forward"][_GATHERED] >= base["forward"][_GATHERED]:
             break
         short[kind] += period
         base = longer
-    return base
+    return base, longer
 
 
 def layer_kinds(model: ModelFacts, variant: Variant) -> dict[str, int]:
@@ -174,7 +179,7 @@ def _instant(name: str, parts: list[int], layers: int) -> Instant:
     return Instant(name=plain, activations=activations, logits=logits, grads=grads, gathered=gathered, layers_done=done)
 
 
-def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> dict[str, tuple[int, ...]]:
+def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> Peaks:
     """Returns the peak of each instant of a model with that many layers of each kind, by part.
 
     The backward passes of the first and of the last layers of a kind are instants of their own, one for each place in

@@ -67,14 +67,21 @@ def brief(model: ModelFacts, configuration: Configuration, passes: Passes, edge:
 @lru_cache(BRIEF_RECORDINGS_KEPT)
 def _brief(model: ModelFacts, variant: Variant, passes: Passes, edge: int) -> Recording:
     depth, period = layer_kinds(model, variant), variant.checkpointing.period
-    if variant.kernels.router_loss:  # each layer makes tensors there that no shallower model has
-        recording = _played(model, variant, depth, passes)
+    recording, short = _shallow(model, variant, passes)
+    if short == depth:
         numbers = numbers_at_edges(depth, period=period, edge=edge)
-        return replace(recording, events=[], freed=[], moments=only_layers(recording.moments, numbers))
-    short = to_play(depth, period=period, edge=BRIEF_EDGE)
-    recording = _played(model, variant, short, passes)
+        return replace(recording, moments=only_layers(recording.moments, numbers))
     moments = moments_at_edges(recording.moments, depth, short, period=period, edge=edge)
-    return replace(recording, events=[], freed=[], moments=moments)
+    return replace(recording, moments=moments)
+
+
+@lru_cache(BRIEF_RECORDINGS_KEPT)
+def _shallow(model: ModelFacts, variant: Variant, passes: Passes) -> tuple[Recording, dict[str, int]]:
+    """Returns the moments of a few layers of each kind, whatever edges of the depth they stand for, and how many."""
+    short = layer_kinds(model, variant)
+    if not variant.kernels.router_loss:  # else each layer makes tensors there that no shallower model has
+        short = to_play(short, period=variant.checkpointing.period, edge=BRIEF_EDGE)
+    return replace(_played(model, variant, short, passes, all_tiles=False), events=[], freed=[]), short
 
 
 def run_at_edges(model: ModelFacts, configuration: Configuration, edge: int) -> tuple[int, ...]:
@@ -116,8 +123,11 @@ def _is_sound(recording: Recording) -> bool:
     return True
 
 
-def _played(model: ModelFacts, variant: Variant, depth: dict[str, int], passes: Passes) -> Recording:
+def _played(
+    model: ModelFacts, variant: Variant, depth: dict[str, int], passes: Passes, *, all_tiles: bool = True
+) -> Recording:
     tape = Tape(release=variant.release)
+    tape.plays_all_tiles = all_tiles
     tape.offloads_inputs, tape.num_in_flight = variant.checkpointing.offload, variant.code.inputs_in_flight
     tape.stops_early = passes.stops_early
     tape.keeps_inputs = passes.keeps_inputs

@@ -12,6 +12,7 @@ from dstrain.choices import Hub, LossKernel, Method, Offload
 from dstrain.facts import probe
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import engine
+from dstrain.plan.memory.fragmentation import most_of_streams
 from dstrain.plan.memory.reserved import AMPERE_WORKSPACE_BYTES, reserved
 from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes
 
@@ -59,3 +60,5 @@ def test_a_few_layers_say_what_all_say(seed: int) -> None:
     held = reserved(model, way, ranks, capacity_bytes=None, expandable_segments=True)
     live = max(found.total + found.apart, expected.total + expected.apart) + 2 * AMPERE_WORKSPACE_BYTES
     assert live <= (1 + bar) * held.settled_bytes, (name, ranks, way)
+    most = most_of_streams(model, replace(way, expandable_segments=True), found)
+    assert held.settled_bytes <= most, (name, ranks, way)
