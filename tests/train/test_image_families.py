@@ -19,7 +19,7 @@ from dstrain.choices import Method
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
 from dstrain.train.checkpoints.saved_model import family_of
-from dstrain.train.data.images import image_text
+from dstrain.train.data.media_reader import image_text
 from dstrain.train.data.show import pieces
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.model import load_model
@@ -91,10 +91,10 @@ TOKEN_KEYS = ("image_token_id", "image_token_index", "audio_token_id", "audio_to
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_the_processor_and_only_answers_carry_loss(models: Path, family: str) -> None:
     encodes = encoder(models, family)
-    assert encodes.images is not None
+    assert encodes.media_reader is not None
     for name in SAMPLES:
         (sample,) = encodes.encode([(name, conversation(models, name, family))])
-        expected = by_hand(models, family, encodes.images.processor, name)
+        expected = by_hand(models, family, encodes.media_reader.processor, name)
         assert sample.input_ids == expected["input_ids"][0].tolist()
         assert sample.labels == expected["labels"][0].tolist()
         pixels = {index for index, token in enumerate(sample.input_ids) if token == media_token(models / family)}
@@ -121,10 +121,11 @@ def test_an_image_with_text_around_its_tokens_is_shown_as_one(models: Path) -> N
 
 @pytest.mark.parametrize("family", ["idefics3", "internvl"])
 def test_a_blank_image_is_not_cut_into_crops(models: Path, family: str) -> None:
-    images = encoder(models, family).images
-    assert images is not None
-    sides = images.pixels("images", [])["pixel_values"].shape
-    assert (sides.numel(), images.blank_tokens(images.processor.tokenizer).count(media_token(models / family))) == (
+    media_reader = encoder(models, family).media_reader
+    assert media_reader is not None
+    sides = media_reader.pixels("images", [])["pixel_values"].shape
+    tokenizer = media_reader.processor.tokenizer
+    assert (sides.numel(), media_reader.blank_tokens(tokenizer).count(media_token(models / family))) == (
         3 * 32 * 32,
         4,
     )
@@ -135,8 +136,8 @@ def test_losses_of_ranks_with_and_without_images_are_those_of_transformers(
     models: Path, losses: list[dict[str, list[float]]], family: str
 ) -> None:
     encodes = encoder(models, family)
-    assert encodes.images is not None
-    whole = encodes.images.processor
+    assert encodes.media_reader is not None
+    whole = encodes.media_reader.processor
     model: Any = family_of(AutoConfig.from_pretrained(models / family))
     model = model.from_pretrained(models / family, dtype=torch.float32).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)

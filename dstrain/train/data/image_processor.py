@@ -19,7 +19,7 @@ from dstrain.facts.model.vision_towers import TRAINS_VIDEOS, require_image_packa
 from dstrain.job.schema import Job
 from dstrain.train.data.audios import audios_of
 from dstrain.train.data.image_positions import positions_of
-from dstrain.train.data.images import Images
+from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.videos import videos_of
 from dstrain.train.tokenizer import cannot_load
 
@@ -59,7 +59,7 @@ def _without_videos() -> Iterator[None]:
         ProcessorMixin.check_argument_for_proper_class = check  # type: ignore[method-assign]
 
 
-def load_images(job: Job, source: str, tokenizer: Any) -> Images | None:
+def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | None:
     """Returns the images of a model with a tower and a processor, or what else it reads; None of a language model.
 
     Raises InvalidConfig if the processor cannot be loaded, EnvironmentProblem if it lacks a package.
@@ -85,7 +85,7 @@ def load_images(job: Job, source: str, tokenizer: Any) -> Images | None:
     if job.chat_template is None and isinstance(processor.chat_template, str):
         tokenizer.chat_template = processor.chat_template  # that of the tokenizer may know no media
     processor.tokenizer = tokenizer
-    return Images(
+    return MediaReader(
         family=config.model_type,
         processor=processor,
         max_pixels=job.max_pixels,

@@ -46,7 +46,7 @@ class Expanded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
+class MediaReader:
     """Reads images, videos and audios with the processor of a model."""
 
     family: str
