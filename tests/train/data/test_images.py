@@ -1,5 +1,6 @@
 """Images in tokens: labels, the cut by seq_len, the micro-batch, and what `dstrain data show` shows."""
 
+import sys
 from base64 import b64encode
 from dataclasses import replace
 from itertools import islice
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForImageTextToText
 
 from dstrain.choices import LossOn, Task
-from dstrain.errors import InvalidConfig
+from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.data.images import opened
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
@@ -305,6 +306,26 @@ def test_a_kind_that_no_row_had_before_training_is_refused_in_a_stream(
     monkeypatch.setattr("dstrain.train.data.streamed.named_in", lambda row: [])
     with pytest.raises(InvalidConfig, match=r"train.jsonl: byte \d+: has images, which no row has that was"):
         Streaming(job, folder, tokenizer)
+
+
+def test_pairs_of_texts_need_no_pillow_and_images_say_that_they_do(
+    job: Job, folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = {"prompt": "What is red?", "chosen": "It is", "rejected": "It is not"}
+    job = replace(job, task=Task.DPO, data=str(write(folder / "pairs.jsonl", [pair])))
+    objective = objective_of(job)
+    assert objective is not None
+    expected = prepare(job, tokenizer, training=True, form=objective.form).dataset[0]["sequences"]
+    template = tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    form = with_media(objective.form, media_reader_of(folder, tokenizer))
+    assert tokenizer.chat_template == template
+    sequences = prepare(job, tokenizer, training=True, form=form).dataset[0]["sequences"]
+    assert [side["input_ids"] for side in sequences] == [side["input_ids"] for side in expected]
+    seen = replace(job, data=str(write(folder / "seen.jsonl", [pair | {"images": ["images/red.png"]}])))
+    with pytest.raises(EnvironmentProblem, match="images need Pillow, which is not installed"):
+        prepare(seen, tokenizer, training=True, form=form)
 
 
 def test_marked_answers_have_the_log_probabilities_of_each_alone_with_its_images(
