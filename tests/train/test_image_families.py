@@ -26,7 +26,7 @@ from dstrain.train.model import load_model
 from tests.sounds import RATE as SAMPLING_RATE
 from tests.sounds import read_wav, tone, write_wav
 from tests.train.engine import Engine
-from tests.train.family_images import FAMILIES, RATE, SAMPLES, STEPS, conversation, encoder, samples_of
+from tests.train.family_images import FAMILIES, RATE, SAMPLES, STEPS, conversation, encoder, micro_batches, samples_of
 from tests.train.vision_families import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM-4V's processor
@@ -104,10 +104,20 @@ def test_tokens_are_those_of_the_processor_and_only_answers_carry_loss(models: P
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("family", ["idefics3", "internvl", *(["qwen2_audio"] if "qwen2_audio" in FAMILIES else [])])
-def test_adapters_are_those_of_the_language_model(models: Path, family: str) -> None:
-    job = Job(model=str(models / family), output_dir="o", method=Method.LORA)
+def test_adapters_are_those_of_the_language_model_and_a_tower_has_no_backward_pass(models: Path, family: str) -> None:
+    job = Job(model=str(models / family), output_dir="o", method=Method.LORA, grad_ckpt=True)
     model = load_model(job, job.model, {})
     assert {part_of(name) for name, value in model.named_parameters() if value.requires_grad} == {Part.LANGUAGE_MODEL}
+    differentiated = set()
+
+    def note(name: str, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            differentiated.add(part_of(f"{name}.weight"))
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: note(name, output))
+    assert model(**micro_batches(models, family, model.get_base_model(), 0)[0]).loss.requires_grad
+    assert differentiated == {Part.LANGUAGE_MODEL}
 
 
 def test_an_image_with_text_around_its_tokens_is_shown_as_one(models: Path) -> None:
