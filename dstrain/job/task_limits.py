@@ -199,9 +199,13 @@ def broken_by_media(job: Job, columns: Sequence[str], *, packs: bool) -> Iterato
 
     `columns`: what the data have. `packs`: whether their positions in packed rows are known of the model's family.
     """
-    of_sound = WITH_AUDIOS if "audios" in columns else ()
-    limits = (*WITH_MEDIA, *of_sound, *(() if packs else (_UNKNOWN_POSITIONS,)))
+    limits = limits_of_media(hears="audios" in columns, packs=packs)
     yield from _exceeded(job, limits, f"data with {' and '.join(columns)} do")
+
+
+def limits_of_media(*, hears: bool, packs: bool) -> tuple[TaskLimit, ...]:
+    """Returns the limits of data with images, videos or, if the model hears, audios; `packs` as above."""
+    return (*WITH_MEDIA, *(WITH_AUDIOS if hears else ()), *(() if packs else (_UNKNOWN_POSITIONS,)))
 
 
 def _exceeded(job: Job, limits: Iterable[TaskLimit], subject: str) -> Iterator[tuple[TaskLimit, str]]:

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dstrain.choices import Interval
+from dstrain.errors import InvalidConfig
 from dstrain.facts.data.best_fit import best_fit
 from dstrain.facts.data.lengths import Lengths
+from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.vision_towers import packs_media
 from dstrain.facts.workload import Workload
 from dstrain.job.schema import Job
+from dstrain.job.task_limits import limits_of_media
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.layers.activations import has_layer_code
@@ -87,8 +90,10 @@ def with_lengths(
     """Returns the request with what it leaves open and the data decide.
 
     Short samples share rows if the model's family is known to keep them apart and enough steps are left; else a row is
-    as long as the longest sample, up to the default.
+    as long as the longest sample, up to the default. Raises InvalidConfig as `for_media`.
     """
+    if lengths.has_media:
+        request = for_media(request, model)
     limit = row_tokens(request, model)
     if request.packing is None and not request.task.has_own_loss and _keeps_apart(model, lengths):
         items, scale = _rows(lengths, limit, is_packed=True), lengths.num_samples / len(lengths.tokens)
@@ -100,6 +105,23 @@ def with_lengths(
         longest = 1 << (lengths.tokens[-1] - 1).bit_length()
         request = replace(request, seq_len=min(limit, max(LEAST_SEQ_LEN, longest)))
     return replace(request, packing=bool(request.packing))
+
+
+def for_media(request: Request, model: ModelFacts) -> Request:
+    """Returns the request without the choices that a run on images, videos or audios refuses.
+
+    Raises InvalidConfig if it asks for one.
+    """
+    hears = model.model_type in TRAINS_AUDIO
+    limits = limits_of_media(hears=hears, packs=packs_media(model.model_type))
+    for limit in (limit for limit in limits if hasattr(request, limit.key)):  # others are no choice of a plan
+        asked = getattr(request, limit.key)
+        if asked is None:
+            request = replace(request, **{limit.key: limit.values[0]})
+        elif asked not in limit.values:
+            problem = limit.problem(f"data with {'audios' if hears else 'images or videos'} do", asked)
+            raise InvalidConfig(problem, hint=f"Leave --{limit.key} out, or name other data.")
+    return request
 
 
 def _keeps_apart(model: ModelFacts, lengths: Lengths) -> bool:

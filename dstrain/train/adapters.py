@@ -84,7 +84,7 @@ def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype 
         task_type="SEQ_CLS" if scoring.has_score(model) else "CAUSAL_LM",  # whose score trains whole
     )
     if grad_ckpt:
-        model.enable_input_require_grads()  # recomputed layers get no gradient from frozen embeddings otherwise
+        require_input_grads(model)
     try:
         # adapters in the model's dtype: DeepSpeed keeps their fp32 masters
         adapted = get_peft_model(model, adapter, autocast_adapter_dtype=False, **options)
@@ -97,6 +97,20 @@ def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype 
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(dtype)
     return adapted
+
+
+def require_input_grads(model: Any) -> None:
+    """Makes the embeddings of tokens require gradients: layers recomputed from frozen ones have none otherwise.
+
+    Transformers' own function asks it of the patches of a tower as well, which would then keep what its frozen blocks
+    compute, and go backward through them, for nothing.
+    Source: Transformers 5.23 modeling_utils.py: enable_input_require_grads.
+    """
+
+    def require(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
+        output.requires_grad_(True)
+
+    model.get_input_embeddings().register_forward_hook(require)
 
 
 def note_on_base(job: Job) -> str | None:

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 from dstrain.job.schema import Job
-from dstrain.train.data.image_processor import load_images
-from dstrain.train.data.images import Images
+from dstrain.train.data.image_processor import load_media_reader
+from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.streamed import StreamedData, streamed
-from dstrain.train.data.tokenized import SEQUENCES, Report, with_images
+from dstrain.train.data.tokenized import SEQUENCES, Report, with_media
 from dstrain.train.tasks.objective import Objective
 from dstrain.train.tokenizer import load_tokenizer
 
@@ -21,7 +21,7 @@ class JobData:
     """The tokenizer and the data of a job."""
 
     tokenizer: Any
-    images: Images | None
+    media_reader: MediaReader | None
     """Reads images, videos and audios; None: the model has no tower, or the task takes none."""
     train: PreparedData | StreamedData
     eval: PreparedData | None
@@ -38,15 +38,18 @@ def load(job: Job, source: str, objective: Objective | None, report: Report) -> 
     Raises InvalidConfig with file and line for an unusable row.
     """
     tokenizer = load_tokenizer(job, source)
-    images = None if job.task.has_score else load_images(job, source, tokenizer)
+    media_reader = None if job.task.has_score else load_media_reader(job, source, tokenizer)
     form = objective.form if objective else SEQUENCES
-    form = with_images(form, images) if images else form
+    form = with_media(form, media_reader) if media_reader else form
     tokens = partial(prepare, job, tokenizer, report=report, form=form)
     if job.streaming:
-        stream, held_out = streamed(job, tokenizer, images)
+        stream, held_out = streamed(job, tokenizer, media_reader)
         own = tokens(training=False) if job.eval_data is not None else held_out
-        return JobData(tokenizer=tokenizer, images=images, train=stream, eval=own)
+        return JobData(tokenizer=tokenizer, media_reader=media_reader, train=stream, eval=own)
     train = tokens(training=True)
     return JobData(
-        tokenizer=tokenizer, images=images, train=train, eval=tokens(training=False) if job.has_eval else None
+        tokenizer=tokenizer,
+        media_reader=media_reader,
+        train=train,
+        eval=tokens(training=False) if job.has_eval else None,
     )

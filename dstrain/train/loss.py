@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -15,12 +14,9 @@ from dstrain.errors import InvalidConfig
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
-from dstrain.train.evaluation import loss_of
 
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings that scale or bound logits. Source: Transformers 5.23 models gemma2, cohere, granite, falcon_h1."""
-_CHECKED = 1e-2
-"""Largest relative difference between the fused loss of some tokens and that of their logits."""
 
 
 def replace_loss(model: Any, loss: LossKernel) -> None:
@@ -53,17 +49,21 @@ def replace_loss(model: Any, loss: LossKernel) -> None:
 
 
 def computes_own_loss(model: Any) -> bool:
-    """Returns whether a model of Transformers shifts the targets of a micro-batch and takes their mean on its own.
+    """Returns whether a model may compute its loss on its own, which then need not know the token count of a step.
 
-    Source: transformers 5.23 models/qwen2_audio/modeling_qwen2_audio.py: Qwen2AudioForConditionalGeneration.forward.
+    False: its code hands what it is given to `loss_function`, as most of Transformers' do; a test reads them all.
     """
-    kind = type(without_adapter(model))
-    code = inspect.getsource(kind.forward) if kind.__module__.startswith("transformers.") else ""
-    return "shift_labels = labels" in code and "self.loss_function" not in code
+    try:
+        return "self.loss_function(" not in inspect.getsource(type(without_adapter(model)).forward)
+    except (OSError, TypeError):  # code that is in no file
+        return True
 
 
 def asked_loss(model: Any) -> Callable[..., torch.Tensor]:
-    """Returns the loss that a model should ask for, as the Trainer calls it in its place."""
+    """Returns the loss that a model should ask for, as the Trainer calls it in its place: a mean over a step's tokens.
+
+    Source: transformers 5.23 models/qwen2_audio/modeling_qwen2_audio.py, which takes that of each micro-batch.
+    """
     base = without_adapter(model)
     vocab_size = base.config.get_text_config().vocab_size
 
@@ -89,7 +89,7 @@ def chunked_loss(
     `logits`: (batch, seq, vocab); `labels`, or `shift_labels` where they are shifted already: (batch, seq).
     Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss.
     """
-    targets = _targets(labels, shift_labels).reshape(-1).to(logits.device)
+    targets = targets_of(labels, shift_labels).reshape(-1).to(logits.device)
     return _mean(sum_of_losses(logits.reshape(-1, vocab_size), targets, ignore_index), targets, num_items_in_batch)
 
 
@@ -125,7 +125,7 @@ class _FusedHead:
         @wraps(forward)  # the Trainer reads the signature
         def with_targets(*arguments: Any, **inputs: Any) -> Any:
             labels, shifted = inputs.get("labels"), inputs.get("shift_labels")
-            self._targets = None if labels is None and shifted is None else _targets(labels, shifted)
+            self._targets = None if labels is None and shifted is None else targets_of(labels, shifted)
             try:
                 return forward(*arguments, **inputs)
             finally:
@@ -158,7 +158,7 @@ class _FusedHead:
         shift_labels: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        return _mean(logits, _targets(labels, shift_labels), num_items_in_batch)
+        return _mean(logits, targets_of(labels, shift_labels), num_items_in_batch)
 
 
 def _fused(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -225,62 +225,8 @@ def _tile(
     return loss.detach(), grad
 
 
-def takes_targets(engine: Any, inputs: Mapping[str, Any]) -> bool:
-    """Returns whether the loss is a sum over `shift_labels` divided by `num_items_in_batch`; all ranks run it together.
-
-    `inputs`: a micro-batch with `labels`, (batch, seq). Classes of vision-language models say that they do not
-    (`accepts_loss_kwargs`), and most do; the Trainer would then average over micro-batches of different lengths. The
-    sum is 0 where there are no targets; a mean is NaN, and a loss that shifts `labels` itself is above 0.
-    """
-    labels = inputs["labels"]
-    targets = {"shift_labels": torch.full_like(labels, IGNORED), "num_items_in_batch": labels.new_tensor(1)}
-    with trial(engine):
-        try:
-            return bool(engine(**{**inputs, **targets}).loss == 0)
-        except TypeError:  # an unknown argument
-            return False
-
-
-def is_that_of_logits(engine: Any, inputs: Mapping[str, Any]) -> bool:
-    """Returns whether a model's loss is the cross entropy of its logits; all ranks run it together.
-
-    A fused loss is not, in a model that scales or bounds its logits. `inputs`: a micro-batch with `labels`.
-    """
-    targets = {name: value for name, value in inputs.items() if name in ("labels", "shift_labels")}
-    others = {name: value for name, value in inputs.items() if name not in targets}
-    with trial(engine):
-        sums = sums_of(engine, inputs)
-        logits = engine(**others).logits
-    losses = loss_of(logits, _targets(targets.get("labels"), targets.get("shift_labels")))
-    return bool(torch.isclose(sums[0], losses[0], rtol=_CHECKED, atol=_CHECKED))
-
-
-def sums_of(engine: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the sum of the losses, which the model computes, and the number of targets: (2,), float64.
-
-    The loss of a router, which some models add to that of each micro-batch, is left out.
-    """
-    targets = _targets(inputs.get("labels"), inputs.get("shift_labels"))
-    config = without_adapter(getattr(engine, "module", engine)).config.get_text_config()
-    others = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
-    loss = engine(**inputs, **others, num_items_in_batch=targets.new_ones(())).loss
-    return torch.stack([loss.double(), (targets != IGNORED).sum().double()])
-
-
-@contextmanager
-def trial(engine: Any) -> Iterator[None]:
-    """Forwards within it have no gradients and no dropout, leave random numbers as they are, and compile nothing."""
-    was_training = engine.training
-    engine.eval()
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    try:
-        with torch.random.fork_rng(devices), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        engine.train(was_training)
-
-
-def _targets(labels: torch.Tensor | None, shifted: torch.Tensor | None) -> torch.Tensor:
+def targets_of(labels: torch.Tensor | None, shifted: torch.Tensor | None) -> torch.Tensor:
+    """Returns the targets of the logits, (batch, seq): labels shifted to the token before, unless they are already."""
     if shifted is not None:
         return shifted
     assert labels is not None

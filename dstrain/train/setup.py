@@ -39,8 +39,8 @@ from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.saved_model import base_config
 from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
-from dstrain.train.data.image_collator import ImageCollator
-from dstrain.train.data.images import Images
+from dstrain.train.data.media_collator import MediaCollator
+from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.prepare import PreparedData
 from dstrain.train.data.stream import StreamCollator
 from dstrain.train.data.streamed import StreamedData
@@ -79,7 +79,7 @@ class TrainingSetup:
     collectives: Collectives
     """Observes those of training."""
     tokenizer: Any
-    images: Images | None
+    media_reader: MediaReader | None
     """Reads images, videos and audios; None: the model has no tower, or scores whole sequences."""
     objective: Objective | None
     """The task, if its loss is not that of the model itself."""
@@ -128,7 +128,7 @@ class TrainingSetup:
             group=group,
             collectives=collectives,
             tokenizer=data.tokenizer,
-            images=data.images,
+            media_reader=data.media_reader,
             objective=objective,
             train_data=data.train,
             eval_data=data.eval,
@@ -174,7 +174,7 @@ class TrainingSetup:
             eval_dataset=self.eval_data.dataset if self.eval_data else None,
             data_collator=self._whole_collator(),
             processing_class=self.tokenizer,
-            extra_files=self.images.files if self.images else (),
+            extra_files=self.media_reader.files if self.media_reader else (),
         )
         engine_of = lambda: trainer.model_wrapped  # noqa: E731
         trainer.add_callback(MeasureCallback(engine_of, self.run_dir, group=self.group, is_first=first))
@@ -230,7 +230,7 @@ class TrainingSetup:
         counting = CountingCollator(self._collator())
         return StreamCollator(counting) if self.job.streaming else counting
 
-    def _collator(self) -> Collator | SampleCollator | ImageCollator:
+    def _collator(self) -> Collator | SampleCollator | MediaCollator:
         plain = Collator(
             pad_token_id=int(self.tokenizer.pad_token_id),
             packing=self.job.packing,
@@ -238,11 +238,12 @@ class TrainingSetup:
             joins_rows=joins_rows(self.model),
             slices=self.job.sp,
         )
-        collator: Collator | ImageCollator = plain
-        if self.images is not None and (media := self._media):
+        collator: Collator | MediaCollator = plain
+        reader = self.media_reader
+        if reader is not None and (media := self._media):
             parameters = frozenset(signature(without_adapter(self.model).forward).parameters)
-            blanks = {column: self.images.blank_tokens(self.tokenizer, column) for column in sorted(media)}
-            collator = ImageCollator(collator=plain, images=self.images, blanks=blanks, parameters=parameters)
+            blanks = {column: reader.blank_tokens(self.tokenizer, column) for column in sorted(media)}
+            collator = MediaCollator(collator=plain, media_reader=reader, blanks=blanks, parameters=parameters)
         return collator if self.objective is None else self.objective.collates(collator=collator)
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dstrain.train.loss import sums_of
+from dstrain.train.loss_trials import sums_of
 from dstrain.train.trainer import Trainer
 
 

@@ -27,7 +27,8 @@ from dstrain.train.data.packing import PackedRows, row_of
 from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.evaluation import Share, loss_of, mean_loss, without_targets
-from dstrain.train.loss import asked_loss, computes_own_loss, is_that_of_logits, sums_of, takes_targets
+from dstrain.train.loss import asked_loss, computes_own_loss
+from dstrain.train.loss_trials import is_mean_of_logits, is_that_of_logits, sums_of, takes_targets
 from dstrain.train.preflight.checks import Checks
 from dstrain.train.rank import Rank
 from dstrain.train.router_loss import RouterLoss
@@ -64,7 +65,7 @@ class Trainer(StreamingTrainer):
         self._checks = checks
         self._router_loss = RouterLoss(self.model, job, rank.world_size)
         if computes_own_loss(self.model):
-            self.model_accepts_loss_kwargs, self.compute_loss_func = False, asked_loss(self.model)
+            self.model_accepts_loss_kwargs = False  # see `_try_loss`
         self.num_shares = job.data_parallel(rank.world_size)
         """Ranks, or groups of ranks, that have micro-batches of their own."""
         self._share, index_in_group = divmod(rank.index, job.ranks_per_batch)
@@ -219,9 +220,21 @@ class Trainer(StreamingTrainer):
             key, cure = ("sp", 1) if job.sp > 1 else ("tp", 1) if job.tp > 1 else ("loss", LossKernel.CHUNKED)
             problem = f"the loss of {name} does not take shifted labels and token counts"
             raise InvalidConfig(f"{key} is {getattr(job, key)}, but {problem}", hint=f"{key}: {cure}")
+        if not self.model_accepts_loss_kwargs:
+            self._replace_mean(name, inputs)
         if is_fused and not is_that_of_logits(engine, inputs):
             problem = f"{name} changes its logits between head and loss"
             raise InvalidConfig(f"loss is fused, but {problem}", hint="loss: chunked")
+
+    def _replace_mean(self, name: str, inputs: dict[str, Any]) -> None:
+        """Asks for the mean over the tokens of a step in the place of a model, if its loss is that of a micro-batch."""
+        if is_mean_of_logits(self.model_wrapped, inputs):
+            self.compute_loss_func = asked_loss(self.model)
+            self._rank.say(
+                f"{name} takes the mean of each micro-batch; its loss is computed over the tokens of a step instead"
+            )
+        else:
+            self._rank.say(f"{name} has a loss of its own: that of a step is a mean of micro-batches, not of tokens")
 
     def trial_size(self) -> int:
         """Returns the rows of the micro-batch on which the loss and isolation are tried."""

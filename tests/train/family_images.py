@@ -22,8 +22,8 @@ from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.train.checkpoints.saved_model import family_of
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.image_collator import ImageCollator
-from dstrain.train.data.image_processor import load_images
+from dstrain.train.data.image_processor import load_media_reader
+from dstrain.train.data.media_collator import MediaCollator
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train import audio_families, vision_families
@@ -72,19 +72,19 @@ def encoder(folder: Path, family: str) -> Encoder:
     """Returns what dstrain makes tokens of a family's samples with."""
     job = Job(model=str(folder / family), output_dir="o")
     tokenizer: Any = load_tokenizer(job, job.model)
-    images = load_images(job, job.model, tokenizer)
-    return Encoder(tokenizer=tokenizer, seq_len=256, loss_on=LossOn.ANSWER, images=images)
+    media_reader = load_media_reader(job, job.model, tokenizer)
+    return Encoder(tokenizer=tokenizer, seq_len=256, loss_on=LossOn.ANSWER, media_reader=media_reader)
 
 
 def micro_batches(folder: Path, family: str, model: Any, rank: int) -> list[dict[str, Any]]:
     encodes = encoder(folder, family)
-    images = encodes.images
-    assert images is not None
+    media_reader = encodes.media_reader
+    assert media_reader is not None
     column = f"{FAMILIES[family].kind}s"
-    collate = ImageCollator(
+    collate = MediaCollator(
         collator=Collator(pad_token_id=encodes.tokenizer.pad_token_id, packing=False),
-        images=images,
-        blanks={column: images.blank_tokens(encodes.tokenizer, column)},
+        media_reader=media_reader,
+        blanks={column: media_reader.blank_tokens(encodes.tokenizer, column)},
         parameters=frozenset(signature(model.forward).parameters),
     )
     found = []

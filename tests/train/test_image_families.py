@@ -19,14 +19,14 @@ from dstrain.choices import Method
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
 from dstrain.train.checkpoints.saved_model import family_of
-from dstrain.train.data.images import image_text
+from dstrain.train.data.media_reader import image_text
 from dstrain.train.data.show import pieces
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.model import load_model
 from tests.sounds import RATE as SAMPLING_RATE
 from tests.sounds import read_wav, tone, write_wav
 from tests.train.engine import Engine
-from tests.train.family_images import FAMILIES, RATE, SAMPLES, STEPS, conversation, encoder, samples_of
+from tests.train.family_images import FAMILIES, RATE, SAMPLES, STEPS, conversation, encoder, micro_batches, samples_of
 from tests.train.vision_families import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM-4V's processor
@@ -91,10 +91,10 @@ TOKEN_KEYS = ("image_token_id", "image_token_index", "audio_token_id", "audio_to
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_the_processor_and_only_answers_carry_loss(models: Path, family: str) -> None:
     encodes = encoder(models, family)
-    assert encodes.images is not None
+    assert encodes.media_reader is not None
     for name in SAMPLES:
         (sample,) = encodes.encode([(name, conversation(models, name, family))])
-        expected = by_hand(models, family, encodes.images.processor, name)
+        expected = by_hand(models, family, encodes.media_reader.processor, name)
         assert sample.input_ids == expected["input_ids"][0].tolist()
         assert sample.labels == expected["labels"][0].tolist()
         pixels = {index for index, token in enumerate(sample.input_ids) if token == media_token(models / family)}
@@ -104,10 +104,20 @@ def test_tokens_are_those_of_the_processor_and_only_answers_carry_loss(models: P
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT asks for it
 @pytest.mark.parametrize("family", ["idefics3", "internvl", *(["qwen2_audio"] if "qwen2_audio" in FAMILIES else [])])
-def test_adapters_are_those_of_the_language_model(models: Path, family: str) -> None:
-    job = Job(model=str(models / family), output_dir="o", method=Method.LORA)
+def test_adapters_are_those_of_the_language_model_and_a_tower_has_no_backward_pass(models: Path, family: str) -> None:
+    job = Job(model=str(models / family), output_dir="o", method=Method.LORA, grad_ckpt=True)
     model = load_model(job, job.model, {})
     assert {part_of(name) for name, value in model.named_parameters() if value.requires_grad} == {Part.LANGUAGE_MODEL}
+    differentiated = set()
+
+    def note(name: str, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.requires_grad:
+            differentiated.add(part_of(f"{name}.weight"))
+
+    for name, module in model.named_modules():
+        module.register_forward_hook(lambda _module, _inputs, output, name=name: note(name, output))
+    assert model(**micro_batches(models, family, model.get_base_model(), 0)[0]).loss.requires_grad
+    assert differentiated == {Part.LANGUAGE_MODEL}
 
 
 def test_an_image_with_text_around_its_tokens_is_shown_as_one(models: Path) -> None:
@@ -121,10 +131,11 @@ def test_an_image_with_text_around_its_tokens_is_shown_as_one(models: Path) -> N
 
 @pytest.mark.parametrize("family", ["idefics3", "internvl"])
 def test_a_blank_image_is_not_cut_into_crops(models: Path, family: str) -> None:
-    images = encoder(models, family).images
-    assert images is not None
-    sides = images.pixels("images", [])["pixel_values"].shape
-    assert (sides.numel(), images.blank_tokens(images.processor.tokenizer).count(media_token(models / family))) == (
+    media_reader = encoder(models, family).media_reader
+    assert media_reader is not None
+    sides = media_reader.pixels("images", [])["pixel_values"].shape
+    tokenizer = media_reader.processor.tokenizer
+    assert (sides.numel(), media_reader.blank_tokens(tokenizer).count(media_token(models / family))) == (
         3 * 32 * 32,
         4,
     )
@@ -135,8 +146,8 @@ def test_losses_of_ranks_with_and_without_images_are_those_of_transformers(
     models: Path, losses: list[dict[str, list[float]]], family: str
 ) -> None:
     encodes = encoder(models, family)
-    assert encodes.images is not None
-    whole = encodes.images.processor
+    assert encodes.media_reader is not None
+    whole = encodes.media_reader.processor
     model: Any = family_of(AutoConfig.from_pretrained(models / family))
     model = model.from_pretrained(models / family, dtype=torch.float32).train()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)

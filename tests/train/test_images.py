@@ -18,8 +18,8 @@ from transformers import AutoModelForImageTextToText
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
 from dstrain.monitor.sinks.jsonl import read_jsonl
-from dstrain.train.data.image_processor import load_images
-from dstrain.train.data.images import Images
+from dstrain.train.data.image_processor import load_media_reader
+from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.engine import Engine
 from tests.train.launching import EXACT, codes, lines, make_run, require_packed_as_alone, said, tensors
@@ -80,9 +80,9 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
 @pytest.fixture(scope="module")
 def processor(runs: Path) -> Any:
     job = Job(model=str(runs / "model"), output_dir="o")
-    images = load_images(job, job.model, load_tokenizer(job, job.model))
-    assert isinstance(images, Images)
-    return images.processor
+    media_reader = load_media_reader(job, job.model, load_tokenizer(job, job.model))
+    assert isinstance(media_reader, MediaReader)
+    return media_reader.processor
 
 
 SAMPLES: dict[str, tuple[str, str, list[str]]] = {

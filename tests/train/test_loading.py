@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from dstrain.choices import Method, Precision
+from dstrain.choices import Method, Offload, Precision
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.probe import read_model
+from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.loading import Machine, loading
 from dstrain.plan.memory.params import quantized_bytes_per_param, trained
@@ -130,3 +131,19 @@ def test_weights_are_flattened_in_ram_where_the_gpu_is_full(engine: Engine, tmp_
         planned = loading(facts, counts, each.configuration, machine).host_bytes_per_node
         assert planned == whole * (2 if each.is_full else 1)  # its own dtype is unknown, so it is cast in RAM
         assert found.host_at_load == pytest.approx(planned, rel=0.001)
+
+
+@pytest.mark.parametrize("offload", [Offload.NONE, Offload.PARAMS])
+def test_adapters_are_whole_on_each_rank_until_zero3_shards_them(offload: Offload) -> None:
+    facts, lora = read_model("qwen3-30b-a3b"), Lora(rank=16, target_parameters=("experts",))
+    counts = trained(facts, Method.LORA, lora)
+    machine = Machine(num_ranks=8, ranks_per_node=8, gpu_bytes=80 * 2**30, outside_bytes=0)
+    planned = loading(
+        facts, counts, changed(DEFAULTS, zero_stage=3, method=Method.LORA, lora=lora, offload=offload), machine
+    )
+    whole = 2 * counts.trainable
+    assert whole == 1_285_029_888  # bytes in bf16
+    if offload is Offload.NONE:
+        assert planned.device_bytes_per_gpu == pytest.approx(2 * counts.frozen / 8 + whole, abs=8)
+    else:
+        assert (planned.device_bytes_per_gpu, planned.host_bytes_per_node) == (0, 8 * whole)

@@ -1,4 +1,4 @@
-"""The chunked and the fused loss, and which losses take shifted targets and the token count of a step."""
+"""The chunked and the fused loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from dstrain.train.adapters import with_adapter
 from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.evaluation import loss_of
-from dstrain.train.loss import chunked_loss, is_that_of_logits, replace_loss, sums_of, takes_targets
+from dstrain.train.loss import chunked_loss, replace_loss
+from dstrain.train.loss_trials import is_that_of_logits, sums_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
@@ -60,45 +61,6 @@ def qwen2_5_vl() -> Any:
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **TOKENS)
     )
-
-
-class OwnLoss(Qwen3ForCausalLM):
-    """A model of someone who computes a mean."""
-
-    def forward(self, input_ids: Any, labels: Any, attention_mask: Any, **_: Any) -> Any:
-        outputs = super().forward(input_ids=input_ids, attention_mask=attention_mask)
-        assert outputs.logits is not None
-        outputs.loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-        return outputs
-
-
-class FewArguments(Qwen3ForCausalLM):
-    """A model that takes nothing more than it names."""
-
-    def forward(self, input_ids: Any, labels: Any, attention_mask: Any) -> Any:
-        return super().forward(input_ids=input_ids, labels=labels, attention_mask=attention_mask)
-
-
-def own_loss() -> Any:
-    return OwnLoss(Qwen3Config(**TEXT))
-
-
-def few_arguments() -> Any:
-    return FewArguments(Qwen3Config(**TEXT))
-
-
-@pytest.mark.parametrize(
-    ("make", "takes"), [(qwen3, True), (qwen2_5_vl, True), (own_loss, False), (few_arguments, False)]
-)
-def test_a_loss_that_takes_them_is_known_by_what_it_computes(make: Any, takes: bool) -> None:
-    torch.manual_seed(0)
-    model = make().train()
-    ids = torch.randint(10, 60, (2, 16))
-    state = torch.get_rng_state()
-    inputs = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-    assert takes_targets(model, inputs) is takes
-    assert model.training
-    assert state.equal(torch.get_rng_state())
 
 
 @pytest.mark.parametrize("shifted", [False, True])

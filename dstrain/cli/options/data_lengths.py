@@ -60,11 +60,15 @@ class TrainingData:
     """The job that trains on them; None if they are not known."""
     eval_samples: int = 0
     """Samples of an evaluation; 0 also if their number is not known."""
+    has_media: bool = False
+    """Whether they have images, videos or audios, though their lengths are not known."""
     unknown: str | None = None
     """Why they are not known, in words; None if no data are named."""
 
     def decide(self, inputs: PlanInputs) -> PlanInputs:
         """Returns the planner's inputs with what the lengths decide, and what they say of rows."""
+        if self.has_media:
+            inputs = replace(inputs, request=run_time.for_media(inputs.request, inputs.workload.model))
         if self.lengths is None or self.job is None:
             return inputs
         epochs, max_steps, model = self.job.num_train_epochs, self.job.max_steps, inputs.workload.model
@@ -155,7 +159,7 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
         return TrainingData(unknown=problem)
     tokenizer = tokenizer_file(model.source, hub)
     if tokenizer is None:
-        return TrainingData(unknown=f"the tokenizer of {model.source} is not here: hf download {model.source}")
+        return _without_tokenizer(job, model)
     rows = max(_FEWEST_ROWS, SAMPLED_ROWS // len(sources))
     image_tokens = None
     if job.image_patches and model.vision is not None:
@@ -182,6 +186,14 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
         ),
         job=job,
         eval_samples=sum(held_out) or _eval_samples(job),
+    )
+
+
+def _without_tokenizer(job: Job, model: ModelFacts) -> TrainingData:
+    """Returns what rows say without their lengths."""
+    return TrainingData(
+        has_media=any(media_in(source.path, reading_for(source, job)) for source in job.train_sources),
+        unknown=f"the tokenizer of {model.source} is not here: hf download {model.source}",
     )
 
 

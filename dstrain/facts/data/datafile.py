@@ -97,10 +97,8 @@ def check(
 ) -> DataReport:
     """Returns the contents of a data file, after parsing the rows in its first `limit_bytes` as conversations.
 
-    Images, videos and audios must exist, and with `opens_images` must be whole.
-
-    Raises InvalidConfig with up to five problems, one per line, each with file and line; with `skip` only if no row is
-    usable.
+    Images, videos and audios must exist, and with `opens_images` must be whole. Raises InvalidConfig with up to five
+    problems, one per line, each with file and line, or with one that all have; with `skip` only if no row is usable.
     """
     source, seen = Path(path), _Seen()
     problems: list[str] = []
@@ -113,6 +111,8 @@ def check(
             reading = reading_of(str(path), list(entry.row), reading) if seen.num_rows == 0 else reading
             seen.add(entry, reading, opens_images=opens_images)
         except InvalidConfig as error:
+            if error.problem in problems and not skip:  # of the file, whose rows all have it
+                break
             problems.append(error.problem)
             hints += [error.hint] if error.hint else []
             if (len(problems) == _SHOWN_PROBLEMS and not (skip and useful)) or reading.format is DataFormat.AUTO:
@@ -176,6 +176,7 @@ def _require_whole(sample: Conversation, where: str) -> None:
 
 def _problems(source: Path, problems: list[str], hints: list[str]) -> InvalidConfig:
     """Returns one error for the problems of several rows."""
+    problems = list(dict.fromkeys(problems))
     more = [f"{source}: stopped after {_SHOWN_PROBLEMS} problems"] if len(problems) == _SHOWN_PROBLEMS else []
     return InvalidConfig("\n".join(problems + more), hint="\n".join(dict.fromkeys(hints)) or None)
 

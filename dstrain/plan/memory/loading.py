@@ -45,7 +45,9 @@ def loading(model: ModelFacts, counts: Trained, configuration: Configuration, ma
     that does not fit, both copies are in RAM: 2sP for each rank.
     RAM without ZeRO-3: weights are mapped files, unless their dtype changes (s(P + F) for each rank) or experts are
     merged (those, and the tensor being merged, for each rank). ZeRO-3: rank 0 merges one tensor at a time (twice the
-    merged one), and each rank's share sP/N passes through RAM.
+    merged one), and each rank's share sP/N passes through RAM; adapters are whole on each rank until the engine shares
+    them: sP on the GPU, or in RAM if parameters are offloaded (peft 0.21 tuners/lora/layer.py:
+    _move_adapter_to_device_of_base_layer).
     PyTorch's own sharding is taken to load the whole model into RAM, ZeRO-0 on every rank.
     Source: Transformers 5.23 core_model_loading.py: convert_and_load_state_dict_in_model (one thread if weights are
     quantised); integrations/bitsandbytes.py: Bnb4bitQuantize; integrations/deepspeed.py:
@@ -76,7 +78,9 @@ def _partitioned(model: ModelFacts, counts: Trained, configuration: Configuratio
     s, here = configuration.model.item, not configuration.zero.offloads_params
     sizes = (s * counts.trainable, _weights(counts, configuration))
     share, on_gpu = (here * (size + s * counts.elsewhere) // machine.num_ranks for size in sizes)
-    in_ram = max(2 * _merged(model, configuration), machine.ranks_per_node * share)
+    adapters = 0 if configuration.model.is_full else s * counts.trainable  # PEFT makes them whole, where weights are
+    on_gpu += here * (adapters - adapters // machine.num_ranks)
+    in_ram = max(2 * _merged(model, configuration), machine.ranks_per_node * (share + (not here) * adapters))
     return _loading(on_gpu + _replaced(model, configuration), in_ram, machine)
 
 

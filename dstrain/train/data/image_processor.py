@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoProcessor, ProcessorMixin
 from transformers.models.auto import video_processing_auto
 from transformers.utils.hub import PushToHubMixin, cached_file
 
+from dstrain.errors import EnvironmentProblem
 from dstrain.facts.data import images
 from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.facts.model.model_files import PROCESSOR_FILES
@@ -19,7 +20,7 @@ from dstrain.facts.model.vision_towers import TRAINS_VIDEOS, require_image_packa
 from dstrain.job.schema import Job
 from dstrain.train.data.audios import audios_of
 from dstrain.train.data.image_positions import positions_of
-from dstrain.train.data.images import Images
+from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.videos import videos_of
 from dstrain.train.tokenizer import cannot_load
 
@@ -59,21 +60,27 @@ def _without_videos() -> Iterator[None]:
         ProcessorMixin.check_argument_for_proper_class = check  # type: ignore[method-assign]
 
 
-def load_images(job: Job, source: str, tokenizer: Any) -> Images | None:
-    """Returns the images of a model with a tower and a processor, or what else it reads; None of a language model.
+def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | None:
+    """Returns what reads the images of a model with a tower and a processor, or its videos and audios.
 
-    Raises InvalidConfig if the processor cannot be loaded, EnvironmentProblem if it lacks a package.
+    None of a language model. Without a package that the processor needs it refuses what it is to read: data may be
+    text alone. Raises InvalidConfig if the processor cannot be loaded.
     """
     lenient = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
     files = [cached_file(source, name, **lenient) for name in PROCESSOR_FILES]
     if not any(files[:2]):
         return None
     config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
-    hears = config.model_type in TRAINS_AUDIO
-    if not hears:
-        images.require_pillow()
-    require_image_package(config.model_type)
-    has_videos = config.model_type in TRAINS_VIDEOS and find_spec("torchvision") is not None
+    family, saved = config.model_type, tuple(Path(file) for file in files if file is not None)
+    hears = family in TRAINS_AUDIO
+    try:
+        if not hears:
+            images.require_pillow()
+        require_image_package(family)
+    except EnvironmentProblem as lack:
+        _take_template(ProcessorMixin.get_processor_dict(source)[0].get("chat_template"), job, tokenizer)
+        return MediaReader(family=family, processor=None, max_pixels=None, lack=lack, files=saved)
+    has_videos = family in TRAINS_VIDEOS and find_spec("torchvision") is not None
     try:
         with nullcontext() if has_videos else _without_videos():
             load: Any = AutoProcessor.from_pretrained
@@ -82,15 +89,20 @@ def load_images(job: Job, source: str, tokenizer: Any) -> Images | None:
         raise cannot_load("processor", job, error) from error
     if not hears and getattr(processor, "image_processor", None) is None:
         return None
-    if job.chat_template is None and isinstance(processor.chat_template, str):
-        tokenizer.chat_template = processor.chat_template  # that of the tokenizer may know no media
+    _take_template(processor.chat_template, job, tokenizer)
     processor.tokenizer = tokenizer
-    return Images(
-        family=config.model_type,
+    return MediaReader(
+        family=family,
         processor=processor,
         max_pixels=job.max_pixels,
         videos=videos_of(processor, job) if has_videos else None,
-        audios=audios_of(config.model_type, processor, job) if hears else None,
+        audios=audios_of(family, processor, job) if hears else None,
         positions=positions_of(config),
-        files=tuple(Path(file) for file in files if file is not None),
+        files=saved,
     )
+
+
+def _take_template(template: Any, job: Job, tokenizer: Any) -> None:
+    """Gives a tokenizer the chat template of the processor: its own may know no media."""
+    if job.chat_template is None and isinstance(template, str):
+        tokenizer.chat_template = template

@@ -93,7 +93,7 @@ def prepare(
     has_own = training or job.eval_data is not None
     sources = job.train_sources if training or not has_own else job.eval_sources
     settings: dict[str, Any] = {"loss_on": form.loss_on or job.loss_on, "thinking": job.thinking}
-    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, images=form.images, **settings)
+    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, media_reader=form.media_reader, **settings)
     tokens = [_tokens(source, encoder, job, report, form, training=training or not has_own) for source in sources]
     chosen = _chosen(job, sources, tokens, training=training)
     dataset = datasets.concatenate_datasets(list(map(_selected, tokens, chosen)))
@@ -127,7 +127,7 @@ def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form
     rows = rows_of(source, job, training=training)
     dataset, said = tokenized(rows, encoder, job, report, form)
     if media := [name for name in MEDIA if _figure(dataset, f"num_{name}").any()]:
-        packs = form.images is not None and form.images.packs
+        packs = form.media_reader is not None and form.media_reader.packs
         task_limits.require_for_media(job, media, packs=packs)
     lengths, is_long = _figure(dataset, "length"), _figure(dataset, "num_cut") > 0
     drops_long = job.on_long_sample is OnLongSample.DROP
@@ -233,9 +233,9 @@ def _packed(dataset: Any, lengths: Any, job: Job, name: str, digest: str) -> tup
 
 def _image_notes(name: str, job: Job, form: Form) -> list[str]:
     """Returns a line for the log about the images that a packed row may hold."""
-    if form.images is None or form.images.positions is None:
+    if form.media_reader is None or form.media_reader.positions is None:
         return []
-    side = form.images.positions.token_side
+    side = form.media_reader.positions.token_side
     return [f"{name}: a row has at most {job.seq_len:,} tokens of images, each of {side} × {side} pixels"]
 
 

@@ -22,7 +22,7 @@ from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
 from dstrain.train.data.counts import counted
-from dstrain.train.data.image_processor import load_images
+from dstrain.train.data.image_processor import load_media_reader
 from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
 from dstrain.train.data.tokenized import counts_of
@@ -87,8 +87,8 @@ def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit:
 
 def _sample(encoder: Encoder, number: int, encoded: Encoded) -> ShownSample:
     counts, names = encoded.counts, []
-    if encoder.images is not None:
-        names = encoder.images.names(encoded.images, encoded.videos, encoded.audios)
+    if encoder.media_reader is not None:
+        names = encoder.media_reader.names(encoded.images, encoded.videos, encoded.audios)
     return ShownSample(
         number=number,
         place=encoded.where + ", desirable" * counts.desirable + ", undesirable" * counts.undesirable,
@@ -143,9 +143,9 @@ def main() -> int:
     try:
         tokenizer = load_tokenizer(job, source_of(job))
         loss_on = LossOn.LAST if job.task.has_own_loss else job.loss_on
-        images = None if job.task.has_score else load_images(job, source_of(job), tokenizer)
+        media_reader = None if job.task.has_score else load_media_reader(job, source_of(job), tokenizer)
         encoder = Encoder(
-            tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, thinking=job.thinking, images=images
+            tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, thinking=job.thinking, media_reader=media_reader
         )
         data = [
             shown(job, source, encoder, sample=question.sample, limit=question.limit) for source in job.train_sources

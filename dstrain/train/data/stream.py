@@ -103,15 +103,15 @@ class Window:
         as are those of a job that cannot train on any."""
         if isinstance(sample, str) or not sample.has_media:
             return True
-        images = self._encoder.images
-        task_limits.require_for_media(self._job, sample.media, packs=images is not None and images.packs)
+        media_reader = self._encoder.media_reader
+        task_limits.require_for_media(self._job, sample.media, packs=media_reader is not None and media_reader.packs)
         others = [name for name in sample.media if name not in self._media]
-        if others and images is not None:
+        if others and media_reader is not None:
             problem = f"{where}: has {' and '.join(others)}, which no row has that was read before training"
             self.refuse(
                 InvalidConfig(problem, hint=f"Begin the first file of the data with a row that has {others[0]}.")
             )
-        return not others or images is None
+        return not others or media_reader is None
 
     def rows(self, seed: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Yields the samples, or with packing rows of them."""

@@ -23,7 +23,7 @@ from dstrain.train.data.tokenize import Encoded, Encoder
 from dstrain.train.data.tokenized import fingerprint
 
 if TYPE_CHECKING:
-    from dstrain.train.data.images import Images
+    from dstrain.train.data.media_reader import MediaReader
 
 _FIRST_SAMPLES = 64
 """Samples on which a model is tried before its first step."""
@@ -45,17 +45,19 @@ class StreamedData:
     """The columns of images, videos and audios that a sample has."""
 
 
-def streamed(job: Job, tokenizer: Any, images: Images | None = None) -> tuple[StreamedData, PreparedData | None]:
+def streamed(
+    job: Job, tokenizer: Any, media_reader: MediaReader | None = None
+) -> tuple[StreamedData, PreparedData | None]:
     """Returns the training data of a job as a stream, and with `val_split` the first samples for evaluation.
 
     Reads these and a few more. Raises InvalidConfig with file and place for an unusable row among them.
     """
     settings: dict[str, Any] = {"loss_on": job.loss_on, "thinking": job.thinking}
-    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, images=images, **settings)
+    encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, media_reader=media_reader, **settings)
     data, held_out = endless_rows(job), None
-    digest, media = _digest(job, encoder, data), _media(data) if images is not None else frozenset()
-    if images is not None and media:
-        task_limits.require_for_media(job, sorted(media), packs=images.packs)
+    digest, media = _digest(job, encoder, data), _media(data) if media_reader is not None else frozenset()
+    if media_reader is not None and media:
+        task_limits.require_for_media(job, sorted(media), packs=media_reader.packs)
     usable = partial(_usable, job, encoder, media)
     if job.val_split is not None:
         data, samples = _without_held_out(job, usable, data)

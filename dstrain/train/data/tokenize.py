@@ -25,7 +25,7 @@ from dstrain.train.data.template_messages import takes_only_parts, with_argument
 from dstrain.train.data.token_files import MEDIA
 
 if TYPE_CHECKING:
-    from dstrain.train.data.images import Images
+    from dstrain.train.data.media_reader import MediaReader
 
 IGNORED = -100
 """Label of a token that does not count in the loss. Source: torch.nn.CrossEntropyLoss(ignore_index=-100)."""
@@ -79,7 +79,7 @@ class Encoder:
     """Longest sample, in tokens."""
     loss_on: LossOn
     thinking: Thinking = Thinking.AUTO
-    images: Images | None = None
+    media_reader: MediaReader | None = None
     """Reads images, videos and audios; None: samples with any are refused."""
 
     def encode(self, samples: Iterable[tuple[str, Conversation | str]], refuse: Refuse = stop) -> Iterator[Encoded]:
@@ -214,10 +214,10 @@ class Encoder:
 
     def _encode_with_images(self, where: str, written: Written, conversation: Conversation) -> Encoded:
         """Returns the tokens: those of media have no loss, and none has if `seq_len` would cut one of these."""
-        assert self.images is not None
+        assert self.media_reader is not None
         media: Any = {name: getattr(conversation, name) for name in MEDIA}
         try:
-            found = self.images.expanded(written.text, written.spans, media)
+            found = self.media_reader.expanded(written.text, written.spans, media)
         except InvalidConfig as error:
             raise _refused(where, error) from None
         has_cut = any(index is not None for index in found.media_of[self.seq_len :])
@@ -262,8 +262,8 @@ class Encoder:
                 yield found.ids, found.offsets
 
     def _require_tower(self, conversation: Conversation) -> None:
-        if conversation.has_media and (self.images is None or not self.tokenizer.is_fast):
-            lack = "a fast tokenizer" if self.images is not None else "a tower for them and its processor"
+        if conversation.has_media and (self.media_reader is None or not self.tokenizer.is_fast):
+            lack = "a fast tokenizer" if self.media_reader is not None else "a tower for them and its processor"
             raise InvalidConfig(f"has {' and '.join(conversation.media)}, but the model lacks {lack}", hint=_OTHER)
 
     def _require_template(self) -> None:

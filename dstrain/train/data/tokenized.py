@@ -34,7 +34,7 @@ from dstrain.train.data.token_files import MEDIA, MEDIA_TYPES, NUMBERS, TokenFil
 from dstrain.train.data.tokenize import Encoded, Encoder
 
 if TYPE_CHECKING:
-    from dstrain.train.data.images import Images
+    from dstrain.train.data.media_reader import MediaReader
 
 _SHOWN_PROBLEMS = 5
 _TICK_SAMPLES = 64
@@ -75,7 +75,7 @@ class Form:
     """Returns the data set of the Trainer, given one with these columns."""
     loss_on: LossOn | None = None
     """The answers that count; None: those of the job."""
-    images: Images | None = None
+    media_reader: MediaReader | None = None
     """Reads images, videos and audios; None: samples with any are refused."""
 
 
@@ -97,7 +97,7 @@ def _sequence(sample: Encoded) -> TokenRow:
 
 def with_files(row: TokenRow, sample: Encoded | None, encoder: Encoder) -> TokenRow:
     """Returns a row with the files of the images, videos and audios of a sample, if the encoder reads any."""
-    if encoder.images is None:
+    if encoder.media_reader is None:
         return row
     files = {name: getattr(sample, name) if sample is not None and row.length else () for name in MEDIA}
     counts: dict[str, Any] = {f"num_{name}": len(files[name]) for name in MEDIA}
@@ -108,9 +108,9 @@ SEQUENCES = Form(columns={"input_ids": NUMBERS, "labels": NUMBERS}, encoded=_seq
 """Each sample is a sequence with labels."""
 
 
-def with_images(form: Form, images: Images) -> Form:
+def with_media(form: Form, media_reader: MediaReader) -> Form:
     """Returns a form with the files of the images, videos and audios of samples, for models with a tower."""
-    return replace(form, columns={**form.columns, **MEDIA_TYPES}, images=images)
+    return replace(form, columns={**form.columns, **MEDIA_TYPES}, media_reader=media_reader)
 
 
 def tokenized(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) -> tuple[datasets.Dataset, Said]:
@@ -284,7 +284,7 @@ def fingerprint(rows: Rows, encoder: Encoder, job: Job, features: Iterable[str])
         *(dstrain.__version__, transformers.__version__, rows.identity, list(features)),
         *(reading.format.value, dict(reading.columns), reading.system),
         *(encoder.seq_len, encoder.loss_on.value, encoder.thinking.value, job.on_bad_row.value),
-        *(type(tokenizer).__name__, tokenizer.chat_template, encoder.images and encoder.images.identity),
+        *(type(tokenizer).__name__, tokenizer.chat_template, encoder.media_reader and encoder.media_reader.identity),
         *(tokenizer.special_tokens_map, vocabulary),
     ]
     return hashlib.sha256(json.dumps(made_from, default=str, sort_keys=True).encode()).hexdigest()[:32]

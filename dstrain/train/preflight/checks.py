@@ -21,7 +21,7 @@ from dstrain.preflight import Check, CheckName, Preflight
 from dstrain.records import to_json
 from dstrain.rundir import RunDir
 from dstrain.train.data.packing import PackedRows
-from dstrain.train.loss import trial
+from dstrain.train.loss_trials import trial
 from dstrain.train.preflight import packed_loss, template
 from dstrain.train.preflight.found import Found
 from dstrain.train.preflight.generation import samples_of, try_generation

@@ -10,7 +10,7 @@ import torch
 
 from dstrain.choices import Optimizer
 from dstrain.train.data.stream import Stream
-from dstrain.train.loss import trial
+from dstrain.train.loss_trials import trial
 from dstrain.train.preflight import passes
 from dstrain.train.preflight.found import Figures, Found
 from dstrain.train.preflight.heaviest import drawn, heaviest

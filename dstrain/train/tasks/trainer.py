@@ -13,7 +13,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from dstrain.heartbeat import Phase
 from dstrain.train.data.packing import row_of
 from dstrain.train.data.tokenize import IGNORED
-from dstrain.train.loss import trial
+from dstrain.train.loss_trials import trial
 from dstrain.train.tasks import reference
 from dstrain.train.tasks.figures import Figures
 from dstrain.train.tasks.objective import ComparesLogProbs, Objective

@@ -24,6 +24,15 @@ def problem_of(path: Path, reading: Reading = PLAIN, limit_bytes: int | None = N
     return caught.value
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_problem_that_all_rows_have_is_said_once(tmp_path: Path, skip: bool) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\n' * 9)
+    with pytest.raises(InvalidConfig) as caught:
+        check(path, Reading(format=DataFormat.PREFERENCE), skip=skip)
+    assert caught.value.problem.count("needs chosen and rejected") == 1
+
+
 def test_good_file_is_reported_whole(tmp_path: Path) -> None:
     found = check(write(tmp_path / "train.jsonl", GOOD, GOOD), PLAIN)
     columns = ("instruction", "input", "output")

@@ -74,6 +74,7 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("SP and windows", "gemma-3-27b", {"sp": 2, "seq_len": 8192}),
     ("SP and lengths", "qwen3-8b", {"sp": 2, "rope_scaling": RopeScaling(rope_type=RopeType.DYNAMIC, factor=2.0)}),
     ("SP and images", "qwen3-vl-8b", {"sp": 2, "image_patches": 1024}),
+    ("TP and images", "qwen3-vl-8b", {"tp": 2, "zero_stage": 2, "image_patches": 1024}),
     ("TP inside a node", "gemma-3-27b", {"tp": 16, "zero_stage": 2}),
     ("TP divides the key-value heads", "qwen2.5-7b", {"tp": 8, "zero_stage": 2}),
     ("TP needs ZeRO", "qwen3-8b", {"tp": 2, "zero_stage": 0}),

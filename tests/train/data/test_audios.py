@@ -21,12 +21,12 @@ from dstrain.facts.data.turns import Conversation
 from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import require_for_media
-from dstrain.train.data.image_processor import load_images
-from dstrain.train.data.images import Images
+from dstrain.train.data.image_processor import load_media_reader
+from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.prepare import prepare
 from dstrain.train.data.show import shown
 from dstrain.train.data.tokenize import Encoded, Encoder
-from dstrain.train.data.tokenized import SEQUENCES, with_images
+from dstrain.train.data.tokenized import SEQUENCES, with_media
 from dstrain.train.tokenizer import load_tokenizer
 from tests.sounds import tone, write_wav
 from tests.train.audio_families import FAMILIES, WINDOW_S, make_family
@@ -58,8 +58,8 @@ def row(*audios: str) -> dict[str, Any]:
 
 def encoder(job: Job) -> Encoder:
     tokenizer: Any = load_tokenizer(job, job.model)
-    images = load_images(job, job.model, tokenizer)
-    return Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=LossOn.ANSWER, images=images)
+    media_reader = load_media_reader(job, job.model, tokenizer)
+    return Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=LossOn.ANSWER, media_reader=media_reader)
 
 
 def encoded(job: Job, *audios: str, images: tuple[str, ...] = ()) -> Encoded:
@@ -112,8 +112,8 @@ def test_audios_are_shown_as_seconds_and_tokens(job: Job) -> None:
 
 def prepared(job: Job) -> Any:
     reads = encoder(job)
-    assert isinstance(reads.images, Images)
-    return prepare(job, reads.tokenizer, training=True, form=with_images(SEQUENCES, reads.images))
+    assert isinstance(reads.media_reader, MediaReader)
+    return prepare(job, reads.tokenizer, training=True, form=with_media(SEQUENCES, reads.media_reader))
 
 
 def test_cut_and_broken_audios_are_told(job: Job, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Images in tokens: labels, the cut by seq_len, the micro-batch, and what `dstrain data show` shows."""
 
+import sys
 from base64 import b64encode
 from dataclasses import replace
 from itertools import islice
@@ -17,22 +18,22 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForImageTextToText
 
 from dstrain.choices import LossOn, Task
-from dstrain.errors import InvalidConfig
+from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.data.images import opened
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.monitor.meter import COUNTS, CountingCollator
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.image_collator import ImageCollator
-from dstrain.train.data.image_processor import load_images
-from dstrain.train.data.images import Images
+from dstrain.train.data.image_processor import load_media_reader
+from dstrain.train.data.media_collator import MediaCollator
+from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.show import shown
 from dstrain.train.data.stream import StreamCollator
 from dstrain.train.data.stream_progress import StreamProgress
 from dstrain.train.data.streamed import streamed
 from dstrain.train.data.tokenize import IGNORED, Encoder
-from dstrain.train.data.tokenized import SEQUENCES, with_images
+from dstrain.train.data.tokenized import SEQUENCES, with_media
 from dstrain.train.tasks.log_probs import answers_of
 from dstrain.train.tasks.objective import objective_of
 from dstrain.train.tasks.samples import without_targets
@@ -60,9 +61,9 @@ def tokenizer(folder: Path) -> Any:
     return load_tokenizer(Job(model=str(folder / "model"), output_dir="o"), str(folder / "model"))
 
 
-def images_of(folder: Path, tokenizer: Any, **options: Any) -> Images:
+def media_reader_of(folder: Path, tokenizer: Any, **options: Any) -> MediaReader:
     job = Job(model=str(folder / "model"), output_dir="o", **options)
-    found = load_images(job, job.model, tokenizer)
+    found = load_media_reader(job, job.model, tokenizer)
     assert found is not None
     return found
 
@@ -70,8 +71,8 @@ def images_of(folder: Path, tokenizer: Any, **options: Any) -> Images:
 def encoder(
     folder: Path, tokenizer: Any, *, loss_on: LossOn = LossOn.ANSWER, seq_len: int = 256, **job: Any
 ) -> Encoder:
-    images = images_of(folder, tokenizer, **job)
-    return Encoder(tokenizer=tokenizer, seq_len=seq_len, loss_on=loss_on, images=images)
+    media_reader = media_reader_of(folder, tokenizer, **job)
+    return Encoder(tokenizer=tokenizer, seq_len=seq_len, loss_on=loss_on, media_reader=media_reader)
 
 
 def talk(folder: Path, *names: str) -> Conversation:
@@ -122,23 +123,23 @@ def test_a_model_without_processor_refuses_images_with_their_place(folder: Path,
 
 
 def prepared(job: Job, folder: Path, tokenizer: Any) -> PreparedData:
-    images = images_of(folder, tokenizer)
-    return prepare(job, tokenizer, training=True, form=with_images(SEQUENCES, images))
+    media_reader = media_reader_of(folder, tokenizer)
+    return prepare(job, tokenizer, training=True, form=with_media(SEQUENCES, media_reader))
 
 
-def collator_of(folder: Path, tokenizer: Any, *, packing: bool) -> ImageCollator:
-    images = images_of(folder, tokenizer)
-    return ImageCollator(
+def collator_of(folder: Path, tokenizer: Any, *, packing: bool) -> MediaCollator:
+    media_reader = media_reader_of(folder, tokenizer)
+    return MediaCollator(
         collator=Collator(pad_token_id=tokenizer.pad_token_id, packing=packing),
-        images=images,
-        blanks={"images": images.blank_tokens(tokenizer)},
+        media_reader=media_reader,
+        blanks={"images": media_reader.blank_tokens(tokenizer)},
         parameters=frozenset({"mm_token_type_ids"}),
     )
 
 
 def test_packing_is_refused_where_the_positions_of_images_are_not_known(job: Job, folder: Path, tokenizer: Any) -> None:
-    images = replace(images_of(folder, tokenizer), positions=None)
-    form = with_images(SEQUENCES, images)
+    media_reader = replace(media_reader_of(folder, tokenizer), positions=None)
+    form = with_media(SEQUENCES, media_reader)
     with pytest.raises(InvalidConfig, match="packing is true, which data with images do not support: in packed rows"):
         prepare(replace(job, packing=True), tokenizer, training=True, form=form)
 
@@ -258,7 +259,7 @@ class Streaming:
 
     def __init__(self, job: Job, folder: Path, tokenizer: Any) -> None:
         job = replace(job, streaming=True, max_steps=9, shuffle_buffer=4)
-        self.data, _ = streamed(job, tokenizer, images_of(folder, tokenizer))
+        self.data, _ = streamed(job, tokenizer, media_reader_of(folder, tokenizer))
         self.progress = StreamProgress(self.data.dataset, self.data.digest, rank=0, num_ranks=1, workers=0)
         collate = StreamCollator(collator_of(folder, tokenizer, packing=job.packing))
         self._batches = self.progress.noted(DataLoader(self.data.dataset, batch_size=1, collate_fn=collate))
@@ -307,6 +308,26 @@ def test_a_kind_that_no_row_had_before_training_is_refused_in_a_stream(
         Streaming(job, folder, tokenizer)
 
 
+def test_pairs_of_texts_need_no_pillow_and_images_say_that_they_do(
+    job: Job, folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = {"prompt": "What is red?", "chosen": "It is", "rejected": "It is not"}
+    job = replace(job, task=Task.DPO, data=str(write(folder / "pairs.jsonl", [pair])))
+    objective = objective_of(job)
+    assert objective is not None
+    expected = prepare(job, tokenizer, training=True, form=objective.form).dataset[0]["sequences"]
+    template = tokenizer.chat_template
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    form = with_media(objective.form, media_reader_of(folder, tokenizer))
+    assert tokenizer.chat_template == template
+    sequences = prepare(job, tokenizer, training=True, form=form).dataset[0]["sequences"]
+    assert [side["input_ids"] for side in sequences] == [side["input_ids"] for side in expected]
+    seen = replace(job, data=str(write(folder / "seen.jsonl", [pair | {"images": ["images/red.png"]}])))
+    with pytest.raises(EnvironmentProblem, match="images need Pillow, which is not installed"):
+        prepare(seen, tokenizer, training=True, form=form)
+
+
 def test_marked_answers_have_the_log_probabilities_of_each_alone_with_its_images(
     job: Job, folder: Path, tokenizer: Any
 ) -> None:
@@ -314,7 +335,7 @@ def test_marked_answers_have_the_log_probabilities_of_each_alone_with_its_images
     job = replace(job, task=Task.KTO, data=str(write(folder / "marked.jsonl", marked)))
     objective = objective_of(job)
     assert objective is not None
-    form = with_images(objective.form, images_of(folder, tokenizer))
+    form = with_media(objective.form, media_reader_of(folder, tokenizer))
     data = prepare(job, tokenizer, training=True, form=form)
     assert data.media == {"images"}
     plain = collator_of(folder, tokenizer, packing=False)

@@ -20,13 +20,13 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.image_collator import ImageCollator
-from dstrain.train.data.image_processor import load_images
-from dstrain.train.data.images import Images
+from dstrain.train.data.image_processor import load_media_reader
+from dstrain.train.data.media_collator import MediaCollator
+from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.prepare import prepare
 from dstrain.train.data.show import shown
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
-from dstrain.train.data.tokenized import SEQUENCES, with_images
+from dstrain.train.data.tokenized import SEQUENCES, with_media
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.vision import (
     FRAMES,
@@ -65,8 +65,8 @@ def job(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
 
 def encoder(job: Job, *, loss_on: LossOn = LossOn.ANSWER) -> Encoder:
     tokenizer: Any = load_tokenizer(job, job.model)
-    images = load_images(job, job.model, tokenizer)
-    return Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, images=images)
+    media_reader = load_media_reader(job, job.model, tokenizer)
+    return Encoder(tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, media_reader=media_reader)
 
 
 def encoded(job: Job, folder: Path, *video: str, loss_on: LossOn = LossOn.ANSWER) -> Encoded:
@@ -82,15 +82,15 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(
     job: Job, folder: Path, settings: dict[str, Any]
 ) -> None:
     asked = replace(job, **settings)
-    images = encoder(asked).images
-    assert images is not None
-    reader = images.processor.video_processor
+    media_reader = encoder(asked).media_reader
+    assert media_reader is not None
+    reader = media_reader.processor.video_processor
     choose = partial(reader.sample_frames, fps=asked.video_fps)
     frames, metadata = sampled(folder / "videos" / "clip.mp4", choose)
     assert len(frames) == {4.0: 12}.get(asked.video_fps or 0, asked.video_maxlen or 6)
     if asked.video_max_pixels:
         frames = [Image.fromarray(frame).resize((28, 17)) for frame in frames]  # 476 pixels, in their ratio
-    expected = images.processor(
+    expected = media_reader.processor(
         text=[f"{PROMPT}<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n"],
         images=[Image.open(folder / "images" / "red.png")],
         videos=[frames],
@@ -100,11 +100,11 @@ def test_tokens_and_pixels_are_those_of_transformers_processor(
     )
     sample = encoded(asked, folder, "videos/clip.mp4", loss_on=LossOn.ALL)
     assert sample.input_ids == expected["input_ids"][0].tolist()
-    made = images.pixels("videos", [sample.videos]) | images.pixels("images", [sample.images])
+    made = media_reader.pixels("videos", [sample.videos]) | media_reader.pixels("images", [sample.images])
     assert made.keys() == expected.keys() - {"input_ids", "attention_mask", "mm_token_type_ids"}
     assert all(value.equal(expected[name]) for name, value in made.items())
     learned = [token for token, label in zip(sample.input_ids, sample.labels, strict=True) if label != IGNORED]
-    text = images.processor.tokenizer.decode(learned)
+    text = media_reader.processor.tokenizer.decode(learned)
     assert "seconds" not in text  # times are the processor's words, not the user's
     assert text.endswith("this?<|im_end|>\n<|im_start|>assistant\nred<|im_end|>\n")
 
@@ -118,23 +118,23 @@ def test_a_list_of_frames_has_the_times_of_the_jobs_frames_per_second(job: Job, 
     assert found == [["0.2", "1.2", "2.2"], ["0.5", "2.5", "4.5"], ["1.2"]]  # means of two frames, as Qwen3-VL has them
 
 
-def collator(images: Images, *, packing: bool) -> ImageCollator:
-    tokenizer = images.processor.tokenizer
-    return ImageCollator(
+def collator(media_reader: MediaReader, *, packing: bool) -> MediaCollator:
+    tokenizer = media_reader.processor.tokenizer
+    return MediaCollator(
         collator=Collator(pad_token_id=tokenizer.pad_token_id, packing=packing),
-        images=images,
-        blanks={column: images.blank_tokens(tokenizer, column) for column in ("images", "videos")},
+        media_reader=media_reader,
+        blanks={column: media_reader.blank_tokens(tokenizer, column) for column in ("images", "videos")},
         parameters=frozenset({"mm_token_type_ids"}),
     )
 
 
 def collated(job: Job, *, packing: bool) -> dict[str, Any]:
     asked = replace(job, packing=packing)
-    images = encoder(asked).images
-    assert images is not None
-    data = prepare(asked, images.processor.tokenizer, training=True, form=with_images(SEQUENCES, images))
+    media_reader = encoder(asked).media_reader
+    assert media_reader is not None
+    data = prepare(asked, media_reader.processor.tokenizer, training=True, form=with_media(SEQUENCES, media_reader))
     assert data.media == {"images", "videos"}
-    return collator(images, packing=packing)([data.dataset[index] for index in range(len(data.dataset))])
+    return collator(media_reader, packing=packing)([data.dataset[index] for index in range(len(data.dataset))])
 
 
 def test_positions_of_packed_samples_are_those_of_each_alone(job: Job) -> None:
@@ -160,9 +160,9 @@ def test_positions_of_packed_samples_are_those_of_each_alone(job: Job) -> None:
 
 
 def test_a_batch_without_any_has_a_hidden_blank_image_and_video_if_the_data_have_both(job: Job) -> None:
-    images = encoder(job).images
-    assert images is not None
-    collate = collator(images, packing=False)
+    media_reader = encoder(job).media_reader
+    assert media_reader is not None
+    collate = collator(media_reader, packing=False)
     text = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "images": [], "videos": []}
     batch = collate([text])
     assert int(batch["attention_mask"].sum()) == 3
@@ -190,16 +190,16 @@ def test_a_broken_video_is_named_with_its_line_and_one_that_seq_len_cuts_teaches
     (folder / "videos" / "broken.mp4").write_text("no video")
     data = write(folder / "broken.jsonl", [*video_rows(), {**row("<video>", "red"), "videos": ["videos/broken.mp4"]}])
     broken = replace(job, data=str(data))
-    images = encoder(broken).images
-    assert images is not None
+    media_reader = encoder(broken).media_reader
+    assert media_reader is not None
     with pytest.raises(InvalidConfig, match=r'broken.jsonl:9: video ".*broken.mp4" cannot be read'):
-        prepare(broken, images.processor.tokenizer, training=True, form=with_images(SEQUENCES, images))
+        prepare(broken, media_reader.processor.tokenizer, training=True, form=with_media(SEQUENCES, media_reader))
 
 
 def test_a_family_that_does_not_train_on_videos_refuses_them(job: Job, folder: Path) -> None:
     reads = encoder(job)
-    assert reads.images is not None
-    other = replace(reads, images=replace(reads.images, family="gemma3"))
+    assert reads.media_reader is not None
+    other = replace(reads, media_reader=replace(reads.media_reader, family="gemma3"))
     turns = [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "red"}]
     talk = Conversation(messages=turns, videos=((str(folder / "videos" / "clip.mp4"),),))
     with pytest.raises(InvalidConfig, match="here: gemma3 does not train on videos; qwen3_5, qwen3_5_moe, qwen3_vl, "):

@@ -33,6 +33,7 @@ NAMES = {
     "loss backward": "loss backward",
     "head backward": "head backward",
     "vision forward": "forward",
+    "vision forward end": "forward",
     "vision backward": "vision backward",
     "embedding backward": "embedding backward",
     "backward end": "gradient reduction",

@@ -17,6 +17,7 @@ from dstrain.plan.memory.layers.recording import Key, Recording
 _OUTSIDE = {
     "forward": "embedding",
     "vision forward": "vision tower",
+    "vision forward end": "vision tower",
     "head forward": "lm_head",
     "loss forward": "loss",
     "router loss forward": "loss of routers",

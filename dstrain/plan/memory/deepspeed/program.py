@@ -100,7 +100,7 @@ class _Writer:
         self.forward(modules.embedding, -1, "forward")
         if modules.tower.children:
             self.mark("vision forward", -1, "")
-            self.forward(modules.tower, -1, "forward")
+            self.forward(modules.tower, -1, "vision forward")
         self.mark("forward", -1, "")
         self.forward(modules.rotary, -1, "forward")
         for index in self.layers:

@@ -194,7 +194,7 @@ def peaks(model: ModelFacts, variant: Variant, depth: dict[str, int]) -> Peaks:
     order = [kind for kind, count in depth.items() for _ in range(count)]
     named: dict[str, tuple[int, ...]] = {}
     for name, parts in tape_peaks.items():
-        plain = "vision backward" if name.startswith("vision backward") else name
+        plain = " ".join(name.split()[:2]) if name.startswith("vision") else name
         if not name.startswith("layer backward") and sum(parts) > sum(named.get(plain, (-1,))):
             named[plain] = parts
     for kind in depth:
@@ -217,10 +217,11 @@ def play(run: Context, depth: dict[str, int]) -> None:
     )  # ids, labels; mask; three positions
     inputs = tape.new(run.rows * count * run.variant.batch.task.forward_passes, INDEX)
     images = vision.pixels(run) if code.tower else None
+    others = [vision.pixels(run) for _ in range(run.variant.batch.task.forward_passes - 1)] if images else []
     loss = _forward(run, code, depth, images)
     tape.ledger.enter("loss backward")
     tape.backward(loss)
-    del inputs, images
+    del inputs, images, others
 
 
 def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tensor | None) -> Tensor:

@@ -112,7 +112,7 @@ class MarkedLedger(Ledger):
 
 def _key_of(instant: str) -> Key:
     name, _, number = instant.rpartition(" ")
-    if name == "vision backward":  # a block of the tower, outside of the layers
+    if name.startswith("vision "):  # a block of the tower, outside of the layers
         return (name, -1, number)
     return (name, int(number), "") if number.isdigit() else (instant, -1, "")
 

@@ -108,6 +108,7 @@ def _tower(run: Context, narrow: Tensor) -> tuple[Tensor, list[Tensor]]:
         is_recomputed = run.variant.checkpointing.enabled and hidden.node is not None
         hidden = tape.checkpoint(block, hidden) if is_recomputed else block(hidden)
         hidden = _marked(run, hidden, index)
+        tape.ledger.enter(f"vision forward end {index}")
         if index < num_levels:
             levels.append(_merged(run, hidden, f"{ROOT}.deepstack_merger_list.*"))
     del positions, embedded

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dstrain.errors import InvalidConfig
+from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.data import images
 from dstrain.facts.data.media import Files, name_of
 from dstrain.facts.data.media_kinds import KINDS
@@ -46,13 +46,13 @@ class Expanded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Images:
+class MediaReader:
     """Reads images, videos and audios with the processor of a model."""
 
     family: str
     """The `model_type` of the model."""
     processor: Any
-    """A processor of Transformers."""
+    """A processor of Transformers; None if a package lacks."""
     max_pixels: int | None
     """Larger images are made smaller, to this many pixels; None: as the processor has it."""
     videos: Videos | None = None
@@ -61,6 +61,8 @@ class Images:
     """Reads audios; None: the family does not train on them."""
     positions: ImagePositions | None = None
     """Positions of images in packed rows; None: the family has none that are known."""
+    lack: EnvironmentProblem | None = None
+    """The package that lacks, without which nothing is read."""
     files: tuple[Path, ...] = ()
     """The processor's files, which go with the trained model."""
 
@@ -136,6 +138,8 @@ class Images:
         Raises InvalidConfig if the family does not train on it, EnvironmentProblem if it lacks a package.
         """
         require_media(self.family, [column])
+        if self.lack is not None:
+            raise self.lack
         if column == IMAGES:
             opened = [[self._opened(path) for path in paths] for paths in samples]
             return {"images": opened} if samples else {"images": [[_blank()]], **self._whole}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.images import Images
+from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.tokenize import IGNORED
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -17,7 +17,7 @@ _TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageCollator:
+class MediaCollator:
     """Adds pixels and sound to a micro-batch; one without any gets those of a blank image, video or audio.
 
     Each rank runs a tower as often in every micro-batch, as ZeRO-3 needs it, which gathers each weight on all ranks at
@@ -28,7 +28,7 @@ class ImageCollator:
     """
 
     collator: Collator
-    images: Images
+    media_reader: MediaReader
     blanks: Mapping[str, Sequence[int]]
     """Columns of images, videos and audios that the data have → tokens of a blank one."""
     parameters: frozenset[str]
@@ -40,12 +40,12 @@ class ImageCollator:
         lacking = [token for column, blank in self.blanks.items() if not samples[column] for token in blank]
         batch = self._with_blank(rows, lacking) if lacking else self.collator(rows)
         for column in self.blanks:
-            batch |= self.images.pixels(column, samples[column])
+            batch |= self.media_reader.pixels(column, samples[column])
         types = next((name for name in _TYPES if name in self.parameters), None)
         if types is not None:
-            batch[types] = self.images.types_of(batch["input_ids"])
-        if self.collator.packing and self.images.positions is not None:
-            batch["position_ids"] = self.images.positions.of(batch)
+            batch[types] = self.media_reader.types_of(batch["input_ids"])
+        if self.collator.packing and self.media_reader.positions is not None:
+            batch["position_ids"] = self.media_reader.positions.of(batch)
         return batch
 
     def _with_blank(self, rows: Sequence[Mapping[str, Any]], blank: Sequence[int]) -> dict[str, Any]:
