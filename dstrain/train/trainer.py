@@ -104,6 +104,15 @@ class Trainer(StreamingTrainer):
         batch = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.num_shares
         return RandomSampler(data, num_samples=math.ceil(len(data) / batch) * batch)
 
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Returns the micro-batches of this rank, which come to the GPU one by one.
+
+        Transformers reads all of a step before the first; accelerate would move them to the GPU, with their pixels.
+        """
+        batches: Any = super().get_train_dataloader()
+        batches.device = None  # of accelerate's loader
+        return batches  # type: ignore[no-any-return]
+
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """Returns the micro-batches of this rank; the ranks together evaluate every sample once."""
         rows, size = self.eval_dataset if eval_dataset is None else eval_dataset, self.args.per_device_eval_batch_size
