@@ -24,7 +24,9 @@ from dstrain.facts.data.turns import Conversation
 
 _BESIDE_TURNS = ("system", "tools", "functions", "weight", *media_kinds.COLUMNS)
 _BESIDE_ANSWER = ("instruction", "input", "history", *_BESIDE_TURNS)
-_NOT_READ = {name: kind for name, kind in untrained_columns.COLUMNS.items() if name not in SIDES}
+_NOT_READ = {
+    name: kind for name, kind in untrained_columns.COLUMNS.items() if name not in SIDES
+} | untrained_columns.MASKS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

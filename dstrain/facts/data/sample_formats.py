@@ -13,7 +13,7 @@ from dstrain.errors import InvalidConfig, nearest
 from dstrain.facts.data import media, media_kinds, untrained_columns
 from dstrain.facts.data.row_values import is_given, shown, string
 from dstrain.facts.data.tool_calls import TOOL_COLUMNS, tools_of
-from dstrain.facts.data.turns import Conversation, Message, carries_loss, parse, role_of, unused_keys
+from dstrain.facts.data.turns import Conversation, Message, carries_loss, masked, parse, role_of, unused_keys
 
 Row = Mapping[str, Any]
 
@@ -122,7 +122,7 @@ def _used(row: Row, data_format: DataFormat) -> set[str]:
         prompts = of_alpaca or [name for name in PROMPTS if row.get(name) is not None][:1]
         return {*SIDES, *prompts, *_BESIDE}
     if data_format is DataFormat.MESSAGES:
-        return {_turns_column(row) or "", *_BESIDE}
+        return {_turns_column(row) or "", "loss_mask", *_BESIDE}
     question, answer = _pair(row) or ("", "")
     return {question, answer, "history", *(("input",) if question == "instruction" else ()), *_BESIDE}
 
@@ -210,6 +210,8 @@ def to_sample(row: Row, reading: Reading) -> Conversation | str:
     """
     row = reading.row(row)
     untrained_columns.refuse(row, untrained_columns.COLUMNS)
+    if reading.format is not DataFormat.MESSAGES:
+        untrained_columns.refuse(row, untrained_columns.MASKS)
     learns = carries_loss(row.get("weight"), '"weight"')
     if reading.format is DataFormat.TEXT:
         untrained_columns.refuse(row, untrained_columns.MEDIA)
@@ -277,7 +279,7 @@ def _from_turns(row: Row) -> tuple[list[Message], frozenset[int]]:
     column = _turns_column(row)
     if column is None:
         raise InvalidConfig('"messages" is missing')
-    messages, unlearned = parse(row[column], column)
+    messages, unlearned = parse(masked(row[column], row.get("loss_mask"), column), column)
     _require_answer(messages, column)
     return messages, unlearned
 

@@ -43,15 +43,15 @@ ROLES = MappingProxyType(
 USED = frozenset(
     {
         *("role", "content", "from", "value", "reasoning_content", "tool_calls", "function_call"),
-        *("weight", "loss", "train", "training", "mask"),
+        *("weight", "loss", "loss_mask", "train", "training", "mask"),
     }
 )
 """Keys of a turn that are read."""
-_TURN_LOSS = frozenset({"weight", "loss", "train", "training", "mask"})
+_TURN_LOSS = frozenset({"weight", "loss", "loss_mask", "train", "training", "mask"})
 """Keys of a turn that say whether it carries loss."""
 _USED_OF_TOOLS = ("name", "tool_call_id")
 """Keys that are read in the result of a tool."""
-_LOSS_KEYS = ("weight", "loss", "train", "training")
+_LOSS_KEYS = ("weight", "loss", "loss_mask", "train", "training")
 """Whether a turn carries loss: OpenAI (`weight`), ms-swift (`loss`), axolotl (`train`, `training`)."""
 _TRAINS_ANY = ("train", "training")
 """Keys that axolotl applies to the turns of all roles."""
@@ -111,6 +111,23 @@ def parse(turns: Any, name: str) -> tuple[list[Message], frozenset[int]]:
         if not _learns(turn, message["role"], place):
             unlearned.add(len(messages) - 1)
     return messages, frozenset(unlearned)
+
+
+def masked(turns: Any, mask: Any, name: str) -> Any:
+    """Returns a list of turns in which each has its entry of a row's mask as `loss_mask`. Raises InvalidConfig.
+
+    A mask has a 0 or 1 for each turn; those of questions are not looked at.
+    """
+    if not is_given(mask):
+        return turns
+    if not isinstance(mask, list) or not isinstance(turns, list) or len(mask) != len(turns):
+        count = len(turns) if isinstance(turns, list) else 0
+        raise InvalidConfig(
+            f'"loss_mask" is {shown(mask)}, not a list of 0 or 1 for each of the {count} turns of "{name}"',
+            hint="Masks of tokens are not trained: tokens are made by the model's own tokenizer.",
+        )
+    each = zip(turns, mask, strict=True)
+    return [{**turn, "loss_mask": entry} if isinstance(turn, Mapping) else turn for turn, entry in each]
 
 
 def unused_keys(turns: Sequence[Row]) -> list[str]:

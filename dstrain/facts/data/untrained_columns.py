@@ -45,9 +45,12 @@ _PLACED = tuple(
     replace(kind, hint=f'Write them in a column "{kind.names[0]}" beside the turns, or as parts of the turn.')
     for kind in _MEDIA
 )
-_ANYWHERE = (Untrained(names=("loss_mask", "loss_scale"), says=_WEIGHTS, hint=_COUNTED, matters=_weighs),)
+_SCALES = Untrained(names=("loss_scale",), says=_WEIGHTS, hint=_COUNTED, matters=_weighs)
+_MASKS = Untrained(names=("loss_mask",), says=_WEIGHTS, hint=_COUNTED, matters=_weighs)
+MASKS = MappingProxyType(dict.fromkeys(_MASKS.names, _MASKS))
+"""Column → kind of masks where they are not trained: beside anything but turns."""
 _IN_ROWS = (
-    *_ANYWHERE,
+    _SCALES,
     Untrained(
         names=(
             *("rejected_response", "rejected_messages", "rejected_images"),
@@ -62,7 +65,7 @@ _IN_ROWS = (
     ),
 )
 _IN_TURNS = (
-    *_ANYWHERE,
+    _SCALES,
     *_PLACED,
     Untrained(names=("train_detail",), says=_WEIGHTS, hint=_COUNTED),
     Untrained(names=("thinking", "reasoning"), says="holds thoughts", hint="Rename it to reasoning_content."),

@@ -179,6 +179,25 @@ def test_weights_and_preferences_are_refused_where_they_say_something(
     assert len(to_messages(row | {name: neutral}, ALPACA)) == 2
 
 
+TURNS = [user("a"), assistant("b"), user("c"), assistant("d")]
+
+
+@pytest.mark.parametrize("mask", [[0, 0, 1, 1], [1, False, 0, True]])
+def test_a_mask_has_an_entry_for_each_turn(mask: list[int]) -> None:
+    by_row = to_sample({"messages": TURNS, "loss_mask": mask}, Reading(format=MESSAGES))
+    turns = [{**turn, "loss_mask": entry} for turn, entry in zip(TURNS, mask, strict=True)]
+    assert by_row == to_sample({"messages": turns}, Reading(format=MESSAGES))
+    assert isinstance(by_row, Conversation)
+    assert {1, 3} & by_row.unlearned == {1}
+    assert unused({"messages": turns, "loss_mask": mask}, Reading(format=MESSAGES)) == []
+
+
+@pytest.mark.parametrize(("mask", "says"), [([1, 0], "for each of the 4 turns"), ([0, 0, 1, 0.5], "must be 0 or 1")])
+def test_a_mask_of_something_else_is_refused(mask: list[float], says: str) -> None:
+    with pytest.raises(InvalidConfig, match=says):
+        to_sample({"messages": TURNS, "loss_mask": mask}, Reading(format=MESSAGES))
+
+
 @pytest.mark.parametrize("text", ["What is `<video>`?", '<video src="a"></video>', "<video></video>", "a < image > b"])
 def test_html_is_no_placeholder(text: str) -> None:
     assert to_messages({"messages": [user(text), assistant("b")]}, MESSAGES) == [user(text), assistant("b")]
