@@ -148,7 +148,9 @@ QUESTIONS = {
     "half a crop": replace(seeing("internvl"), image_patches=8),
     "no such image": replace(seeing("llava_onevision"), image_patches=64),
     "pixels": replace(seeing("gemma3"), subject=Subject(config={"model_type": "idefics3"})),
-    "packed, no positions": replace(seeing("qwen2_5_vl"), is_packed=True, attn=Attention.SDPA),
+    "packed, with images": replace(seeing("qwen2_5_vl"), is_packed=True, attn=Attention.SDPA),
+    "packed, no positions": replace(seeing("qwen2_5_vl"), image_patches=0, is_packed=True, attn=Attention.SDPA),
+    "not packed": replace(seeing("qwen2_5_vl"), image_patches=0, attn=Attention.SDPA),
     "targets": of(LLAMA, method=Method.LORA, lora=Lora(targets=("nothing",))),
 }
 
@@ -284,7 +286,13 @@ def test_a_tower_shows_its_crops_and_the_patches_of_a_token(answers: dict[str, A
 
 
 def test_packed_rows_of_a_family_whose_attention_gets_no_positions_have_masks(traces: dict[str, Trace]) -> None:
-    assert traces["packed, no positions"].peak_bytes > 0
+    packed, other = traces["packed, no positions"], traces["not packed"]
+    of_mask = B * 96 * 96
+    of_heads = 2 * B * 96 * (64 - 32)  # a kernel with a mask takes keys and values of all heads
+    kept = packed.saved_bytes[0] - other.saved_bytes[0]
+    assert kept == pytest.approx(2 * of_mask + 2 * of_heads, abs=SEED_BYTES)
+    assert packed.inputs_bytes - other.inputs_bytes > of_mask
+    assert traces["packed, with images"].peak_bytes > packed.peak_bytes
 
 
 @pytest.mark.parametrize(

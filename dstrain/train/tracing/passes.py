@@ -15,6 +15,7 @@ from dstrain.choices import Attention
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.model.trace_records import Moment, Question, Segment, Trace
 from dstrain.train.data.by_sample import NoPositions, attend_by_sample
+from dstrain.train.data.isolation import packed_masks
 from dstrain.train.tracing import images
 from dstrain.train.tracing.anatomy import Anatomy, dissect
 from dstrain.train.tracing.building import first_line, prepare, with_loss
@@ -50,7 +51,7 @@ def _trace(question: Question, *, by_sample: bool) -> Trace:
     )
     witness = _Witness(tracker, anatomy, parameters)
     try:
-        inputs_bytes = _run(model, question, tracker, anatomy)
+        inputs_bytes = _run(model, question, tracker, anatomy, by_sample=by_sample)
     except (NoPositions, InvalidConfig):
         raise
     except Exception as error:  # code of other people, which may raise anything
@@ -66,12 +67,14 @@ def _trace(question: Question, *, by_sample: bool) -> Trace:
     )
 
 
-def _run(model: Any, question: Question, tracker: StorageTracker, anatomy: Anatomy) -> int:
+def _run(model: Any, question: Question, tracker: StorageTracker, anatomy: Anatomy, *, by_sample: bool) -> int:
     """Runs the pass, and returns the bytes of its inputs, which live until the end as they do in the Trainer."""
     sees = images.at_work(model, tracker.see) if question.image_patches else nullcontext()
     with _without_collecting(), as_on_cuda(is_packed=question.is_packed), sees, tracker:
         tracker.enter_phase("embedding forward")
         inputs = make_inputs(question, model)
+        if not by_sample:
+            inputs["attention_mask"] = packed_masks(model, inputs["position_ids"])
         inputs_bytes = tracker.live_bytes
         labels = inputs.pop("labels") if question.has_score else None  # alive, and not for the model
         outputs = model(**inputs)
