@@ -85,14 +85,14 @@ def _named(wanted: Sequence[str], source: Source) -> list[DataSet]:
     if folder.startswith("REMOTE:"):
         raise Unmatched(f"{folder[7:]} on the hub has their {_INFO}; download it, and name the files as data")
     try:
-        path = source.find(f"{folder}/{_INFO}", "dataset")
+        path = source.find(f"{folder}/{_INFO}")
     except InvalidConfig:
         named = ", ".join(wanted)
         raise Unmatched(f"{named}: {folder}/{_INFO}, which has the files, is not here; name them as data") from None
     table = jsonc.read(path.read_text(encoding="utf-8"), str(path)).value
     for name in wanted:
         if name not in table:
-            raise InvalidConfig(f'"{name}" is not in {path}', place=source.place("dataset"))
+            raise InvalidConfig(f'"{name}" is not in {path}')
     return [_of_info(table[name], path.parent, source) for name in wanted]
 
 
@@ -158,7 +158,7 @@ def _local(name: str, source: Source) -> str:
     if not name.endswith((".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt")):
         return name
     try:
-        return str(source.find(name, "dataset"))
+        return str(source.find(name))
     except InvalidConfig:
         return name
 
