@@ -12,7 +12,7 @@ from dstrain.choices import Task
 from dstrain.config import jsonc
 from dstrain.config.imports.converters import listed, names
 from dstrain.config.imports.preferences import preference_task
-from dstrain.config.imports.rows import ABSENT, Convert, Converted, OtherTraining, Unmatched
+from dstrain.config.imports.rows import ABSENT, READ, Convert, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.sample_formats import LABELS, SIDES
@@ -75,7 +75,7 @@ def media_dir(value: Any, source: Source) -> Any:
     sets = _named(names(source.value("dataset"), source), source)
     if {Path(str(one.settings["path"])).resolve().parent for one in sets} != {Path(str(value)).expanduser().resolve()}:
         raise Unmatched("paths of images are relative to the data file")
-    return ABSENT
+    return READ
 
 
 def _named(wanted: Sequence[str], source: Source) -> list[DataSet]:

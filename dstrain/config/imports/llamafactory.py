@@ -81,7 +81,7 @@ def _thinking(value: Any, source: Source) -> Any:
 
 
 def _pixels(value: Any, source: Source) -> Any:
-    return ABSENT if convert.count(value, source) == NO_LIMIT else value
+    return READ if convert.count(value, source) == NO_LIMIT else value
 
 
 def _sinks(value: Any, source: Source) -> Any:
