@@ -12,7 +12,7 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.generate import lock_of
-from dstrain.cli.options.imported import ImportInputs, import_inputs
+from dstrain.cli.options.imported import ImportInputs, import_inputs, of_file, whole_strategy
 from dstrain.cli.options.planning import machine_options
 from dstrain.cli.options.typed import typed
 from dstrain.cli.output.generated import next_lines
@@ -22,6 +22,7 @@ from dstrain.config.edits.lock import LOCK, Lock, read_lock, standing, write_fil
 from dstrain.config.edits.regenerate import Standing, replaced
 from dstrain.config.imports import job_text
 from dstrain.config.imports.read import TOOLS, import_file
+from dstrain.config.imports.strategy import runs_deepspeed
 from dstrain.config.imports.walk import Imported
 from dstrain.config.lint.rules.releases import past_faults
 from dstrain.config.lint.subject import JobContext
@@ -110,12 +111,11 @@ def _made(inputs: ImportInputs, out: Path) -> _Made:
     try:
         fixed = survey(workload, request, top=1)
     except InvalidConfig as error:
-        raise InvalidConfig(f"{inputs.imported.source.path}: {error.problem}", hint=error.hint) from None
+        raise of_file(error, inputs) from None
     plan = plan_of(fixed, workload.cluster, request)
     lock = lock_of(inputs.asked, inputs.facts, plan, out)
     files = {**lock.base, "job.yaml": job_text.edited(lock.base["job.yaml"], inputs.imported)}
-    if inputs.config is not None:
-        files["ds_config.json"] = inputs.config
+    files["ds_config.json"] = inputs.config or whole_strategy(files["ds_config.json"], inputs)
     locate = job_text.locator(inputs.imported, out / "job.yaml")
     job = job_of(parse_yaml(files["job.yaml"], "job.yaml")[0], locate, out.resolve())
     linted = _linted(inputs, job, files["ds_config.json"])
@@ -123,9 +123,9 @@ def _made(inputs: ImportInputs, out: Path) -> _Made:
         imported=inputs.imported,
         workload=workload,
         theirs=_estimate(inputs, job, files["ds_config.json"]),
-        ours=survey(workload, replace(request, **_FREE), top=1),
+        ours=survey(workload, replace(request, **{**inputs.open, **_FREE}), top=1),
         findings=[*linted.findings, *job_checks.findings(job, _context(inputs, job))],
-        past_faults=past_faults(linted.subject) if linted.subject is not None else [],
+        past_faults=past_faults(linted.subject) if linted.subject and runs_deepspeed(inputs.imported.source) else [],
     )
     return _Made(lock=lock, files=files, plan=plan, report=report)
 
@@ -134,7 +134,7 @@ _FREE: Mapping[str, Any] = {
     **dict.fromkeys(("micro_batch", "grad_accum", "zero_stage", "offload", "grad_ckpt", "tiled_mlp"), None),
     "activation_offload": False,
 }
-"""What dstrain chooses in its own plan; model, method, length, batch and parallelism stay those of the file."""
+"""What dstrain chooses in its own plan, and what else the file leaves open; the rest stays that of the file."""
 
 
 def _estimate(inputs: ImportInputs, job: JobFile, config: str) -> Estimate | None:

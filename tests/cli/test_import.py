@@ -50,6 +50,48 @@ def test_a_job_is_written_with_its_values_and_the_tools_defaults(dstrain: Type, 
     assert "1 is the file, 2 what dstrain would choose" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("lines", "stage", "offload"),
+    [
+        (
+            "DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}",
+            3,
+            "optimizer",
+        ),
+        ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_param_device: cpu}", 3, "params"),
+        ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_machines: 2", 3, "none"),
+        ("DEEPSPEED", 2, "none"),
+        ("FSDP\nfsdp_config: {fsdp_version: 2}", 3, "none"),
+        (
+            "FSDP\nfsdp_config: {fsdp_reshard_after_forward: false, fsdp_offload_params: true}",
+            2,
+            "optimizer",
+        ),
+        ("FSDP\ndeepspeed_config: {zero_stage: 1}\nfsdp_config: {fsdp_version: 2}", 3, "none"),
+    ],
+)
+def test_what_a_file_shards_and_offloads_is_written_whole(
+    dstrain: Type, tmp_path: Path, lines: str, stage: int, offload: str
+) -> None:
+    (tmp_path / "acc.yaml").write_text(f"distributed_type: {lines}\nnum_processes: 8\n")
+    done = dstrain("import", "acc.yaml", "--gpu", "4090", "--model", "qwen3-8b", "--json", "-n")
+    document = json.loads(done.stdout)
+    written = json.loads(document["files"]["ds_config.json"])["zero_optimization"]
+    keys = {"none": [], "optimizer": ["offload_optimizer"], "params": ["offload_optimizer", "offload_param"]}[offload]
+    assert (written["stage"], [key for key in written if key.startswith("offload")]) == (stage, keys)
+    assert "ratio" not in written.get("offload_optimizer", {})
+    theirs = document["imported"]
+    assert [theirs[key] for key in ("zero_stage", "offload", "offload_ratio", "hpz")] == [stage, offload, 1, 1]
+    assert bool(document["past_faults"]) is lines.startswith("DEEPSPEED")
+
+
+def test_a_file_without_parallelism_is_planned_without(dstrain: Type, train: Path) -> None:
+    train.write_text(TRAIN.replace("4096", "131072"))
+    done = dstrain("import", train.name, *MACHINE, "--json", "-n")
+    document = json.loads(done.stdout)
+    assert (document["imported"]["sp"], document["planned"]["sp"] > 1) == (1, True)
+
+
 @pytest.mark.parametrize(("model", "is_known"), [("qwen3-8b", True), ("qwen3-vl-8b", False)])
 def test_ligers_kernels_are_kept_where_liger_has_them(
     dstrain: Type, tmp_path: Path, train: Path, model: str, is_known: bool
@@ -94,6 +136,32 @@ def test_what_earlier_releases_of_deepspeed_trained_with_the_file_is_said(
     assert "(DeepSpeed#7967, DS951)" in said
     document = json.loads(dstrain("import", train.name, *MACHINE, "--json", "-n").stdout)
     assert "DS951" in {fault["rule"] for fault in document["past_faults"]}
+    train.write_text(TRAIN)
+    plain = dstrain("import", train.name, *MACHINE, "-n").stdout
+    assert "trained something else" not in plain
+    assert "LLaMA-Factory trains it without ZeRO; its stage and offload are those of dstrain" in plain
+
+
+def test_what_contradicts_is_named_by_the_keys_of_the_file(dstrain: Type, tmp_path: Path, train: Path) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "zero.json").write_text(
+        json.dumps({**dict.fromkeys(AUTO, "auto"), "zero_optimization": zero}, indent=2)
+    )
+    train.write_text(f"{TRAIN}optim: adamw_bnb_8bit\ndeepspeed: zero.json\n")
+    (tmp_path / "dpo.sh").write_text("swift rlhf --model a --rlhf_type dpo --max_length 64 \\\n  --packing true\n")
+    (tmp_path / "half.yaml").write_text(TRAIN)
+    for words, places in {
+        (train.name,): (
+            "`optim: adamw_bnb_8bit` (train.yaml:11:1)",
+            "`zero_optimization.offload_optimizer` (zero.json:8:5)",
+        ),
+        ("dpo.sh", "--model", "qwen3-8b"): ("`rlhf_type: dpo` (dpo.sh:1:22)", "`packing: true` (dpo.sh:2:3)"),
+        ("half.yaml", "--gpu", "v100"): ("`bf16: true` (half.yaml:7:1)", "has no bf16"),
+    }.items():
+        done = dstrain("import", *MACHINE, *words)
+        assert done.returncode == 3
+        assert all(place in done.stderr for place in places), done.stderr
+        assert "--" not in done.stderr
 
 
 def test_a_strategy_that_a_file_names_stays(dstrain: Type, tmp_path: Path) -> None:

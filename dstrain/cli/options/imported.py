@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -9,13 +10,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dstrain.choices import Offload
 from dstrain.cli import gen_config
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.options.remembered import ResolvedOptions, as_input, relative
 from dstrain.cli.options.typed import spelled
 from dstrain.config import jsonc
+from dstrain.config.document import REMOVED, lookup
 from dstrain.config.imports.rows import Fate
 from dstrain.config.imports.walk import Imported, Note, Value
+from dstrain.config.templates.files import config_text
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.plan.estimate import effective
 from dstrain.plan.memory.layers.kernels import LIGER
@@ -26,16 +30,10 @@ _REQUESTED = (
     *("packing", "sp", "tp", "ep", "optimizer", "liger", "hub", "task", "torch_compile"),
 )
 """Keys of a job that are options of gen-config, too."""
-_OFF = {
-    "activation_offload": False,
-    "tiled_mlp": False,
-    "liger": False,
-    "torch_compile": False,
-    "sp": 1,
-    "tp": 1,
-    "ep": 1,
-}
+_OFF = {"liger": False, "torch_compile": False, "tp": 1}
 """Values that need no option."""
+_UNASKED = {"activation_offload": False, "tiled_mlp": False, "sp": 1, "ep": 1}
+"""What the planner chooses where nobody asks, and a file without the key does not do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +49,11 @@ class ImportInputs:
     """The text of its DeepSpeed configuration; None if gen-config's is to be written."""
     config_name: str
     """The name of that configuration in messages."""
+
+    @property
+    def open(self) -> dict[str, Any]:
+        """The choices of the planner's own that the file does not make."""
+        return dict.fromkeys(name for name in _UNASKED if name not in self.imported.values)
 
 
 def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> ImportInputs:
@@ -68,12 +71,14 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
         )
     given = {name: values[name].value for name in _REQUESTED if name in values and _OFF.get(name) != values[name].value}
     given |= {key: values[key].value for key in _DATA if key in values and isinstance(values[key].value, str)}
-    options = {"model": str(model), **_machines(imported), **given, **typed}
+    options = {"model": str(model), **_machines(imported), **_UNASKED, **given, **typed}
     if "output_dir" in values:
         options["output_dir"] = str(values["output_dir"].value)
     config, name = _config(imported)
     plan = imported.of("plan")
     options |= {key: plan[key] for key in ("zero_stage", "offload") if key in plan}
+    if "zero_stage" in plan:
+        options.setdefault("offload", Offload.NONE.value)
     facts = _facts(options, imported)
     if "liger" in given and facts.workload.model.model_type not in LIGER:
         imported, facts = _without_liger(imported, facts)
@@ -87,6 +92,50 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
     inputs = {key: as_input(key, value, out) for key, value in options.items()}
     resolved = ResolvedOptions(options=_parsed(options), inputs=inputs, is_repeated=False)
     return ImportInputs(imported=imported, asked=resolved, facts=facts, config=config, config_name=name)
+
+
+def whole_strategy(config: str, inputs: ImportInputs) -> str:
+    """Returns a generated DeepSpeed configuration without what the planner adds to the strategy of a file.
+
+    That is a part of the optimizer that stays on the GPU (Twin-Flow), and a second copy of the parameters (hpZ).
+    """
+    if "plan.zero_stage" not in inputs.imported.values:
+        return config
+    document = json.loads(config)
+    zero = document["zero_optimization"]
+    zero.pop("zero_hpz_partition_size", None)
+    zero.get("offload_optimizer", {}).pop("ratio", None)
+    return config_text(document)
+
+
+def of_file(error: InvalidConfig, inputs: ImportInputs) -> InvalidConfig:
+    """Returns the error of a request that no way satisfies, in the keys of the file that made the request."""
+    problem, source = error.problem.replace("the options contradict", "these keys contradict"), inputs.imported.source
+    for name in Request.__dataclass_fields__:
+        value, asked = inputs.imported.values.get(name), getattr(inputs.facts.request, name)
+        option = "--" + name.replace("_", "-")
+        said = _key_of(name, value, inputs)
+        if said is not None:
+            problem = problem.replace(option if asked is True else f"{option} {asked}", said)
+    hint = error.hint if problem == error.problem else "Change one of them."
+    return InvalidConfig(f"{source.path}: {problem}", hint=hint)
+
+
+def _key_of(name: str, value: Value | None, inputs: ImportInputs) -> str | None:
+    """Returns the key of the file that asks for a choice, with its value and its place; None if it has none."""
+    imported = inputs.imported
+    if name in ("zero_stage", "offload"):
+        value = imported.values.get(f"plan.{name}")
+        if value is None and inputs.config is not None:
+            inner = ("zero_optimization", "stage" if name == "zero_stage" else "offload_optimizer")
+            document = jsonc.read(inputs.config, inputs.config_name)
+            found = lookup(document.value, inner)
+            return None if found is REMOVED else f"`{'.'.join(inner)}` ({document.place(inner)})"
+    if value is None or value.is_default:
+        return None
+    setting = imported.source.settings.get(value.key)
+    given = "" if setting is None else f": {str(setting.value).lower() if setting.value is True else setting.value}"
+    return f"`{value.key}{given}` ({value.place})"
 
 
 def _without_liger(imported: Imported, facts: PlanInputs) -> tuple[Imported, PlanInputs]:
@@ -146,8 +195,6 @@ def _machines(imported: Imported) -> dict[str, Any]:
 
 def _config(imported: Imported) -> tuple[str | None, str]:
     """Returns the text of the DeepSpeed configuration of a file, and its name in messages."""
-    from dstrain.config.templates.files import config_text
-
     source = imported.source
     if source.tool.name == "deepspeed":
         return source.path.read_text(encoding="utf-8"), str(source.path)
@@ -186,6 +233,8 @@ def _with_batch(imported: Imported, facts: PlanInputs) -> tuple[Imported, dict[s
     if wanted is not None and "grad_accum" not in values:
         accumulation = max(1, math.ceil(wanted.value / micro.value / ranks))
         place = Place(file=str(imported.source.path))
-        values["grad_accum"] = Value(value=accumulation, place=place, is_default=True)
+        values["grad_accum"] = Value(
+            value=accumulation, key="gradient_accumulation_steps", place=place, is_default=True
+        )
     accumulation = values["grad_accum"].value if "grad_accum" in values else 1
     return replace(imported, values=values), {"global_batch": micro.value * accumulation * replicas}

@@ -9,6 +9,7 @@ from typing import Any
 from dstrain.cli.console import COLUMNS, wrapped
 from dstrain.cli.output.plan import subject_lines, table_lines, table_row
 from dstrain.config.imports.rows import Fate
+from dstrain.config.imports.strategy import runs_deepspeed
 from dstrain.config.imports.walk import Imported, Note
 from dstrain.config.lint.advisory import Advisory
 from dstrain.config.lint.finding import Finding, count_text, lines, printable
@@ -69,10 +70,20 @@ def _cost_lines(report: ImportReport) -> list[str]:
     else:
         left = report.theirs.usable_bytes_per_gpu - report.theirs.memory.device_bytes_per_gpu
         verdict = f"as it is, it fits, with {format_bytes(max(0, left))} to spare on each GPU"
+    end = [*_without_stage(report), verdict]
     if not _is_other(report.theirs, ours.estimate):
-        return [*table_lines(_survey(report, theirs)), verdict, "dstrain would choose the same"]
+        return [*table_lines(_survey(report, theirs)), *end, "dstrain would choose the same"]
     fits = "" if report.ours.fits else ", which does not fit either"
-    return [*table_lines(_survey(report, theirs, ours)), verdict, f"1 is the file, 2 what dstrain would choose{fits}"]
+    which = f"1 is the file, 2 what dstrain would choose{fits}"
+    return [*table_lines(_survey(report, theirs, ours)), *end, which]
+
+
+def _without_stage(report: ImportReport) -> list[str]:
+    """Returns the origin of the ZeRO stage of a file that names none, which its tool trains with DDP."""
+    source = report.imported.source
+    if runs_deepspeed(source) or any(key in report.imported.values for key in ("plan.zero_stage", "plan.ds_config")):
+        return []
+    return [f"{source.tool.title} trains it without ZeRO; its stage and offload are those of dstrain"]
 
 
 def _is_other(one: Estimate, other: Estimate) -> bool:

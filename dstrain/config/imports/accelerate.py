@@ -8,9 +8,22 @@ from __future__ import annotations
 from typing import Any
 
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports.rows import ABSENT, OtherTraining, inside, lacks, needless, read_with, stops, table, to
+from dstrain.config.imports.rows import (
+    ABSENT,
+    READ,
+    Convert,
+    Converted,
+    OtherTraining,
+    Unmatched,
+    inside,
+    lacks,
+    needless,
+    stops,
+    table,
+    to,
+)
 from dstrain.config.imports.source import Source, Tool
-from dstrain.config.imports.strategy import ds_config, offload, sharding
+from dstrain.config.imports.strategy import ds_config, fully_sharded, offload, offload_params, sharding
 
 _KINDS = {"DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO"}
 
@@ -18,7 +31,55 @@ _KINDS = {"DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO"}
 def _kind(value: Any, source: Source) -> Any:
     if str(value).upper() not in _KINDS:
         raise OtherTraining(f"`{value}`: dstrain trains on NVIDIA GPUs and on CPUs")
-    return "cpu" if str(value).upper() == "MULTI_CPU" else ABSENT
+    kind = str(value).upper()
+    return "cpu" if kind == "MULTI_CPU" else _strategy(kind, source)
+
+
+_STAGE = 2
+"""ZeRO's stage without a key. Source: accelerate 1.15 utils/dataclasses.py: DeepSpeedPlugin."""
+_STRATEGIES = {
+    "FSDP": ("fsdp_config.fsdp_sharding_strategy", "fsdp_config.fsdp_reshard_after_forward"),
+    "DEEPSPEED": ("deepspeed_config.zero_stage", "deepspeed_config.deepspeed_config_file", "deepspeed"),
+}
+"""Kinds of training → keys of which one says how states are sharded."""
+
+
+def _strategy(kind: str, source: Source) -> Converted:
+    """Returns how a kind of training shards states where no key of its own says it."""
+    keys = _STRATEGIES.get(kind)
+    if keys is None or any(source.given(key) is not ABSENT for key in keys):
+        return READ
+    return fully_sharded(source) if kind == "FSDP" else Converted(values={"plan.zero_stage": _STAGE})
+
+
+def _switch(kind: str) -> Convert:
+    """Returns the converter of an option of `accelerate launch` that chooses a kind of training."""
+    return lambda value, source: _strategy(kind, source) if convert.flag(value, source) else ABSENT
+
+
+def _fsdp_offload(value: Any, source: Source) -> Any:
+    """Returns nothing: the key is read with those of FSDP's strategy, or with the choice of FSDP."""
+    is_fsdp = source.value("use_fsdp") is True or str(source.value("distributed_type")).upper() == "FSDP"
+    is_read = is_fsdp or any(source.given(key) is not ABSENT for key in _STRATEGIES["FSDP"])
+    return READ if convert.flag(value, source) and is_read else ABSENT
+
+
+def _of(kind: str, converter: Convert) -> Convert:
+    """Returns a converter of a key that accelerate reads for one kind of training only."""
+
+    def converted(value: Any, source: Source) -> Any:
+        given = source.given("distributed_type")
+        return converter(value, source) if given is ABSENT or str(given).upper() == kind else ABSENT
+
+    return converted
+
+
+def _compiled(value: Any, _: Source) -> Any:
+    """Returns that the layers are compiled. Raises Unmatched for other compilers than inductor."""
+    name = str(value).lower()
+    if name in ("inductor", "no"):
+        return True if name == "inductor" else ABSENT
+    raise Unmatched(f"`{value}`: torch_compile: true compiles with inductor")
 
 
 def _precision(value: Any, _: Source) -> Any:
@@ -45,7 +106,7 @@ def _cpu(value: Any, source: Source) -> Any:
 
 
 def _hostfile(value: Any, source: Source) -> str:
-    return str(source.find(str(value), "deepspeed_hostfile"))
+    return str(source.find(str(value)))
 
 
 _FSDP = "ZeRO takes the place of FSDP"
@@ -58,25 +119,27 @@ ROWS = table(
     to("num_machines", "machines.nodes", convert.count),
     to("use_cpu", "machines.gpu", _cpu),
     to("gradient_accumulation_steps", "grad_accum", convert.count),
-    to("deepspeed_config.deepspeed_config_file", "plan.ds_config", ds_config),
-    to("deepspeed_config.zero_stage", "plan.zero_stage", _stage),
-    to("deepspeed_config.offload_optimizer_device", "plan.offload", offload),
-    read_with("deepspeed_config.offload_param_device", "offload_optimizer_device"),
-    to("deepspeed_config.gradient_accumulation_steps", "grad_accum", _number),
-    to("deepspeed_config.gradient_clipping", "max_grad_norm", _number),
+    to("deepspeed_config.deepspeed_config_file", "plan.ds_config", _of("DEEPSPEED", ds_config)),
+    to("deepspeed_config.zero_stage", "plan.zero_stage", _of("DEEPSPEED", _stage)),
+    to("deepspeed_config.offload_optimizer_device", "plan.offload", _of("DEEPSPEED", offload)),
+    to("deepspeed_config.offload_param_device", "plan.offload", _of("DEEPSPEED", offload_params)),
+    to("deepspeed_config.gradient_accumulation_steps", "grad_accum", _of("DEEPSPEED", _number)),
+    to("deepspeed_config.gradient_clipping", "max_grad_norm", _of("DEEPSPEED", _number)),
     to("deepspeed_config.deepspeed_hostfile", "machines.hostfile", _hostfile),
-    to("fsdp_config.fsdp_sharding_strategy", "plan.zero_stage", sharding),
-    to("fsdp_config.fsdp_reshard_after_forward", "plan.zero_stage", sharding),
-    read_with("fsdp_config.fsdp_offload_params", "fsdp_reshard_after_forward"),
-    to("fsdp_config.fsdp_activation_checkpointing", "grad_ckpt", convert.flag),
+    to("fsdp_config.fsdp_sharding_strategy", "plan.zero_stage", _of("FSDP", sharding)),
+    to("fsdp_config.fsdp_reshard_after_forward", "plan.zero_stage", _of("FSDP", sharding)),
+    to("fsdp_config.fsdp_offload_params", "", _fsdp_offload),
+    to("use_fsdp", "", _switch("FSDP")),
+    to("use_deepspeed", "", _switch("DEEPSPEED")),
+    to("fsdp_config.fsdp_activation_checkpointing", "grad_ckpt", _of("FSDP", convert.flag)),
     to("parallelism_config.parallelism_config_sp_size", "sp", convert.count),
     needless(
         """
         compute_environment debug downcast_bf16 enable_cpu_affinity main_training_function same_network
         rdzv_backend rdzv_conf use_env machine_rank main_process_ip main_process_port gpu_ids tpu_env
         tpu_use_cluster tpu_use_sudo tpu_name tpu_zone command_file commands fsdp_config.fsdp_version
-        config_file use_deepspeed use_fsdp multi_gpu module mpirun_config max_restarts monitor_interval tee
-        num_cpu_threads_per_process ipex_config megatron_lm_config dynamo_config
+        config_file multi_gpu module mpirun_config max_restarts monitor_interval tee
+        num_cpu_threads_per_process ipex_config megatron_lm_config
         """,
         _NODES,
     ),
@@ -120,6 +183,15 @@ ROWS = table(
         "set sp or tp in job.yaml",
         unless=(1,),
     ),
+    to("dynamo_config.dynamo_backend", "torch_compile", _compiled, note="layers are compiled, not the whole model"),
+    lacks(
+        inside(
+            "dynamo_config",
+            "dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph dynamo_use_regional_compilation",
+        ),
+        "torch_compile: true compiles layers with inductor's default mode",
+        unless=("default", False),
+    ),
     stops("fp8_config fp8", "fp8", unless=({}, None)),
     stops(
         """
@@ -131,7 +203,7 @@ ROWS = table(
 )
 """The keys of its file; its options on a command line have the same names."""
 
-SECTIONS = ("deepspeed_config", "fsdp_config", "parallelism_config")
+SECTIONS = ("deepspeed_config", "fsdp_config", "parallelism_config", "dynamo_config")
 TOOL = Tool(name="accelerate", title="accelerate", rows=ROWS, sections=SECTIONS)
 
 

@@ -96,7 +96,7 @@ ROWS = table(
     to("liger_glu_activation", "liger", values.liger),
     to("max_steps", "max_steps", convert.limit),
     to("dataloader_num_workers", "dataloader_num_workers", default=0),
-    read_with("fp16", "bf16"),
+    to("fp16", "", values.fp16),
     to("deepspeed", "plan.ds_config", values.ds_config),
     to("fsdp", "plan.zero_stage", fsdp),
     to("fsdp_config.reshard_after_forward", "plan.zero_stage", sharding),

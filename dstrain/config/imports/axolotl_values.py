@@ -10,7 +10,7 @@ from dstrain.config import jsonc
 from dstrain.config.document import lookup
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import preferences
-from dstrain.config.imports.rows import ABSENT, Converted, OtherTraining, Unmatched
+from dstrain.config.imports.rows import ABSENT, READ, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.config.imports.strategy import ds_config as named_config
 
@@ -109,9 +109,9 @@ def per_epoch(key: str) -> Any:
 
 
 def evaluations(value: Any, source: Source) -> Any:
-    """Returns nothing if there are no data for an evaluation."""
+    """Returns when evaluations are; axolotl itself refuses the key without data for them."""
     if not source.value("val_set_size") and not source.value("test_datasets"):
-        return ABSENT
+        raise Unmatched("there are no data for an evaluation: set eval_data or val_split")
     return per_epoch("eval_steps")(value, source)
 
 
@@ -136,6 +136,13 @@ def sinks(name: str) -> Any:
         return wanted if name in wanted else ABSENT
 
     return converted
+
+
+def fp16(value: Any, source: Source) -> Any:
+    """Returns nothing where `bf16` decides; its default is bf16 where the GPU has it."""
+    if source.given("bf16") is not ABSENT or not convert.flag(value, source):
+        return READ
+    raise Unmatched("bf16 is `auto` by default, and wins where the GPU has bf16; set precision to fp16")
 
 
 _LIGER = ("liger_rope", "liger_rms_norm", "liger_glu_activation")

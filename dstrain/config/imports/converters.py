@@ -80,7 +80,7 @@ def one_of(values: Mapping[Any, Any], otherwise: str) -> Convert:
 
     def convert(value: Any, _: Source) -> Any:
         key = value.lower() if isinstance(value, str) else value
-        if key not in values:
+        if isinstance(key, list | dict) or key not in values:
             raise Unmatched(f"`{value}`: {otherwise}")
         return values[key]
 
@@ -242,12 +242,11 @@ def strategy(target: str) -> Convert:
     return convert
 
 
-def drops(value: Any, _: Source) -> Any:
-    """Returns what happens to a sample that is too long."""
-    plain = {"delete": "drop", "drop": "drop", "right": "truncate", "truncate": "truncate"}
-    if value not in plain:
-        raise Unmatched(f"`{value}`: dstrain truncates at the end, or drops")
-    return plain[value]
+drops = one_of(
+    {"delete": "drop", "drop": "drop", "right": "truncate", "truncate": "truncate"},
+    "dstrain truncates at the end, or drops",
+)
+"""What happens to a sample that is too long."""
 
 
 def resume(value: Any, _: Source) -> Any:

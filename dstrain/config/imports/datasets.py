@@ -12,7 +12,7 @@ from dstrain.choices import Task
 from dstrain.config import jsonc
 from dstrain.config.imports.converters import listed, names
 from dstrain.config.imports.preferences import preference_task
-from dstrain.config.imports.rows import ABSENT, Convert, Converted, OtherTraining, Unmatched
+from dstrain.config.imports.rows import ABSENT, READ, Convert, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.sample_formats import LABELS, SIDES
@@ -75,7 +75,7 @@ def media_dir(value: Any, source: Source) -> Any:
     sets = _named(names(source.value("dataset"), source), source)
     if {Path(str(one.settings["path"])).resolve().parent for one in sets} != {Path(str(value)).expanduser().resolve()}:
         raise Unmatched("paths of images are relative to the data file")
-    return ABSENT
+    return READ
 
 
 def _named(wanted: Sequence[str], source: Source) -> list[DataSet]:
@@ -85,14 +85,14 @@ def _named(wanted: Sequence[str], source: Source) -> list[DataSet]:
     if folder.startswith("REMOTE:"):
         raise Unmatched(f"{folder[7:]} on the hub has their {_INFO}; download it, and name the files as data")
     try:
-        path = source.find(f"{folder}/{_INFO}", "dataset")
+        path = source.find(f"{folder}/{_INFO}")
     except InvalidConfig:
         named = ", ".join(wanted)
         raise Unmatched(f"{named}: {folder}/{_INFO}, which has the files, is not here; name them as data") from None
     table = jsonc.read(path.read_text(encoding="utf-8"), str(path)).value
     for name in wanted:
         if name not in table:
-            raise InvalidConfig(f'"{name}" is not in {path}', place=source.place("dataset"))
+            raise InvalidConfig(f'"{name}" is not in {path}')
     return [_of_info(table[name], path.parent, source) for name in wanted]
 
 
@@ -158,7 +158,7 @@ def _local(name: str, source: Source) -> str:
     if not name.endswith((".jsonl", ".json", ".parquet", ".arrow", ".csv", ".txt")):
         return name
     try:
-        return str(source.find(name, "dataset"))
+        return str(source.find(name))
     except InvalidConfig:
         return name
 

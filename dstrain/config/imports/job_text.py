@@ -7,10 +7,9 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Method
 from dstrain.config.document import REMOVED, Change, lookup, same
 from dstrain.config.edits import edit_yaml
-from dstrain.config.imports.walk import Imported, Value
+from dstrain.config.imports.walk import Imported, Value, is_full
 from dstrain.errors import Place
 from dstrain.job.file import looks_local
 from dstrain.job.model_changes import Lora
@@ -43,8 +42,7 @@ def edited(text: str, imported: Imported) -> str:
 
 def written(imported: Imported) -> dict[str, Value]:
     """Returns the values that job.yaml gets, without those of an adapter that is not trained."""
-    method = imported.values.get("method")
-    is_adapter = method is not None and method.value != Method.FULL
+    is_adapter = not is_full(imported.values)
     return {
         target: value
         for target, value in imported.job.items()

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from dstrain.choices import Task
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import datasets, huggingface, preferences
 from dstrain.config.imports.environment import RANKS
-from dstrain.config.imports.rows import ABSENT, Converted, OtherTraining, lacks, needless, read_with, stops, table, to
+from dstrain.config.imports.rows import (
+    ABSENT,
+    READ,
+    Converted,
+    OtherTraining,
+    Unmatched,
+    lacks,
+    needless,
+    read_with,
+    stops,
+    table,
+    to,
+)
 from dstrain.config.imports.source import Source, Tool
 
 
@@ -45,6 +58,12 @@ def _precision(value: Any, source: Source) -> Any:
     return Converted(values={"precision": "fp32"}, note=note)
 
 
+def _resized(value: Any, source: Source) -> Any:
+    if not convert.flag(value, source) or source.given("add_tokens") is not ABSENT:
+        return READ
+    raise Unmatched("it adds rows for tokens that the checkpoint lacks: name these in new_tokens")
+
+
 def _alpha(value: Any, source: Source) -> Any:
     return value if value is not None else 2 * convert.count(source.value("lora_rank"), source)
 
@@ -53,9 +72,13 @@ def _targets(value: Any, source: Source) -> list[str]:
     return ["all-linear"] if value == "all" else convert.names(value, source)
 
 
+def _neat_packing(value: Any, source: Source) -> Any:
+    return convert.flag(value, source) or convert.flag(source.value("packing", False), source)
+
+
 def _packing(value: Any, source: Source) -> Any:
     if not convert.flag(value, source) or source.value("neat_packing") is True:
-        return ABSENT
+        return READ
     note = "`packing` lets samples of a row see each other; dstrain keeps them apart, as `neat_packing` does"
     return Converted(values={"packing": True}, note=note)
 
@@ -70,11 +93,29 @@ def _thinking(value: Any, source: Source) -> Any:
 
 
 def _pixels(value: Any, source: Source) -> Any:
-    return ABSENT if convert.count(value, source) == NO_LIMIT else value
+    return READ if convert.count(value, source) == NO_LIMIT else value
 
 
-def _swanlab(value: Any, source: Source) -> Any:
-    return ["swanlab"] if convert.flag(value, source) else ABSENT
+def _sinks(value: Any, source: Source) -> Any:
+    """Returns the sinks of `report_to`, and SwanLab, which has a switch of its own."""
+    converted = convert.sinks(value, source)
+    if str(source.value("use_swanlab")).lower() != "true":
+        return converted
+    names = [*converted.values["monitor.sinks"], "swanlab"]
+    return replace(converted, values={"monitor.sinks": list(dict.fromkeys(names))})
+
+
+def _read_switch(value: Any, source: Source) -> Any:
+    return READ if convert.flag(value, source) else ABSENT
+
+
+def _history(value: Any, source: Source) -> Any:
+    """Returns that the last answer is learned; LLaMA-Factory then drops the thoughts of earlier ones, too."""
+    if not convert.flag(value, source):
+        return ABSENT
+    keeps = convert.flag(source.value("preserve_thinking", False), source)
+    thinks = convert.flag(source.value("enable_thinking", True), source)
+    return Converted(values={"loss_on": "last"} | ({"thinking": "last"} if thinks and not keeps else {}))
 
 
 NO_LIMIT = 2**63 - 1
@@ -91,7 +132,8 @@ ROWS = table(
     to("eval_dataset", "eval_data", datasets.llamafactory("eval_data")),
     to("val_size", "val_split", convert.split),
     to("finetuning_type", "method", _method, default="lora"),
-    read_with("quantization_bit quantization_method", "finetuning_type"),
+    read_with("quantization_bit", "finetuning_type"),
+    read_with("quantization_method", "quantization_bit"),
     to("bf16", "precision", _precision, default=False),
     to("lora_rank", "lora.rank", convert.count, default=8),
     to("lora_alpha", "lora.alpha", _alpha, default=None),
@@ -99,7 +141,7 @@ ROWS = table(
     to("lora_target", "lora.targets", _targets, default="all"),
     to("moe_aux_loss_coef", "router_aux_loss_coef", convert.number),
     to("cutoff_len", "seq_len", convert.count, default=2048),
-    to("neat_packing", "packing", convert.flag, default=False),
+    to("neat_packing", "packing", _neat_packing, default=False),
     to("packing", "packing", _packing),
     to("train_on_prompt", "loss_on", convert.always("all")),
     to("template", "", _template),
@@ -108,14 +150,15 @@ ROWS = table(
     to("flash_attn", "attn", convert.attention, default="auto"),
     to("rope_scaling", "", convert.rope_scaling),
     to("disable_gradient_checkpointing", "grad_ckpt", convert.opposite, default=False),
-    read_with("gradient_checkpointing", "disable_gradient_checkpointing"),
+    needless("gradient_checkpointing", "LLaMA-Factory recomputes unless disable_gradient_checkpointing is on"),
     to(
         "pure_bf16",
         "precision",
         convert.always("bf16"),
         note="beside `adamw` without DeepSpeed, `adamw_bf16` too",
     ),
-    to("use_swanlab", "monitor.sinks", _swanlab),
+    to("report_to", "monitor.sinks", _sinks, default="none"),
+    to("use_swanlab", "", _read_switch),
     to("swanlab_project", "monitor.project"),
     to("swanlab_run_name", "monitor.name"),
     to(
@@ -149,7 +192,7 @@ ROWS = table(
     needless("double_quantization quantization_type", "QLoRA is nf4 with double quantization"),
     to("max_samples", "max_samples", convert.count),
     lacks("preserve_thinking", "thinking: all keeps them"),
-    to("mask_history", "loss_on", convert.always("last")),
+    to("mask_history", "loss_on", _history),
     to("default_system", "system"),
     lacks("tool_format", "the model's own chat template is used", unless=()),
     to("freeze_vision_tower", "freeze_vision_tower", convert.flag),
@@ -180,7 +223,7 @@ ROWS = table(
         unless=(False, None),
     ),
     to("add_tokens", "new_tokens", convert.names),
-    read_with("resize_vocab", "add_tokens"),
+    to("resize_vocab", "", _resized),
     to("streaming", "streaming", convert.set_flag, note="it needs max_steps"),
     to("buffer_size", "shuffle_buffer", convert.of_streaming),
     lacks("mix_strategy interleave_probs", "give each data set of `data` a weight", unless=("concat",)),

@@ -175,7 +175,11 @@ def _of_launcher(path: Path, command: shell.Command, at: int) -> Source:
     named = source.settings.get("config_file")
     if named is None:
         return source
-    file = read(source.find(str(named.value), "config_file"), tool="accelerate")
+    try:
+        path = source.find(str(named.value))
+    except InvalidConfig as error:
+        raise InvalidConfig(f"config_file: {error.text}", place=named.place, hint=error.hint) from None
+    file = read(path, tool="accelerate")
     return replace(source, settings={**file.settings, **source.settings})
 
 

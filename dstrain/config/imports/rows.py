@@ -43,6 +43,10 @@ class Converted:
     """How the counterpart differs, and what to do."""
 
 
+READ = Converted(values={})
+"""What a converter returns for a value that is no key of its own: another key is written by it, or nothing need be."""
+
+
 class Unmatched(Exception):
     """A value without counterpart; the text says what to do."""
 
@@ -56,8 +60,9 @@ class OtherTraining(Unmatched):
 
 
 Convert = Callable[[Any, "Source"], Any]
-"""Takes a value and all settings; returns the value for the target, `Converted`, or ABSENT to write nothing. Raises
-Unmatched, or InvalidConfig for a value that the tool itself would refuse."""
+"""Takes a value and all settings; returns the value for the target, `Converted`, READ, or ABSENT to write nothing,
+which the page says of a value that asks for something. Raises Unmatched, or InvalidConfig for a value that the tool
+itself would refuse."""
 
 
 def same(value: Any, _: Source) -> Any:
@@ -89,10 +94,13 @@ def to(key: str, target: str, convert: Convert = same, *, default: Any = ABSENT,
 
 
 def read_with(keys: str, other: str) -> tuple[Row, ...]:
-    """Returns the rows of keys that are read together with another one."""
+    """Returns the rows of keys that are read together with another one; without that they ask for nothing."""
+
+    def convert(_: Any, source: Source) -> Any:
+        return ABSENT if source.value(other, ABSENT) is ABSENT else READ
+
     return tuple(
-        Row(key=key, fate=Fate.WRITTEN, convert=lambda *_: ABSENT, note=f"read with `{other}`", unless=())
-        for key in keys.split()
+        Row(key=key, fate=Fate.WRITTEN, convert=convert, note=f"read with `{other}`", unless=()) for key in keys.split()
     )
 
 

@@ -62,12 +62,7 @@ class Source:
         value = row.default if value is ABSENT and row is not None else value
         return default if value is ABSENT else value
 
-    def place(self, key: str) -> Place:
-        """Returns the place of a key, or the file if it is absent."""
-        setting = self.settings.get(key)
-        return Place(file=str(self.path)) if setting is None else setting.place
-
-    def find(self, name: str, key: str) -> Path:
+    def find(self, name: str) -> Path:
         """Returns the file that a key names. Tools are started in a folder above their files, so a relative name is
         looked up from the current folder, and from the folders around the file. Raises InvalidConfig if it is missing.
         """
@@ -77,8 +72,7 @@ class Source:
             if candidate.exists():
                 return Path(shown(os.path.normpath(candidate)))
         raise InvalidConfig(
-            f'{key} is "{name}", and no such file is here or around {self.path.name}',
-            place=self.place(key),
+            f'"{name}": no such file is here or around {self.path.name}',
             hint=f"Import it from the folder in which {self.tool.title} is started.",
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports.rows import ABSENT, Converted, OtherTraining
+from dstrain.config.imports.rows import ABSENT, READ, Converted, OtherTraining
 from dstrain.config.imports.source import Source
 
 PRESETS = {
@@ -31,11 +31,11 @@ def ds_config(value: Any, source: Source) -> Any:
         return ABSENT
     if isinstance(value, dict):
         return value
-    if value in PRESETS:
+    if isinstance(value, str) and value in PRESETS:
         stage, offload = PRESETS[value]
         note = f"dstrain's own configuration of ZeRO-{stage} is written, with the buffers of its plan"
         return Converted(values={"plan.zero_stage": stage, "plan.offload": offload}, note=note)
-    return str(source.find(str(value), "deepspeed"))
+    return str(source.find(str(value)))
 
 
 def fsdp(value: Any, _: Source) -> Any:
@@ -53,6 +53,14 @@ def sharding(value: Any, source: Source) -> Any:
         raise OtherTraining(f"`{value}` is not a strategy of FSDP")
     offloads = any(source.value(f"fsdp_config.{key}") is True for key in ("fsdp_offload_params", "offload_params"))
     return _zero(_SHARDING[str(value).lower()], offloads=offloads)
+
+
+def fully_sharded(source: Source) -> Converted:
+    """Returns ZeRO's counterpart of FSDP without a strategy: parameters are sharded after the forward pass, too.
+
+    Source: accelerate 1.15 utils/dataclasses.py: FullyShardedDataParallelPlugin.
+    """
+    return _zero(3, offloads=source.value("fsdp_config.fsdp_offload_params") is True)
 
 
 def _zero(stage: int, *, offloads: bool) -> Converted:
@@ -75,3 +83,20 @@ def offload(value: Any, source: Source) -> Any:
         note = "dstrain offloads parameters with the optimizer; `params` is written"
         return Converted(values={"plan.offload": "params"}, note=note)
     return _OFFLOADS[pair]
+
+
+def offload_params(value: Any, source: Source) -> Any:
+    """Returns what leaves the GPU if only parameters are to."""
+    if source.given("deepspeed_config.offload_optimizer_device") is not ABSENT:
+        return READ
+    return ABSENT if str(value).lower() == "none" else offload("none", source)
+
+
+def runs_deepspeed(source: Source) -> bool:
+    """Returns whether the tool trains with DeepSpeed by this file, not with DDP or FSDP."""
+    if source.tool.name == "deepspeed" or source.value("deepspeed"):
+        return True
+    kind = source.value("distributed_type")
+    if kind is not None:
+        return str(kind).upper() == "DEEPSPEED"
+    return source.value("use_deepspeed") is True or any(key.startswith("deepspeed_config.") for key in source.settings)

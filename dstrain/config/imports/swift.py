@@ -59,12 +59,17 @@ def _packing(value: Any, source: Source) -> Any:
     return convert.flag(value, source)
 
 
+_LOSS_ON = {"default": "answer", "last_round": "last", "all": "all"}
+_EMPTY_THINK = "ignore_empty_think"
+
+
 def _loss_scale(value: Any, _: Source) -> Any:
-    if value in ("default", "ignore_empty_think"):
-        return "answer"
-    if value in ("all", "last_round"):
-        return "all" if value == "all" else "last"
-    raise Unmatched(f"`{value}`: the loss is on every answer, each token with weight 1")
+    parts = str(value).split("+")
+    base = next((part for part in parts if part in _LOSS_ON), "default")
+    if others := set(parts) - {base, _EMPTY_THINK}:
+        raise Unmatched(f"`{'+'.join(sorted(others))}`: the loss is on every answer, each token with weight 1")
+    note = "an empty block of thoughts that the template writes carries loss; `thinking: off` moves it into the prompt"
+    return Converted(values={"loss_on": _LOSS_ON[base]}, note=note if _EMPTY_THINK in parts else "")
 
 
 def _hub(value: Any, source: Source) -> str:
@@ -116,7 +121,8 @@ ROWS = table(
     to("tuner_type", "method", _method, default="lora"),
     to("train_type", "method", _method, note="`tuner_type` since ms-swift 4"),
     to("sft_type", "method", _method, note="`tuner_type` since ms-swift 4"),
-    read_with("quant_bits quant_method bnb_4bit_compute_dtype", "tuner_type"),
+    read_with("quant_bits quant_method", "tuner_type"),
+    needless("bnb_4bit_compute_dtype", "QLoRA computes in precision"),
     to("router_aux_loss_coef", "router_aux_loss_coef", convert.number),
     to("lora_rank", "lora.rank", convert.count, default=8),
     to("lora_alpha", "lora.alpha", convert.count, default=32),
@@ -192,13 +198,9 @@ ROWS = table(
         "code and tables of ms-swift are not read",
         unless=(False,),
     ),
-    lacks(
-        """
-        agent_template response_prefix add_non_thinking_prefix preserve_thinking
-        """,
-        "the model's own chat template is used",
-        unless=(True, False),
-    ),
+    lacks("agent_template response_prefix", "the model's own chat template is used", unless=()),
+    lacks("add_non_thinking_prefix", "the model's own chat template is used", unless=(True,)),
+    lacks("preserve_thinking", "thinking: all keeps them"),
     lacks(
         """
         max_model_len eval_use_evalscope eval_dataset eval_dataset_args eval_limit
@@ -241,13 +243,8 @@ ROWS = table(
         "other weights are trained",
         unless=(False, 0, 0.0),
     ),
-    stops(
-        """
-        use_dora use_rslora lorap_lr_ratio init_weights lora_bias
-        """,
-        "another adapter",
-        unless=(False, "none", "true", True),
-    ),
+    stops("use_dora use_rslora", "another adapter"),
+    stops("lorap_lr_ratio init_weights lora_bias", "another adapter", unless=(False, None, "none", "true", True)),
     stops(
         """
         use_galore galore_quantization galore_optim_per_parameter lisa_activated_layers

@@ -23,7 +23,7 @@ def _method(value: Any, source: Source) -> Any:
 
 
 def _file(value: Any, source: Source) -> str:
-    return str(source.find(str(value), "train_file"))
+    return str(source.find(str(value)))
 
 
 def _mixed(value: Any, source: Source) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.config.imports.rows import ABSENT, Converted, Fate, Row, Unmatched
+from dstrain.choices import Method
+from dstrain.config.imports.rows import ABSENT, READ, Converted, Fate, Row, Unmatched
 from dstrain.config.imports.source import Setting, Source
 from dstrain.errors import InvalidConfig, Place, nearest
 
@@ -16,6 +17,8 @@ class Value:
     """A value to write."""
 
     value: Any
+    key: str
+    """The key it comes from."""
     place: Place
     """The place of the key it comes from; the file if it is the tool's default."""
     is_default: bool
@@ -70,7 +73,7 @@ class Imported:
 def walk(source: Source) -> Imported:
     """Returns the counterpart of a file. Raises InvalidConfig with every value that means nothing, and its place."""
     values: dict[str, Value] = {}
-    notes, problems = list[Note](), list[str]()
+    notes, errors = list[Note](), list[InvalidConfig]()
     for row, key, setting, is_default in _settings(source):
         if row is None:
             notes.append(Note(fate=Fate.UNKNOWN, key=key, place=setting.place, text=_advice(key, source)))
@@ -81,25 +84,75 @@ def walk(source: Source) -> Imported:
             notes.append(Note(fate=error.fate, key=key, place=setting.place, text=str(error)))
             continue
         except InvalidConfig as error:
-            problems.append(error.problem if error.place else f"{setting.place}: {key}: {error.text}")
+            text = error.problem if error.place else f"{setting.place}: {key}: {error.text}"
+            errors.append(InvalidConfig(text, hint=error.hint))
             continue
-        for target, value in converted.values.items():
-            if value is not ABSENT and (target not in values or not is_default):
-                values[target] = Value(value=value, place=setting.place, is_default=is_default)
-        if converted.note or (row.fate is not Fate.WRITTEN and setting.value not in row.unless):
-            fate = Fate.CHANGED if row.fate is Fate.WRITTEN else row.fate
-            notes.append(
-                Note(
-                    fate=fate,
-                    key=key,
-                    place=setting.place,
-                    text=converted.note or row.note.replace("{value}", str(setting.value)),
-                )
-            )
-    if problems:
-        raise InvalidConfig("\n".join(problems))
+        made = {
+            target: Value(value=value, key=key, place=setting.place, is_default=is_default)
+            for target, value in converted.values.items()
+            if value is not ABSENT and (target not in values or not is_default)
+        }
+        notes += _overruled(values, made)
+        values |= made
+        notes += _notes(row, key, setting, converted) if converted.note or not is_default else []
+    if errors:
+        hints = dict.fromkeys(error.hint for error in errors if error.hint)
+        raise InvalidConfig("\n".join(error.problem for error in errors), hint="\n".join(hints) or None)
+    notes += _of_other_methods(values)
     ordered = sorted(notes, key=lambda note: (note.place.file, note.place.line or 0))
     return Imported(source=source, values=values, notes=tuple(ordered))
+
+
+_IDLE = "with the other keys of the file it changes nothing"
+_ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, 0, "", "no", "none", "false", "auto", [], {})
+
+
+def _notes(row: Row, key: str, setting: Setting, converted: Converted) -> list[Note]:
+    """Returns what became of a key; nothing if it is simply written, or asks for nothing."""
+    fate, text = row.fate, converted.note
+    if text:
+        fate = Fate.CHANGED if fate is Fate.WRITTEN else fate
+    elif fate is not Fate.WRITTEN:
+        text = "" if _is_one_of(setting.value, row.unless) else row.note.replace("{value}", str(setting.value))
+    elif converted is not READ and all(value is ABSENT for value in converted.values.values()):
+        plain = setting.value.lower() if isinstance(setting.value, str) else setting.value
+        is_nothing = _is_one_of(plain, (*_ASKS_FOR_NOTHING, row.default))
+        fate, text = Fate.NEEDLESS, "" if is_nothing else _IDLE
+    return [Note(fate=fate, key=key, place=setting.place, text=text)] if text else []
+
+
+def _is_one_of(value: Any, others: Iterable[Any]) -> bool:
+    """Returns whether a value is among others; true is not 1, and false is not 0."""
+    return any(value == other and isinstance(value, bool) is isinstance(other, bool) for other in others)
+
+
+def _overruled(values: Mapping[str, Value], made: Mapping[str, Value]) -> list[Note]:
+    """Returns the keys whose value another key of the file replaces by another one."""
+    return [
+        Note(
+            fate=Fate.CHANGED,
+            key=before.key,
+            place=before.place,
+            text=f"`{value.key}` at {value.place} decides {target.removeprefix('plan.').removeprefix('machines.')}",
+        )
+        for target, value in made.items()
+        if (before := values.get(target)) is not None and before.value != value.value
+    ]
+
+
+def _of_other_methods(values: Mapping[str, Value]) -> list[Note]:
+    """Returns the keys of an adapter in a file that trains none."""
+    if not is_full(values):
+        return []
+    own = [value for target, value in values.items() if target.startswith("lora.") and not value.is_default]
+    places = {value.key: value.place for value in own}
+    text = "it is for an adapter, and all parameters are trained"
+    return [Note(fate=Fate.NEEDLESS, key=key, place=place, text=text) for key, place in places.items()]
+
+
+def is_full(values: Mapping[str, Value]) -> bool:
+    """Returns whether no adapter is trained."""
+    return "method" not in values or values["method"].value == Method.FULL
 
 
 def _settings(source: Source) -> Iterator[tuple[Row | None, str, Setting, bool]]:

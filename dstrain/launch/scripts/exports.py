@@ -30,7 +30,7 @@ from dstrain.facts.data import best_fit
 from dstrain.job.schema import Job
 from dstrain.launch.scripts.dataset_info import EVALUATION, TRAINING, dataset_info
 from dstrain.launch.scripts.exported_media import THEIR_LIMITS, has_media, media_columns, media_notes, media_settings
-from dstrain.launch.scripts.trainer_arguments import trainer_arguments
+from dstrain.launch.scripts.trainer_arguments import trainer_arguments, without_key
 
 
 class Target(StrEnum):
@@ -243,7 +243,7 @@ def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
             "ds_config.json": _config(job, config),
         },
         command=command,
-        notes=(*_notes(job, hosts, names_auto=True), *notes),
+        notes=(*_notes(job, hosts, names_auto=True), *notes, *without_key(job)),
     )
 
 
@@ -258,6 +258,7 @@ def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
         "dataset_dir": ".",
         "dataset": TRAINING,
         "eval_dataset": None if job.eval_data is None else EVALUATION,
+        "do_eval": True if job.has_eval else None,
         "cutoff_len": job.seq_len,
         "packing": job.packing,
         "neat_packing": job.packing and not is_text,

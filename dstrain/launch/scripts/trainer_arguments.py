@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Interval, Optimizer, Precision
+from dstrain.choices import Interval, LossOn, Optimizer, Precision
 from dstrain.job.schema import Job
 
 
@@ -45,3 +45,18 @@ def _evaluates(job: Job) -> str:
     if job.eval_data is None and job.val_split is None:
         return "no"
     return "epoch" if job.eval_strategy is Interval.EPOCH else "steps" if job.eval_steps else "no"
+
+
+def without_key(job: Job) -> list[str]:
+    """Returns what LLaMA-Factory has no key for.
+
+    Source: LLaMA-Factory of August 2026, extras/misc.py: infer_optim_dtype; model/patcher.py: patch_config;
+    data/processor/supervised.py: _encode_data_example.
+    """
+    dtype = (
+        "precision: fp32 has no key: without bf16 and fp16 LLaMA-Factory chooses the dtype by the checkpoint and the "
+        "GPU, and `dstrain import` writes bf16"
+    )
+    thoughts = "mask_history drops the thoughts of earlier answers, too; preserve_thinking keeps them"
+    notes = {dtype: job.precision is Precision.FP32, thoughts: job.loss_on is LossOn.LAST}
+    return [note for note, holds in notes.items() if holds]

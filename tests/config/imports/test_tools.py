@@ -17,6 +17,9 @@ LLAMAFACTORY = "model_name_or_path: Qwen/Qwen3-8B\nstage: sft\n"
 SWIFT = "swift sft --model Qwen/Qwen3-8B "
 AXOLOTL = "base_model: Qwen/Qwen3-8B\nlearning_rate: 2e-4\n"
 ACCELERATE = "distributed_type: DEEPSPEED\n"
+FULL = f"{LLAMAFACTORY}finetuning_type: full\n"
+DYNAMO = f"{ACCELERATE}dynamo_config:\n  dynamo_backend: "
+FSDP_OFFLOAD = "fsdp_config.fsdp_offload_params"
 TRAINER = "torchrun --nproc_per_node 4 train.py --model_name_or_path Qwen/Qwen3-8B "
 DEEPSPEED = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
 
@@ -156,7 +159,7 @@ def test_llamafactorys_data_are_found_by_their_name(here: Path) -> None:
     two = imported(f"{LLAMAFACTORY}dataset: mine, hub\n")
     assert value(two, "data") == [{**mine, "format": "messages"}, {"path": "a/b", "subset": "c", "format": "alpaca"}]
     assert [note.key for note in imported(f"{LLAMAFACTORY}dataset: pairs\n").stops] == ["dataset"]
-    with pytest.raises(InvalidConfig, match=r'train.yaml:3:1: "other" is not in data/dataset_info.json'):
+    with pytest.raises(InvalidConfig, match=r'train.yaml:3:1: dataset: "other" is not in data/dataset_info.json'):
         imported(f"{LLAMAFACTORY}dataset: other\n")
 
 
@@ -407,6 +410,38 @@ def test_a_key_that_no_table_has_is_named_with_its_line_and_the_nearest() -> Non
 
 
 @pytest.mark.parametrize(
+    ("text", "name", "fate", "key", "said"),
+    [
+        (f"{SWIFT}--loss_scale last_round+ignore_empty_think", "a.sh", Fate.CHANGED, "loss_scale", "thinking: off"),
+        (f"{AXOLOTL}evals_per_epoch: 4\n", "a.yaml", Fate.MISSING, "evals_per_epoch", "set eval_data or val_split"),
+        (f"{AXOLOTL}fp16: true\n", "a.yaml", Fate.MISSING, "fp16", "set precision to fp16"),
+        (f"{AXOLOTL}peft_use_dora: true\n", "a.yaml", Fate.OTHER_TRAINING, "peft_use_dora", "another adapter"),
+        (f"{SWIFT}--use_rslora true", "a.sh", Fate.OTHER_TRAINING, "use_rslora", "another adapter"),
+        (f"{LLAMAFACTORY}resize_vocab: true\n", "a.yaml", Fate.MISSING, "resize_vocab", "name these in new_tokens"),
+        (f"{FULL}additional_target: norm\n", "a.yaml", Fate.NEEDLESS, "additional_target", "for an adapter"),
+        (f"{LLAMAFACTORY}buffer_size: 9\n", "a.yaml", Fate.NEEDLESS, "buffer_size", "changes nothing"),
+        (f"{FULL}train_on_prompt: true\nmask_history: true\n", "a.yaml", Fate.CHANGED, "train_on_prompt", "decides"),
+        (f"{DYNAMO}EAGER\n", "a.yaml", Fate.MISSING, "dynamo_config.dynamo_backend", "inductor"),
+        (f"{ACCELERATE}fsdp_config: {{fsdp_offload_params: true}}\n", "a.yaml", Fate.NEEDLESS, FSDP_OFFLOAD, "nothing"),
+    ],
+)
+def test_what_is_not_simply_written_is_on_the_page(text: str, name: str, fate: Fate, key: str, said: str) -> None:
+    assert said in notes(imported(text, name), fate)[key]
+
+
+def test_a_last_answer_of_llamafactory_has_no_earlier_thoughts() -> None:
+    found = imported(f"{LLAMAFACTORY}mask_history: true\n")
+    assert (value(found, "loss_on"), value(found, "thinking")) == ("last", "last")
+    assert value(imported(f"{LLAMAFACTORY}mask_history: true\npreserve_thinking: true\n"), "thinking") is None
+    assert value(imported(f"{LLAMAFACTORY}mask_history: true\nenable_thinking: false\n"), "thinking") == "off"
+
+
+def test_llamafactorys_packing_and_sinks_have_two_keys_each() -> None:
+    found = imported(f"{LLAMAFACTORY}packing: true\nneat_packing: false\nuse_swanlab: true\nreport_to: wandb\n")
+    assert (value(found, "packing"), value(found, "monitor.sinks")) == (True, ["wandb", "swanlab"])
+
+
+@pytest.mark.parametrize(
     ("text", "name", "problem"),
     [
         ("a: [1\n", "a.yaml", r"a.yaml:2:1: "),
@@ -416,7 +451,7 @@ def test_a_key_that_no_table_has_is_named_with_its_line_and_the_nearest() -> Non
         ("swift sft --model 'a\n", "a.sh", "a.sh:1:19: this quote is not closed"),
         ("llamafactory-cli train a.yaml\n", "a.sh", "a.sh:1:24: the settings are in a.yaml"),
         (f"{LLAMAFACTORY}learning_rate: fast\n", "a.yaml", 'a.yaml:3:1: learning_rate: "fast" is not a number'),
-        (f"{LLAMAFACTORY}deepspeed: none.json\n", "a.yaml", 'a.yaml:3:1: deepspeed is "none.json", and no such file'),
+        (f"{LLAMAFACTORY}deepspeed: none.json\n", "a.yaml", 'a.yaml:3:1: deepspeed: "none.json": no such file'),
         ("model: a\ntrain_dataset: b\n", "a.yaml", "LLaMA-Factory's v1 format is not read"),
         ("model: a\nds_config: b\n", "a.yaml", "it is a job of dstrain already"),
     ],
@@ -482,6 +517,7 @@ def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None
     ("text", "name", "compiles"),
     [
         (TRAINER + "--torch_compile True", "run.sh", True),
+        (f"{DYNAMO}INDUCTOR\n", "train.yaml", True),
         (AXOLOTL + "torch_compile: true\ntorch_compile_backend: inductor\n", "train.yaml", True),
         (AXOLOTL + "torch_compile: auto\n", "train.yaml", None),
     ],

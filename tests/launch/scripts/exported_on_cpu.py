@@ -50,3 +50,4 @@ if __name__ == "__main__":
         Trainer.save_model = save  # type: ignore[method-assign]
     sys.path.insert(0, str(Path.cwd()))  # Python does so for a script that is run itself
     runpy.run_path("train.py", run_name="__main__")
+    print("has a process group" if torch.distributed.is_initialized() else "without a process group")

@@ -76,6 +76,21 @@ def test_llamafactorys_files_are_read_back_as_the_same_job(tmp_path: Path) -> No
     assert found.of("plan") == {"ds_config": str(folder / "ds_config.json")}
 
 
+@pytest.mark.parametrize("target", Target)
+def test_a_precision_without_a_key_is_told(tmp_path: Path, target: Target) -> None:
+    made = export(job_of(tmp_path, precision="fp32"), ZERO3, TWO, target)
+    told = any(note.startswith("precision: fp32 has no key") for note in made.notes)
+    assert told is (target is Target.LLAMAFACTORY)
+    assert not any("fp32" in note for note in export(job_of(tmp_path), ZERO3, TWO, target).notes)
+
+
+def test_llamafactory_evaluates_at_the_end_where_there_are_data(tmp_path: Path) -> None:
+    held_out = export(job_of(tmp_path, val_split=0.1), ZERO3, TWO, Target.LLAMAFACTORY).files["train.yaml"]
+    settings = parse_yaml(held_out, "train.yaml")[0]
+    assert (settings["do_eval"], settings["eval_strategy"]) == (True, "no")
+    assert "do_eval" not in export(job_of(tmp_path), ZERO3, TWO, Target.LLAMAFACTORY).files["train.yaml"]
+
+
 @pytest.mark.parametrize("target", [Target.ACCELERATE, Target.FSDP2, Target.TORCHRUN])
 def test_what_a_plain_trainer_lacks_is_refused(tmp_path: Path, target: Target) -> None:
     with pytest.raises(InvalidConfig, match="has no counterpart of sp: 2, tiled_mlp: true"):
@@ -223,6 +238,7 @@ def test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1(
     (demo / "train.jsonl").write_text("".join(lines[:64]))
     for stage, target, packing in ((3, Target.FSDP2, False), (1, Target.TORCHRUN, True)):
         settings: dict[str, Any] = {"precision": "fp32", "grad_accum": 2, "max_steps": 4, "packing": packing}
+        settings["eval_data"] = None if packing else str(demo / "eval.jsonl")
         run = make_run(tmp_path / f"zero{stage}", demo, zero={"stage": stage}, **settings)
         engine.train(run)
         (run / "ds_config.json").write_text((run / "ds_config.resolved.json").read_text())
@@ -236,6 +252,9 @@ def test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1(
         done = subprocess.run(line, cwd=folder, env=environment(tmp_path), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         assert target is not Target.FSDP2 or "sharded: " in done.stdout
+        assert [file.name for file in folder.rglob("eval_results.json")] == ([] if packing else ["eval_results.json"])
+        assert packing or "eval_loss" in done.stdout
+        assert done.stdout.count("without a process group") == 2
         theirs = [float(loss) for loss in re.findall(r"exact loss: ([\d.]+)", done.stdout)]
         assert len(theirs) == 4
         assert theirs == pytest.approx(list(losses(run).values()), rel=1e-5)
