@@ -13,6 +13,7 @@ from dstrain.config.lint.subject import Subject, shown
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.facts.cluster.cpu import CPU_LIMITS, limits_of
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.plan import rope_scaling
 
@@ -182,7 +183,7 @@ def _unread_intervals(subject: Subject) -> Iterator[Fault]:
         ("eval_micro_batch", job.eval_micro_batch is not None and not job.has_eval, "there are no evaluation data"),
     ):
         if is_given:
-            value = shown(str(getattr(job, key)))
+            value = task_limits.shown(getattr(job, key))
             yield in_job(subject, key, f"{key} is {value}, but {why}", "it is not read", "remove it")
 
 
