@@ -179,7 +179,7 @@ def require(columns: Iterable[str], reading: Reading) -> Reading:
     if not has_columns(names, reading.format):
         raise InvalidConfig(
             f"the format {reading.format.value} needs {NEEDS[reading.format]}; the columns are {_listed(names)}",
-            hint="Set data_format to auto, or name the columns in the job: columns: {NAME: YOUR_COLUMN}.",
+            hint="Change task or data_format, or name the columns in the job: columns: {NAME: YOUR_COLUMN}.",
         )
     return reading
 

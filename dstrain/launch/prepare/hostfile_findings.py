@@ -83,8 +83,7 @@ def of_unset(error: DstrainError, place: Place) -> Finding:
 def of_absent(error: DstrainError, place: Place) -> Finding:
     """Returns an input that this machine lacks, or has not whole, as a finding: another machine may train."""
     effect = "dstrain run refuses it, unless the machine that starts the run has it"
-    fix = "; ".join(part.rstrip(".") for part in (error.hint or "correct the name").splitlines())
-    return replace(of_job(error, place), rule=ABSENT, severity=Severity.WARNING, effect=effect, fix=fix)
+    return replace(of_job(error, place), rule=ABSENT, severity=Severity.WARNING, effect=effect)
 
 
 def of_hosts(hosts: Hosts, num_planned: int | None) -> list[Finding]:
