@@ -23,7 +23,7 @@ CONVERSATION_COLUMNS = ("messages", "conversations")
 NEEDS = MappingProxyType(
     {
         DataFormat.ALPACA: "instruction and output (optionally input, system, history), prompt and completion, "
-        "query and response, or question and answer (optionally images, videos, audios)",
+        "prompt and response, query and response, or question and answer (optionally images, videos, audios)",
         DataFormat.MESSAGES: "messages or conversations (optionally system, tools, images, videos, audios)",
         DataFormat.TEXT: "text",
         DataFormat.PREFERENCE: "chosen and rejected, each an answer or a conversation that ends with it, and with "
