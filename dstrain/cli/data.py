@@ -22,7 +22,7 @@ from dstrain.heartbeat import Phase
 from dstrain.job.data_source import DataSource
 from dstrain.job.file import job_of, looks_local, read_job
 from dstrain.job.schema import Job
-from dstrain.launch.prepare import job_checks
+from dstrain.launch.prepare import inputs
 from dstrain.paths import python, shown
 from dstrain.records import from_data, to_data
 from dstrain.units import format_bytes
@@ -109,7 +109,7 @@ def prepare(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
       HF_DATASETS_CACHE=/shared/cache srun -N 4 dstrain data prepare
     """
     read = read_job(job, overrides)
-    job_checks.require_data(read)
+    inputs.require_data(read)
     prepared = _prepared(read.job)
     if as_json:
         answer_json(to_data(prepared))
@@ -166,7 +166,7 @@ def _job(file: str | None, path: Path | None, model: str | None, overrides: tupl
         name = _absolute(file)
         of_job = (source for source in job.train_sources if source.path == name)
         return replace(job, data=next(of_job, DataSource(path=name)))
-    job_checks.require_data(read)
+    inputs.require_data(read)
     return job
 
 

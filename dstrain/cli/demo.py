@@ -37,12 +37,10 @@ SETTINGS = {
 """What the demo overrides in its job."""
 RATE = {"learning_rate": "5e-3"}
 """The rate at which a tiny model learns something in a minute."""
-ALL_PARTS = {
-    "learning_rate": "2e-3",
-    "freeze_vision_tower": "false",
-    "freeze_multi_modal_projector": "false",
-}
-"""The same with images: a tower with random weights has everything to learn."""
+RATE_OF_IMAGES = {"learning_rate": "2e-3"}
+"""The same with images."""
+ALL_PARTS = ("--no-freeze-vision-tower", "--no-freeze-multi-modal-projector")
+"""With images, what gen-config plans and writes: a tower with random weights has everything to learn."""
 
 
 @click.command("demo")
@@ -50,7 +48,13 @@ ALL_PARTS = {
 @click.option("--zero-stage", type=click.IntRange(1, 3), default=2, show_default=True, help="ZeRO stage.")
 @click.option("--offload", type=click.Choice(["none", "optimizer", "params"]), help="What leaves GPU memory.")
 @click.option("--hostfile", type=click.Path(path_type=Path, exists=True), help="Train over these hosts.")
-@click.option("--steps", type=click.IntRange(2), default=150, show_default=True, help="Optimizer steps.")
+@click.option(
+    "--steps",
+    type=click.IntRange(2),
+    default=150,
+    show_default=True,
+    help="Optimizer steps; after a few, nothing is learned yet, which ends with exit code 1.",
+)
 @click.option(
     "--task", type=click.Choice(["sft", "pretrain", *BARS]), default="sft", show_default=True, help="What is trained."
 )
@@ -108,7 +112,7 @@ def _bar_name(task: str, *, images: bool) -> str:
 def _sizes(task: str, *, images: bool) -> list[str]:
     """Returns the options of gen-config for the samples of a task."""
     if images:
-        return ["--seq-len", "64", "--image-patches", str(PATCHES)]
+        return ["--seq-len", "64", "--image-patches", str(PATCHES), *ALL_PARTS]
     return ["--seq-len", "256", "--task", task, *([] if task in BARS else ["--packing"])]
 
 
@@ -116,7 +120,7 @@ def _settings(steps: int, *, images: bool, balances: bool) -> dict[str, object]:
     """Returns what the demo overrides in its job."""
     half = {"save_steps": max(1, steps // 2), "eval_steps": max(1, steps // 2)}
     balanced = {"router_aux_loss_coef": "0.01"} if balances else {}
-    return {**SETTINGS, **(ALL_PARTS if images else RATE), "max_steps": steps, **half, **balanced}
+    return {**SETTINGS, **(RATE_OF_IMAGES if images else RATE), "max_steps": steps, **half, **balanced}
 
 
 def _free_name(folder: Path, name: str) -> str:

@@ -262,7 +262,7 @@ class Job:
         return None if self.router_aux_loss_coef is None else self.router_aux_loss_coef > 0
 
     def samples_per_step(self, num_ranks: int) -> int:
-        """Returns the samples of one step."""
+        """Returns the samples of one step; with packing its rows."""
         return self.micro_batch * self.grad_accum * self.data_parallel(num_ranks)
 
     @property

@@ -38,6 +38,8 @@ class TaskLimit:
     """The reason, as the end of a sentence."""
     tasks: frozenset[Task] = frozenset(task for task in Task if task.has_own_loss)
     """The tasks, by default those with a loss of whole answers."""
+    advice: str | None = None
+    """What to do, where another key is to change; default: to write `instead`."""
 
     def problem(self, subject: str, value: Any) -> str:
         """Returns what is wrong with a value; `subject` is what does not support it, with its verb."""
@@ -52,6 +54,11 @@ class TaskLimit:
     def instead(self) -> str:
         """What to write."""
         return f"{self.key}: {shown(self.values[0])}"
+
+    @property
+    def fix(self) -> str:
+        """What to do."""
+        return self.advice or f"write {self.instead}"
 
 
 LIMITS = (
@@ -133,6 +140,7 @@ FROZEN_EMBEDDING = TaskLimit(
     key="new_tokens",
     values=((),),
     why="their embeddings stay as they are unless lora: modules_to_save has embed_tokens (and an untied lm_head)",
+    advice="add embed_tokens, and an untied lm_head, to lora: modules_to_save",
 )
 """What adapters do not support while they freeze the embedding."""
 UNDROPPED = TaskLimit(
@@ -146,7 +154,12 @@ WITH_NEW_TOKENS = (TaskLimit(key="tp", values=(1,), why="parts of an embedding w
 
 
 WITH_STREAMING = (
-    TaskLimit(key="task", values=(Task.SFT, Task.PRETRAIN), why="losses of whole answers were not tried in a stream"),
+    TaskLimit(
+        key="task",
+        values=(Task.SFT, Task.PRETRAIN),
+        why="losses of whole answers were not tried in a stream",
+        advice="remove streaming",
+    ),
     TaskLimit(key="sp", values=(1,), why="ranks that share the rows of a stream were not tried"),
     TaskLimit(key="tp", values=(1,), why="ranks that share the rows of a stream were not tried"),
     TaskLimit(key="ep", values=(1,), why="ranks that share experts were not tried in a stream"),
@@ -155,7 +168,12 @@ WITH_STREAMING = (
 )
 """What streaming does not support."""
 WITH_SAMPLES = (
-    TaskLimit(key="task", values=(Task.SFT, Task.PRETRAIN), why="generation was not tried with its loss"),
+    TaskLimit(
+        key="task",
+        values=(Task.SFT, Task.PRETRAIN),
+        why="generation was not tried with its loss",
+        advice="remove samples",
+    ),
     TaskLimit(key="sp", values=(1,), why="their prompts are not shared by ranks"),
     TaskLimit(key="tp", values=(1,), why="generation was not tried with shared weights"),
     TaskLimit(key="ep", values=(1,), why="generation was not tried with shared experts"),
@@ -236,4 +254,4 @@ def is_smoothing_unused(job: Job) -> bool:
 def require(job: Job) -> None:
     """Raises InvalidConfig for a job that exceeds a limit of its task."""
     for limit, problem in broken(job):
-        raise InvalidConfig(problem, hint=limit.instead)
+        raise InvalidConfig(problem, hint=limit.advice or limit.instead)

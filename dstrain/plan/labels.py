@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dstrain.choices import Offload, Optimizer, Precision
 from dstrain.plan.configuration import Configuration
+from dstrain.units import counted
 
 _OFFLOADED = {Offload.OPTIMIZER: "+opt", Offload.PARAMS: "+params", Offload.NVME: "+nvme"}
 
@@ -98,3 +99,17 @@ adam_beta2 0.999 second moments never fall (0.995 or less lets them)'
     if beta2 is None or 1 - beta2 >= 1 / 256:
         return weights
     return f"{weights}; with adam_beta2 {beta2:g} second moments never fall (0.995 or less lets them)"
+
+
+def batch_label(count: int, *, packing: bool, row_samples: float | None = 1.0) -> str:
+    """Returns what a step has: samples, or packed rows, of which the mean samples may be known.
+
+    >>> batch_label(64, packing=False), batch_label(64, packing=True, row_samples=None)
+    ('64 samples', '64 rows')
+    >>> batch_label(64, packing=True, row_samples=62.5)
+    '64 rows (about 4,000 samples)'
+    """
+    if not packing:
+        return counted(count, "sample")
+    known = f" (about {float(f'{count * row_samples:.2g}'):,.0f} samples)" if row_samples is not None else ""
+    return counted(count, "row") + known

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dstrain.cli import demo as demo_command
 from dstrain.cli.demo import _build as build
 from dstrain.cli.demo import _tell as tell
 from dstrain.errors import EnvironmentProblem, RunFailed
@@ -143,3 +144,9 @@ def test_without_pillow_images_are_refused_before_anything_is_written(
     with pytest.raises(EnvironmentProblem, match="images need Pillow, which is not installed"):
         build(tmp_path / "d", ["--images"])
     assert not (tmp_path / "d").exists()
+
+
+def test_gen_config_plans_the_parts_that_the_demo_of_images_trains() -> None:
+    given, run = demo_command._sizes("sft", images=True), demo_command._settings(10, images=True, balances=False)
+    assert {"--no-freeze-vision-tower", "--no-freeze-multi-modal-projector"} <= set(given)
+    assert not [key for key in run if key.startswith("freeze")]

@@ -22,7 +22,8 @@ from dstrain.config.resolve_auto import filled
 from dstrain.facts.workload import Workload
 from dstrain.launch.prepare.job_context import request_of, workload_of
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.labels import arithmetic, label
+from dstrain.plan.labels import arithmetic, batch_label, label
+from dstrain.plan.speed.setting import row_samples
 from dstrain.units import format_bytes, format_seconds
 
 _SHARED = {
@@ -149,11 +150,19 @@ def _words(section: Section, explanation: Explanation) -> Iterator[str]:
         shared += f" ÷ TP {job.tp}" if job.tp > 1 else ""
         yield (
             f"{ranks} GPU{shared} × micro-batch {job.micro_batch} × {job.grad_accum} accumulated"
-            f" = {job.samples_per_step(ranks)} samples a step, of up to {job.seq_len} tokens"
+            f" = {batch_label(job.samples_per_step(ranks), packing=job.packing, row_samples=_row_samples(explanation))}"
+            f" a step, of up to {job.seq_len} tokens"
             + (f"; positions stretched: {job.rope_scaling}" if job.rope_scaling else "")
         )
     elif section.meaning is not None and section.name not in (OTHER, BATCH, PRECISION):
         yield section.meaning.removesuffix(".")
+
+
+def _row_samples(explanation: Explanation) -> float | None:
+    """Returns the mean samples of a row; None if they are unknown."""
+    if explanation.estimate is None or explanation.workload is None:
+        return None
+    return row_samples(explanation.estimate.configuration, explanation.workload.contents)
 
 
 def _offload_words(explanation: Explanation) -> Iterator[str]:

@@ -101,8 +101,7 @@ def check(
     problems, one per line, each with file and line, or with one that all have; with `skip` only if no row is usable.
     """
     source, seen = Path(path), _Seen()
-    problems: list[str] = []
-    hints: list[str] = []
+    problems: list[InvalidConfig] = []
     useful = False
     for entry in entries(source, limit_bytes):
         try:
@@ -111,16 +110,16 @@ def check(
             reading = reading_of(str(path), list(entry.row), reading) if seen.num_rows == 0 else reading
             seen.add(entry, reading, opens_images=opens_images)
         except InvalidConfig as error:
-            if error.problem in problems and not skip:  # of the file, whose rows all have it
-                break
-            problems.append(error.problem)
-            hints += [error.hint] if error.hint else []
-            if (len(problems) == _SHOWN_PROBLEMS and not (skip and useful)) or reading.format is DataFormat.AUTO:
+            is_again = not skip and any(error.problem == other.problem for other in problems)
+            problems.append(error)
+            is_of_file = not skip and seen.num_rows == 0 and error is not entry  # its columns, which each row has
+            is_enough = len(problems) == _SHOWN_PROBLEMS and not (skip and useful)
+            if is_enough or is_of_file or is_again or reading.format is DataFormat.AUTO:
                 break
         else:
             useful = True
     if problems and not (skip and useful):
-        raise _problems(source, problems, hints)
+        raise _problems(source, problems)
     if seen.num_rows == 0:
         raise InvalidConfig(f"{source}: no samples")
     complete = limit_bytes is None or source.stat().st_size <= limit_bytes
@@ -174,11 +173,11 @@ def _require_whole(sample: Conversation, where: str) -> None:
         raise InvalidConfig(f"{where}: {error.problem}", hint=error.hint) from None
 
 
-def _problems(source: Path, problems: list[str], hints: list[str]) -> InvalidConfig:
+def _problems(source: Path, errors: list[InvalidConfig]) -> InvalidConfig:
     """Returns one error for the problems of several rows."""
-    problems = list(dict.fromkeys(problems))
+    problems, hints = list(dict.fromkeys(error.problem for error in errors)), [error.hint for error in errors]
     more = [f"{source}: stopped after {_SHOWN_PROBLEMS} problems"] if len(problems) == _SHOWN_PROBLEMS else []
-    return InvalidConfig("\n".join(problems + more), hint="\n".join(dict.fromkeys(hints)) or None)
+    return InvalidConfig("\n".join(problems + more), hint="\n".join(dict.fromkeys(filter(None, hints))) or None)
 
 
 def _require_columns(source: Path, reading: Reading, columns: list[str]) -> None:

@@ -8,6 +8,7 @@ from math import isnan
 from typing import Any
 
 from dstrain.errors import InvalidConfig
+from dstrain.units import counted
 
 
 def is_given(value: Any) -> bool:
@@ -55,3 +56,12 @@ def unused_text(counts: Mapping[str, int]) -> str:
     """
     words = (f"{name} ({count:,} sample{'s' if count > 1 else ''})" for name, count in counts.items())
     return f"unused columns: {', '.join(words)}"
+
+
+def unusable(count: int) -> str:
+    """Returns a number of unusable rows with its verb.
+
+    >>> unusable(1), unusable(2)
+    ('1 unusable row was', '2 unusable rows were')
+    """
+    return f"{counted(count, 'unusable row')} {'was' if count == 1 else 'were'}"

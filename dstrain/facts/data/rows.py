@@ -103,16 +103,21 @@ def require_file(path: Path) -> None:
         raise InvalidConfig(
             f"{path}: is a folder; data must be one file", hint=f"Give a {', '.join(SUFFIXES)} file in it."
         )
-    if not path.exists():
-        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        near = nearest(path.name, beside)
-        raise InvalidConfig(f"{path}: no such file", hint=f'Did you mean "{path.parent / near}"?' if near else None)
+    require_there(path)
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidConfig(
             f'{path}: unknown file name extension "{path.suffix}"', hint=did_you_mean(path.suffix.lower(), SUFFIXES)
         )
     if path.stat().st_size == 0:
         raise InvalidConfig(f"{path}: the file is empty")
+
+
+def require_there(path: Path) -> None:
+    """Raises InvalidConfig if a path does not exist, with the closest name beside it."""
+    if not path.exists():
+        beside = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = nearest(path.name, beside)
+        raise InvalidConfig(f"{path}: no such file", hint=f'Did you mean "{path.parent / near}"?' if near else None)
 
 
 def holds_list(path: Path) -> bool:

@@ -23,7 +23,7 @@ CONVERSATION_COLUMNS = ("messages", "conversations")
 NEEDS = MappingProxyType(
     {
         DataFormat.ALPACA: "instruction and output (optionally input, system, history), prompt and completion, "
-        "query and response, or question and answer (optionally images, videos, audios)",
+        "prompt and response, query and response, or question and answer (optionally images, videos, audios)",
         DataFormat.MESSAGES: "messages or conversations (optionally system, tools, images, videos, audios)",
         DataFormat.TEXT: "text",
         DataFormat.PREFERENCE: "chosen and rejected, each an answer or a conversation that ends with it, and with "
@@ -179,7 +179,7 @@ def require(columns: Iterable[str], reading: Reading) -> Reading:
     if not has_columns(names, reading.format):
         raise InvalidConfig(
             f"the format {reading.format.value} needs {NEEDS[reading.format]}; the columns are {_listed(names)}",
-            hint="Set data_format to auto, or name the columns in the job: columns: {NAME: YOUR_COLUMN}.",
+            hint="Change task or data_format, or name the columns in the job: columns: {NAME: YOUR_COLUMN}.",
         )
     return reading
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dstrain.choices import Interval
 from dstrain.errors import InvalidConfig
 from dstrain.job.file import JobFile
@@ -12,19 +14,25 @@ _DATA = "Set eval_data to the evaluation data or val_split to a share of data"
 
 def check_evaluation(file: JobFile) -> None:
     """Raises InvalidConfig for keys that need evaluation data or intervals which the job lacks."""
+    for error in without_evaluation(file):
+        raise error
+
+
+def without_evaluation(file: JobFile) -> Iterator[InvalidConfig]:
+    """Yields an error at each key that needs evaluation data or intervals which the job lacks."""
     job = file.job
     if job.eval_steps is not None and not job.has_eval:
         problem = f"eval_steps is {job.eval_steps}, but eval_data is not set"
-        raise InvalidConfig(problem, place=file.locate(("eval_steps",)), hint=f"{_DATA}, or remove eval_steps.")
+        yield InvalidConfig(problem, place=file.locate(("eval_steps",)), hint=f"{_DATA}, or remove eval_steps.")
     if job.val_split is not None and job.eval_data is not None:
         problem = f"val_split is {job.val_split:g}, but eval_data is set too"
-        raise InvalidConfig(problem, place=file.locate(("val_split",)), hint="Remove one of the two.")
+        yield InvalidConfig(problem, place=file.locate(("val_split",)), hint="Remove one of the two.")
     if job.keeps_best:
         key = "load_best" if job.early_stopping is None else "early_stopping"
         if (fault := _without_best(job, key)) is not None:
-            raise InvalidConfig(fault[0], place=file.locate((key,)), hint=fault[1])
+            yield InvalidConfig(fault[0], place=file.locate((key,)), hint=fault[1])
     if job.samples is not None and (fault := _without_samples(job)) is not None:
-        raise InvalidConfig(fault[0], place=file.locate(("samples",)), hint=fault[1])
+        yield InvalidConfig(fault[0], place=file.locate(("samples",)), hint=fault[1])
 
 
 def _without_best(job: Job, key: str) -> tuple[str, str] | None:
@@ -50,12 +58,15 @@ def _without_samples(job: Job) -> tuple[str, str] | None:
     """Returns why nothing would be generated, and what to write."""
     assert job.samples is not None
     if not job.samples.prompts and not job.samples.eval_prompts:
-        return "samples has neither prompts nor eval_prompts", "samples: {prompts: [Who are you?]}"
+        return "samples has neither prompts nor eval_prompts", "add prompts: [Who are you?] to samples"
     if job.samples.eval_prompts and not job.has_eval:
         problem = f"samples: eval_prompts is {job.samples.eval_prompts}, but eval_data is not set"
         return problem, f"{_DATA}, or write prompts."
     if job.samples.generate_every is None and not job.has_eval:
-        return "samples are generated at each evaluation, but eval_data is not set", "samples: {generate_every: 100}"
+        return (
+            "samples are generated at each evaluation, but eval_data is not set",
+            "add generate_every: 100 to samples, or set eval_data",
+        )
     return None
 
 

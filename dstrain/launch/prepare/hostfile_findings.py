@@ -22,6 +22,8 @@ SLOTS = "DS806"
 """The rule about the slots of a hostfile."""
 DATA = "DS808"
 """The rule about the data of a job."""
+ABSENT = "DS812"
+"""The rule about inputs of a job that are not on this machine."""
 OUTSIDE = MappingProxyType(
     {
         SYNTAX: "a file that cannot be parsed",
@@ -29,6 +31,7 @@ OUTSIDE = MappingProxyType(
         HOSTFILE: "an invalid line of the hostfile, or a placeholder",
         SLOTS: "slots of the hostfile that differ from the GPUs of the machine or of the plan",
         DATA: "data of the job that cannot be read or trained on, or keys that need evaluations which it lacks",
+        ABSENT: "an input of the job (model, adapter, data, checkpoint) that is not set, or not whole on this machine",
     }
 )
 """Rules that apply without a parsable ds_config.json: id → title."""
@@ -61,15 +64,26 @@ def of_hostfile(error: InvalidConfig) -> list[Finding]:
 
 
 def of_job(error: DstrainError, place: Place) -> Finding:
-    """Returns a problem with a key of the job as a finding; `place` is where the key is written."""
+    """Returns a problem with a key of the job as a finding; `place` is where the key is written, if it has none."""
     return Finding(
         rule=DATA,
         severity=Severity.ERROR,
-        place=place,
+        place=error.place or place,
         problem=error.text.replace("\n", "; "),
         effect="dstrain run refuses it",
         fix=error.hint or "correct the file",
     )
+
+
+def of_unset(error: DstrainError, place: Place) -> Finding:
+    """Returns a key that a job needs and does not have yet as a finding."""
+    return replace(of_job(error, place), rule=ABSENT, severity=Severity.WARNING)
+
+
+def of_absent(error: DstrainError, place: Place) -> Finding:
+    """Returns an input that this machine lacks, or has not whole, as a finding: another machine may train."""
+    effect = "dstrain run refuses it, unless the machine that starts the run has it"
+    return replace(of_job(error, place), rule=ABSENT, severity=Severity.WARNING, effect=effect)
 
 
 def of_hosts(hosts: Hosts, num_planned: int | None) -> list[Finding]:

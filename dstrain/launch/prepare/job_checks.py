@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -26,18 +26,25 @@ from dstrain.facts.model.hub_config import model_type
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.vision_towers import packs_media, require_media
 from dstrain.facts.workload import Workload
-from dstrain.job.adapter import read_adapter
 from dstrain.job.data_source import DataSource, weights_of
-from dstrain.job.file import JobFile, looks_local
+from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import require_for_media
-from dstrain.launch.prepare.evaluation_checks import check_evaluation, unplanned
-from dstrain.launch.prepare.hostfile_findings import of_job
+from dstrain.launch.prepare import inputs
+from dstrain.launch.prepare.evaluation_checks import check_evaluation, unplanned, without_evaluation
+from dstrain.launch.prepare.hostfile_findings import of_absent, of_job, of_unset
+from dstrain.launch.prepare.inputs import (
+    check_adapter,
+    check_files,
+    check_model,
+    check_resume,
+    require_data,
+    sources_of,
+)
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.launch.prepare.packages import check_packages
 from dstrain.paths import shown
 from dstrain.plan.search.rules import broken
-from dstrain.rundir import damage
 
 CHECKED_DATA_BYTES = 64 * 2**20
 """Bytes of a data file that are checked before the launch; the ranks check the rest."""
@@ -63,48 +70,14 @@ def check(file: JobFile, *, on_cpu: bool, opens_images: bool = False) -> list[st
 
     With `opens_images`, all images, videos and audios are read.
     """
-    _check_model(file)
-    if file.job.adapter is not None:
-        read_adapter(Path(file.job.adapter))
+    check_model(file)
+    check_adapter(file)
     _check_kernels(file, on_cpu=on_cpu)
     check_packages(file)
     check_evaluation(file)
     notes = check_data(file, opens_images=opens_images)
-    _check_resume(file)
+    check_resume(file)
     return [*notes, *unplanned(file.job)]
-
-
-def _check_model(file: JobFile) -> None:
-    job, place = file.job, file.locate(("model",))
-    folder = Path(job.model)
-    if looks_local(job.model) and not folder.exists():
-        raise InvalidConfig(
-            f'model is "{job.model}", which does not exist',
-            place=place,
-            hint="Set a folder with config.json and weights, or an id such as Qwen/Qwen3-8B.",
-        )
-    if not folder.is_dir():
-        return
-    if not (folder / "config.json").is_file():
-        raise InvalidConfig(
-            f"{shown(job.model)} has no config.json",
-            place=place,
-            hint="Set the folder that save_pretrained or hf download wrote.",
-        )
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise InvalidConfig(
-            f"{shown(job.model)} has no weights (*.safetensors)",
-            place=place,
-            hint="Training needs weights; a config.json alone is enough for gen-config only.",
-        )
-    try:
-        model_files.read(folder)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"model: {error.problem}", place=place, hint=error.hint) from None
-    if not model_files.has_tokenizer(folder):
-        raise InvalidConfig(
-            f"{shown(job.model)} has no tokenizer", place=place, hint="Copy the files of the tokenizer into it."
-        )
 
 
 def _check_kernels(file: JobFile, *, on_cpu: bool) -> None:
@@ -171,50 +144,28 @@ def _check_combination(file: JobFile, key: str, model: ModelFacts | None, cluste
         raise InvalidConfig(f"{key} is {str(value).lower()}, but {'; '.join(wrong)}", place=place, hint=hint)
 
 
-def _check_resume(file: JobFile) -> None:
-    resume = file.job.resume
-    problem = None if resume in ("never", "auto") else damage(Path(resume))
-    if problem is not None:
-        state = problem if Path(resume).is_dir() else "does not exist"
-        raise InvalidConfig(
-            f"checkpoint {shown(resume)} {state}",
-            place=file.locate(("resume",)),
-            hint="Write resume: auto to continue from the newest complete checkpoint of output_dir.",
-        )
-
-
 def check_data(file: JobFile, *, opens_images: bool = False) -> list[str]:
     """Returns notes about columns of the data that are ignored. Raises InvalidConfig if no data is set."""
     require_data(file)
+    for key in DATA_KEYS:
+        check_files(file, key)
     return [note for key in DATA_KEYS for note in check_data_files(file, key, opens_images=opens_images)]
 
 
-def require_data(file: JobFile) -> None:
-    """Raises InvalidConfig if no data is set."""
-    if not file.job.train_sources:
-        raise InvalidConfig(
-            "data is not set",
-            place=file.locate(("data",)),
-            hint="Set data to a .jsonl, .json, .parquet or .arrow file, or a data set id on the hub.",
-        )
-
-
 def check_data_files(file: JobFile, key: str, *, opens_images: bool = False) -> list[str]:
-    """Returns notes about ignored columns of the data files that a key of the job names.
+    """Returns notes about ignored columns of the data files that a key of the job names, of those that exist.
 
     Raises InvalidConfig if their first `CHECKED_DATA_BYTES` cannot be read or trained on, or if only some data sets
     have weights. With `opens_images` all rows are checked, and all images, videos and audios are read.
     """
-    sources = file.job.train_sources if key == "data" else file.job.eval_sources
+    sources = sources_of(file.job, key)
     notes: list[str] = []
     remaining_bytes = CHECKED_DATA_BYTES
     try:
         weights_of(sources)
         for source in sources:
-            if not datafile.is_file_name(source.path):
-                continue
-            for path in datafile.files_of(source.path):
-                if remaining_bytes > 0 or opens_images:
+            for path in map(Path, datafile.found(source.path)):
+                if path.exists() and (remaining_bytes > 0 or opens_images):
                     limit = None if opens_images else remaining_bytes
                     notes += _check_data_file(file.job, source, path, limit_bytes=limit, opens_images=opens_images)
                     remaining_bytes -= path.stat().st_size
@@ -264,21 +215,29 @@ def _check_media(job: Job, path: Path, named: Sequence[str]) -> None:
 
 
 def findings(file: JobFile, context: JobContext, *, opens_images: bool = False) -> list[Finding]:
-    """Returns lint's findings about keys of a job, and about its data files that exist on this machine.
+    """Returns lint's findings about keys of a job, about its data files that exist on this machine, and about inputs
+    that do not.
 
     With `opens_images`, all their images, videos and audios are read.
     """
-    findings = []
-    checks: dict[str, Callable[[], object]] = {"eval_steps": lambda: check_evaluation(file)}
+    checks: dict[str, Callable[[], object]] = {}
     if (cluster := context.cluster) is not None:
         checks |= {key: partial(_check_combination, file, key, context.model, cluster) for key in _PLAIN}
-    for key in DATA_KEYS:
-        sources = file.job.train_sources if key == "data" else file.job.eval_sources
-        if any(Path(path).is_file() for source in sources for path in datafile.found(source.path)):
-            checks[key] = partial(check_data_files, file, key, opens_images=opens_images)
+    checks |= {key: partial(check_data_files, file, key, opens_images=opens_images) for key in DATA_KEYS}
+    unset = {"data": partial(require_data, file)}
+    absent = {key: partial(check_one, file) for key, check_one in inputs.CHECKS.items()}
+    return [
+        *(of_job(error, file.locate(("eval_steps",))) for error in without_evaluation(file)),
+        *(of_job(error, file.locate((key,))) for key, error in _errors(checks)),
+        *(of_unset(error, file.locate((key,))) for key, error in _errors(unset)),
+        *(of_absent(error, file.locate((key,))) for key, error in _errors(absent)),
+    ]
+
+
+def _errors(checks: Mapping[str, Callable[[], object]]) -> Iterator[tuple[str, DstrainError]]:
+    """Yields the errors of checks, with their keys."""
     for key, check_one in checks.items():
         try:
             check_one()
         except DstrainError as error:
-            findings.append(of_job(error, file.locate((key,))))
-    return findings
+            yield key, error

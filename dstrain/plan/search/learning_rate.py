@@ -20,7 +20,8 @@ LoRA examples of DPO and KTO (5e-6)."""
 def of_request(request: Request, num_samples: int) -> float:
     """Returns the peak learning rate for that many samples of a step: the usual one of the method, or scaled.
 
-    The usual ones are taken to be for the default of `DEFAULT_GLOBAL_BATCH` samples, which is a judgement.
+    The usual ones are taken to be for the default of `DEFAULT_GLOBAL_BATCH` samples, which is a judgement, as is that
+    a packed row counts as one sample.
     Source: Goyal et al. (arXiv 1706.02677), linear, for SGD; Malladi et al. (arXiv 2205.10287), square root, for Adam.
     """
     usual = (PREFERENCE_RATES if request.task.has_reference else LEARNING_RATES)[request.method]
@@ -29,18 +30,20 @@ def of_request(request: Request, num_samples: int) -> float:
     return float(f"{usual * factor:.3g}")
 
 
-def notes(request: Request, num_samples: int) -> list[str]:
-    """Returns what scaling gives if a step has another number of samples than by default.
+def notes(request: Request, num_samples: int, words: str) -> list[str]:
+    """Returns what scaling gives if a step has another number of samples, or packed rows, than by default.
 
-    >>> notes(Request(), 256)
-    ['learning rate 1e-05 is meant for 64 samples a step; for 256, --lr-scaling linear gives 4e-05, sqrt 2e-05']
+    >>> notes(Request(), 256, "256 samples")
+    ['learning rate 1e-05 is meant for 64 samples a step; for 256 samples, --lr-scaling linear gives 4e-05, sqrt 2e-05']
     """
     if num_samples == DEFAULT_GLOBAL_BATCH:
         return []
     usual, linear, root = (
         f"{of_request(replace(request, lr_scaling=scaling), num_samples):g}" for scaling in (None, *LrScaling)
     )
-    meant = f"learning rate {usual} is meant for {DEFAULT_GLOBAL_BATCH} samples a step"
+    meant = (
+        f"learning rate {usual} is meant for {DEFAULT_GLOBAL_BATCH} {'rows' if request.packing else 'samples'} a step"
+    )
     if request.lr_scaling is not None:
-        return [f"{meant}; for {num_samples} it is {of_request(request, num_samples):g} ({request.lr_scaling})"]
-    return [f"{meant}; for {num_samples}, --lr-scaling linear gives {linear}, sqrt {root}"]
+        return [f"{meant}; for {words} it is {of_request(request, num_samples):g} ({request.lr_scaling})"]
+    return [f"{meant}; for {words}, --lr-scaling linear gives {linear}, sqrt {root}"]

@@ -23,7 +23,7 @@ from dstrain.plan.search import attention, compile_rules, learning_rate
 from dstrain.plan.search.alternatives import liger_gain_ratio
 from dstrain.plan.search.infeasible import gpu_assumed, gpu_guessed, ram_assumed
 from dstrain.plan.search.reasons import percent
-from dstrain.plan.search.search_space import global_batch
+from dstrain.plan.search.search_space import batch_words, global_batch
 from dstrain.plan.speed.step_time import forward_s
 from dstrain.units import format_bytes, format_count
 
@@ -159,12 +159,12 @@ def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list
     if (scaling := configuration.batch.rope_scaling) is not None:
         notes += rope_scaling.notes(model, request.rope_scaling, scaling)
     if request.global_batch is None and request.micro_batch is None:
-        samples = global_batch(cluster, configuration)
-        notes.append(f"assumed: {samples} samples a step; change it with --global-batch")
+        notes.append(f"assumed: {batch_words(workload, configuration)} a step; change it with --global-batch")
     if model.moe is not None and configuration.model.is_full:
         notes += _experts_notes(model.moe, global_batch(cluster, configuration), configuration)
     notes += _calibration_notes(workload, chosen)
-    return notes + learning_rate.notes(request, global_batch(cluster, configuration))
+    batch = global_batch(cluster, configuration)
+    return notes + learning_rate.notes(request, batch, batch_words(workload, configuration))
 
 
 def _calibration_notes(workload: Workload, chosen: Estimate) -> list[str]:

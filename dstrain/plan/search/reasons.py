@@ -12,7 +12,7 @@ from dstrain.plan.request import Request
 from dstrain.plan.search.alternatives import Neighbour, faster_but_too_large, gain_ratio, missing_bytes
 from dstrain.plan.search.buffer_sizes import TIGHT
 from dstrain.plan.search.search import EQUAL_RATIO, TIE_RATIO, Ranking
-from dstrain.plan.search.search_space import data_parallel_ranks, global_batch
+from dstrain.plan.search.search_space import batch_words, data_parallel_ranks
 from dstrain.units import MIB, format_bytes, format_count, format_seconds
 
 MOST_SENTENCES = 3
@@ -42,7 +42,7 @@ def reasons(
         *_over(cluster, request, chosen, others),
         *_with_more(cluster, chosen, others),
         *_memory(workload, chosen),
-        _batch(cluster, chosen.configuration),
+        _batch(workload, chosen.configuration),
         *_buffers(chosen, rung),
     )
 
@@ -192,14 +192,15 @@ def _memory(workload: Workload, chosen: Estimate) -> list[Reason]:
     return [Reason(topic=topic, text=text) for topic, text in said]
 
 
-def _batch(cluster: Cluster, configuration: Configuration) -> Reason:
+def _batch(workload: Workload, configuration: Configuration) -> Reason:
     """Returns the arithmetic of the batch."""
+    cluster = workload.cluster
     gpus = "1 GPU" if cluster.num_gpus == 1 else f"{cluster.num_gpus} GPUs"
     ranks = data_parallel_ranks(cluster, configuration)
     divided = "" if ranks == cluster.num_gpus else f" / {cluster.num_gpus // ranks} in parallel on each sample"
     micro_batch, grad_accum = configuration.batch.micro_batch, configuration.step.grad_accum
     parts = f"{gpus}{divided} × micro-batch {micro_batch} × {grad_accum} accumulated"
-    return Reason(topic=Topic.BATCH, text=f"{parts} = {global_batch(cluster, configuration)} samples a step")
+    return Reason(topic=Topic.BATCH, text=f"{parts} = {batch_words(workload, configuration)} a step")
 
 
 def _buffers(chosen: Estimate, rung: int | None) -> list[Reason]:

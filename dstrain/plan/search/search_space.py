@@ -13,18 +13,20 @@ from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
 from dstrain.plan.configuration import Checkpointing, Configuration, Parallel, Zero
 from dstrain.plan.estimate import supported_precision
+from dstrain.plan.labels import batch_label
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes, sizes_of_transformers
 from dstrain.plan.search.contradictions import contradiction, no_batch
 from dstrain.plan.search.rule import Rule
 from dstrain.plan.search.rules import broken, keeps_rules
+from dstrain.plan.speed.setting import row_samples
 
 T = TypeVar("T")
 
 DEFAULT_SEQ_LEN = 4096
 """Default sequence length, if the model supports it."""
 DEFAULT_GLOBAL_BATCH = 64
-"""Default samples per step: the usual size of supervised fine-tuning on a few nodes."""
+"""Default samples per step, with packing rows: the usual size of supervised fine-tuning on a few nodes."""
 RATIOS = (1.0, 0.75, 0.5, 0.25)
 """Shares of an optimizer that are offloaded; the one that is chosen is refined (`buffer_sizes.least_offloaded`)."""
 LEAST_TILES = 4
@@ -102,11 +104,18 @@ def data_parallel_ranks(cluster: Cluster, configuration: Configuration) -> int:
 
 
 def global_batch(cluster: Cluster, configuration: Configuration) -> int:
-    """Returns the samples of one optimizer step.
+    """Returns the samples of one optimizer step; with packing its rows.
 
     Source: deepspeed 0.19.8 runtime/config.py: _batch_assertion, with the data-parallel world.
     """
     return data_parallel_ranks(cluster, configuration) * configuration.batch.micro_batch * configuration.step.grad_accum
+
+
+def batch_words(workload: Workload, configuration: Configuration) -> str:
+    """Returns what one optimizer step has, in words: samples, or packed rows with their samples if those are known."""
+    batch = global_batch(workload.cluster, configuration)
+    in_row = row_samples(configuration, workload.contents)
+    return batch_label(batch, packing=configuration.batch.packing, row_samples=in_row)
 
 
 def strategy_key(configuration: Configuration) -> tuple[object, ...]:

@@ -92,7 +92,7 @@ def setting(configuration: Configuration, peak_flops_per_s: float, gpu: Gpu, con
         attended_tokens=attended_tokens,
         apart=apart,
         target_share=1.0 if contents is None else contents.target_share,
-        row_samples=_row_samples(configuration, contents),
+        row_samples=row_samples(configuration, contents),
         model=configuration.model,
         batch=configuration.batch,
         kernels=configuration.kernels,
@@ -103,7 +103,7 @@ def setting(configuration: Configuration, peak_flops_per_s: float, gpu: Gpu, con
     )
 
 
-def _row_samples(c: Configuration, contents: RowContents | None) -> float | None:
+def row_samples(c: Configuration, contents: RowContents | None) -> float | None:
     """Returns the mean samples of a row; None of packed rows of which it is not known."""
     if not c.batch.packing:
         return 1.0

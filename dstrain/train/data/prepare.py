@@ -17,7 +17,7 @@ from dstrain import units
 from dstrain.choices import OnLongSample
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.mixture import epoch_counts, held_out_counts
-from dstrain.facts.data.row_values import unused_text
+from dstrain.facts.data.row_values import unusable, unused_text
 from dstrain.job import task_limits
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.schema import Job
@@ -279,5 +279,5 @@ def _remarks(name: str, said: Said, job: Job) -> list[str]:
     notes = [unused_text(said.unused)] if said.unused else []
     notes += counted(said.counts, job)
     if said.skipped:
-        notes.append(f"{said.num_skipped:,} unusable rows were skipped (on_bad_row: skip); the first:")
+        notes.append(f"{unusable(said.num_skipped)} skipped (on_bad_row: skip); the first:")
     return [f"{name}: {note}" for note in notes] + [f"  {problem}" for problem in said.skipped]

@@ -16,7 +16,7 @@ from typing import Any
 
 from dstrain.choices import DataFormat, LossOn, OnBadRow
 from dstrain.errors import DstrainError, InvalidConfig
-from dstrain.facts.data.row_values import unused_text
+from dstrain.facts.data.row_values import unusable, unused_text
 from dstrain.facts.data.shown import Piece, ShowAnswer, ShownData, ShownSample, ShowQuestion
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
@@ -75,7 +75,7 @@ def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit:
     if tally.chosen is None:
         raise InvalidConfig(f"{rows.name} has {tally.num_samples:,} usable samples, none of number {sample:,}")
     notes = [*counted(tally.counts, job), *([unused_text(rows.unused)] if rows.unused else [])]
-    notes += [f"{len(skipped):,} unusable rows were skipped; the first: {skipped[0]}"] if skipped else []
+    notes += [f"{unusable(len(skipped))} skipped; the first: {skipped[0]}"] if skipped else []
     return ShownData(
         name=rows.name,
         sample=_sample(encoder, sample, tally.chosen),

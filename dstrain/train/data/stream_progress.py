@@ -11,6 +11,7 @@ from typing import Any
 
 from dstrain.choices import OnLongSample
 from dstrain.errors import EnvironmentProblem
+from dstrain.facts.data.row_values import unusable
 from dstrain.job.schema import Job
 from dstrain.paths import write_atomic
 from dstrain.train.data.counts import counted
@@ -122,5 +123,5 @@ def said(of_ranks: Sequence[tuple[Counter[str], list[str]]], job: Job) -> list[s
         parts.append(f"{counts['untaught']:,} without a token to learn, which were dropped")
     lines = [", ".join(parts), *counted(counts, job)]
     if counts["skipped"]:
-        lines.append(f"{counts['skipped']:,} unusable rows were skipped (on_bad_row: skip); the first:")
+        lines.append(f"{unusable(counts['skipped'])} skipped (on_bad_row: skip); the first:")
     return [f"stream: {line}" for line in lines] + [f"  {problem}" for problem in problems]

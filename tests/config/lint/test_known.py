@@ -482,6 +482,18 @@ def test_what_is_wrong_in_the_job_is_told_in_its_line(tmp_path: Path, lines: str
 
 
 @pytest.mark.parametrize(
+    ("lines", "fix"),
+    [
+        ("task: dpo\nmax_steps: 5\nstreaming: true\n", "remove streaming"),
+        ("task: dpo\nsamples: {prompts: [a]}\n", "remove samples"),
+        ("method: lora\nnew_tokens: [<a>]\n", "add embed_tokens, and an untied lm_head, to lora: modules_to_save"),
+    ],
+)
+def test_a_fix_keeps_what_the_job_asks_for(tmp_path: Path, lines: str, fix: str) -> None:
+    assert one("DS226", found(ZERO2, job=job(tmp_path, lines))).fix == fix
+
+
+@pytest.mark.parametrize(
     ("limit", "task"),
     [pytest.param(limit, task, id=f"{task}-{limit.key}") for limit in LIMITS for task in sorted(limit.tasks)],
 )

@@ -225,3 +225,13 @@ def test_keys_that_parquet_adds_to_every_tool_are_left_out(tmp_path: Path) -> No
     parquet.write_table(pyarrow.Table.from_pylist([{"text": "a", "tools": tools, "note": None}]), path)
     (sample,) = samples(path)
     assert sample.row == {"text": "a", "tools": tools, "note": None}
+
+
+@pytest.mark.parametrize("data_format", [DataFormat.PREFERENCE, DataFormat.TEXT, DataFormat.UNPAIRED])
+def test_columns_of_another_task_are_one_problem(tmp_path: Path, data_format: DataFormat) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"instruction": "a", "output": "b"}\n' * 9)
+    error = problem_of(path, Reading(format=data_format))
+    assert error.problem.count("needs") == 1
+    assert "stopped after" not in error.problem
+    assert "Change task or data_format" in str(error.hint)

@@ -13,8 +13,9 @@ from dstrain.choices import Attention, Method, Offload, Optimizer, Precision, Ta
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.calibration import Calibration, Measured
 from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
+from dstrain.facts.data.row_contents import RowContents
 from dstrain.plan.estimate import assess
-from dstrain.plan.search.decide import Survey, survey
+from dstrain.plan.search.decide import Survey, decide, survey
 from dstrain.plan.speed.step_time import speed
 
 
@@ -60,6 +61,25 @@ def test_a_plan_says_what_compiling_would_bring_and_never_compiles_by_itself() -
 
 def test_reasons_carry_the_batch_identity() -> None:
     assert any("= 64 samples a step" in reason.text for reason in plan(model="qwen3-8b", gpus=8).reasons)
+
+
+@pytest.mark.parametrize(
+    ("contents", "words"),
+    [
+        (None, "64 rows"),
+        (RowContents(sample_tokens=64, attended_tokens=64, target_share=1), "64 rows (about 4,100 samples)"),
+    ],
+    ids=["unknown", "known"],
+)
+def test_a_packed_step_has_rows_and_samples_if_they_are_known(contents: RowContents | None, words: str) -> None:
+    asked = ask(model="qwen3-0.6b", gpus=8, seq_len=4096, packing=True)
+    workload = replace(asked.workload, contents=contents)
+    found = decide(workload, asked.request)
+    assert any(f"= {words} a step" in reason.text for reason in found.reasons)
+    assert f"assumed: {words} a step; change it with --global-batch" in found.notes
+    found = decide(workload, replace(asked.request, global_batch=128))
+    doubled = words.replace("64", "128").replace("4,100", "8,200")
+    assert any(f"meant for 64 rows a step; for {doubled}, --lr-scaling" in note for note in found.notes)
 
 
 def test_a_cpu_trains_in_fp32() -> None:

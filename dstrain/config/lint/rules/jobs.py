@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from dstrain.choices import Interval, Precision, RopeType, Schedule
+from dstrain.choices import Precision, RopeType, Schedule
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Breaks, Rule, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
@@ -164,28 +164,6 @@ def _wrong_schedule(subject: Subject) -> Iterator[Fault]:
                       f"write lr_scheduler_kwargs: {{{needed[-1]}: …}}")  # fmt: skip
 
 
-def _unread_intervals(subject: Subject) -> Iterator[Fault]:
-    """Reports keys of the job that another key of it keeps from being read."""
-    job = subject.job.job if subject.job is not None else None
-    if job is None:
-        return
-    by_epoch = job.eval_strategy is Interval.EPOCH
-    for key, is_given, why in (
-        ("eval_steps", by_epoch and job.eval_steps is not None, "eval_strategy is epoch"),
-        ("eval_strategy", by_epoch and not job.has_eval, "there are no evaluation data"),
-        ("eval_on_start", job.eval_on_start and not job.has_eval, "there are no evaluation data"),
-        (
-            "early_stopping_threshold",
-            job.early_stopping is None and job.early_stopping_threshold > 0,
-            "early_stopping is not set",
-        ),
-        ("eval_micro_batch", job.eval_micro_batch is not None and not job.has_eval, "there are no evaluation data"),
-    ):
-        if is_given:
-            value = shown(str(getattr(job, key)))
-            yield in_job(subject, key, f"{key} is {value}, but {why}", "it is not read", "remove it")
-
-
 def _its_own_data(subject: Subject) -> Iterator[Fault]:
     job = subject.job.job if subject.job is not None else None
     paths = {source.path for source in job.train_sources} if job is not None else set()
@@ -281,8 +259,6 @@ RULES = (
          source="Transformers 5.23 modeling_rope_utils.py; dstrain/plan/rope_scaling.py"),
     Rule(id="DS906", severity=Severity.ERROR, title="parameter that the schedule does not take", find=_wrong_schedule,
          source="transformers 5.23 optimization.py: TYPE_TO_SCHEDULER_FUNCTION"),
-    Rule(id="DS907", severity=Severity.WARNING, title="key of the job that is not read", find=_unread_intervals,
-         source="dstrain/train/arguments.py"),
 )
 """Rules about the job."""
 # fmt: on

@@ -31,7 +31,7 @@ _MAY_STOP = "the run stops once the model is loaded if it has no such names"
 def _not_of_task(subject: Subject) -> Iterator[Fault]:
     """Reports keys of the job that its task does not support."""
     for limit, problem in task_limits.broken(subject.job.job) if subject.job is not None else ():
-        yield in_job(subject, limit.key, problem, _STOPS, f"write {limit.instead}")
+        yield in_job(subject, limit.key, problem, _STOPS, limit.fix)
     if subject.job is None or subject.model is None or not subject.job.job.task.has_score:
         return
     if (why := why_unscored(subject.model)) is not None:

@@ -1,0 +1,59 @@
+"""Inputs of a job that are not on this machine: `run` refuses them, `lint` warns, as another machine may train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dstrain.config.lint.subject import JobContext
+from dstrain.errors import InvalidConfig
+from dstrain.job.file import read_job
+from dstrain.launch.prepare.inputs import CHECKS
+from dstrain.launch.prepare.job_checks import check_data, findings
+
+JOB = "model: Qwen/Qwen3-8B\noutput_dir: o\n"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("data", "gone.jsonl", "gone.jsonl: no such file"),
+        ("data", "gone/*.jsonl", "no file matches"),
+        ("data", "[train.jsonl, gone.jsonl]", "gone.jsonl: no such file"),
+        ("eval_data", "gone.jsonl", "gone.jsonl: no such file"),
+        ("model", "./gone", "which does not exist"),
+        ("adapter", "gone", "adapter_config.json: no such file"),
+        ("resume", "gone", "does not exist"),
+    ],
+)
+def test_lint_warns_of_what_run_refuses_at_its_line(tmp_path: Path, key: str, value: str, said: str) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    given = {"model": "Qwen/Qwen3-8B", "output_dir": "o", "data": "train.jsonl", "method": "lora", key: value}
+    (tmp_path / "job.yaml").write_text("".join(f"{name}: {text}\n" for name, text in given.items()))
+    file = read_job(tmp_path / "job.yaml")
+    (warning,) = findings(file, JobContext(job=file))
+    assert (warning.rule, warning.severity) == ("DS812", "warning")
+    assert warning.place.line == list(given).index(key) + 1
+    assert said in warning.problem
+    with pytest.raises(InvalidConfig, match=rf"job\.yaml:{warning.place.line}:1: "):
+        CHECKS[key](file)
+    if "data" in key:
+        with pytest.raises(InvalidConfig, match=r"no such file|no file matches"):
+            check_data(file)
+
+
+def test_a_job_without_data_is_one_warning(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    file = read_job(tmp_path / "job.yaml")
+    (warning,) = findings(file, JobContext(job=file))
+    assert (warning.rule, warning.problem) == ("DS812", "data is not set")
+
+
+def test_keys_that_lack_evaluations_are_reported_at_their_own_lines(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    more = "data: train.jsonl\neval_steps: 5\nsamples:\n  prompts: [a]\nload_best: true\n"
+    (tmp_path / "job.yaml").write_text(JOB + more)
+    file = read_job(tmp_path / "job.yaml")
+    places = [(one.rule, one.place.line) for one in findings(file, JobContext(job=file))]
+    assert places == [("DS808", 4), ("DS808", 7), ("DS808", 5)]
