@@ -94,9 +94,9 @@ BESIDE_CLUSTER = (
 SAMPLED_CASES = {
     "tests/plan/search/test_search.py::test_bounds_lose_nothing": 2,
     "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 10,
-    "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 10,
+    "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 6,
     "tests/train/test_engine_memory.py": 5,
-    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 6,
+    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 4,
     "tests/train/test_space.py::test_shared_experts_train_as_one_rank_does": 2,
     "tests/train/test_space.py::test_the_choice_for_a_question_trains": 2,
     "tests/train/test_model_parallel.py": 2,
@@ -111,8 +111,8 @@ SAMPLED_CASES = {
 }
 """How many of the cases of these tests a sample has. Other sweeps draw inside theirs."""
 SAMPLED_TESTS = {
-    "tests/facts/model/test_tracer.py": 10,
-    "tests/launch/test_hosts.py": 8,
+    "tests/facts/model/test_tracer.py": 8,
+    "tests/launch/test_hosts.py": 6,
     "tests/launch/test_slurm.py": 5,
     "tests/launch/test_process.py": 5,
     "tests/launch/run/test_start.py": 3,
@@ -129,7 +129,7 @@ SAMPLED_PLACES = {
         *("tests/train/test_image_families.py", "tests/train/test_images.py", "tests/train/test_videos.py"),
         *("tests/train/test_kto.py", "tests/train/test_preferences.py", "tests/train/test_rewards.py"),
         *("tests/train/test_streaming.py", "tests/train/test_notices_of_ranks.py", "tests/train/test_audios.py"),
-    ): 11,
+    ): 9,
     (
         "tests/cli/test_page.py::test_a_browser_shows_the_point_of_the_address_or_of_the_sliders",
         "tests/cli/test_script.py::test_torchrun_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
@@ -141,7 +141,7 @@ SAMPLED_PLACES = {
         "tests/launch/test_slurm_run.py",
         "tests/test_measure.py::test_one_case_is_measured_on_the_cpu_and_compared_with_its_plan",
         "tests/train/data/test_tokenized.py::test_a_killed_preparation_goes_on_where_it_was_by_two_at_once_and_run_finds_it",
-    ): 4,
+    ): 3,
 }
 """In how many of these places a run of all tests has those that are not fast, which take up to two minutes in each."""
 

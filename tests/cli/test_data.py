@@ -67,9 +67,9 @@ def test_the_data_sets_of_a_job_are_shown_as_it_reads_them(dstrain: Type, folder
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout)["data"]
     assert (first["num_samples"], first["num_untaught"], first["num_long"]) == (1, 1, 1)
-    learned = [piece["text"] for piece in second["sample"]["pieces"] if piece["is_learned"]]
+    learned = [piece["text"] for piece in second["samples"][0]["pieces"] if piece["is_learned"]]
     assert learned == ["Nine.", "<|im_end|>"]
-    assert second["sample"]["num_learned"] == second["num_learned"] > 0
+    assert second["samples"][0]["num_learned"] == second["num_learned"] > 0
 
 
 def test_what_is_wrong_with_the_question_or_the_data_is_one_sentence(dstrain: Type, folder: Path) -> None:
@@ -97,7 +97,7 @@ def shown(*pieces: Piece, **more: Any) -> ShownData:
         "num_learned": 1,
     }
     fields |= {"num_untaught": 0, "num_long": 0, "counts": {}, "notes": (), **more}
-    return ShownData(name="a.jsonl", sample=sample, **fields)
+    return ShownData(name="a.jsonl", samples=(sample,), **fields)
 
 
 def test_on_a_terminal_what_has_loss_is_green_and_a_sample_cannot_change_the_terminal(
@@ -112,3 +112,21 @@ def test_on_a_terminal_what_has_loss_is_green_and_a_sample_cannot_change_the_ter
     monkeypatch.setenv("NO_COLOR", "1")
     assert lines(data, job, in_color=True)[1] == "a\\x1b[2J\n⟦b⟧"
     assert "a.jsonl, the first 1 sample" in lines(data, job, in_color=True)
+
+
+def test_both_sides_of_a_pair_are_shown_and_equal_pairs_counted(dstrain: Type, folder: Path, tmp_path: Path) -> None:
+    different = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
+    rows = [different, different | {"rejected": "4"}, different | {"rejected": ""}]
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    for number, sides in ((1, ["chosen", "rejected"]), (2, ["chosen", "rejected"])):
+        done = dstrain(
+            "data", "show", str(data), "--model", str(folder / "model"), "--set", "task=dpo", f"--sample={number}"
+        )
+        titles = [line for line in done.stdout.splitlines() if line.startswith("sample ")]
+        assert [side in title for side, title in zip(sides, titles, strict=True)] == [True, True]
+        assert f"pairs.jsonl:{number}" in titles[0]
+    assert "pairs.jsonl, all 3 samples" in done.stdout
+    assert "1 pair has equal answers, of which nothing can be learned" in done.stdout
+    assert "1 answer of a pair is empty" in done.stdout
+    assert "dropped    1 sample without a token to learn" in done.stdout

@@ -7,7 +7,7 @@ import os
 import click
 
 from dstrain.choices import OnLongSample
-from dstrain.facts.data.shown import Piece, ShownData, marked, printable
+from dstrain.facts.data.shown import Piece, ShownData, ShownSample, marked, printable
 from dstrain.job.schema import Job
 from dstrain.paths import shown
 from dstrain.units import counted
@@ -16,7 +16,11 @@ from dstrain.units import counted
 def lines(data: ShownData, job: Job, *, in_color: bool) -> list[str]:
     """Returns the sample and the counts of a data set; without color, text with loss stands between ⟦ and ⟧."""
     in_color = in_color and "NO_COLOR" not in os.environ
-    sample = data.sample
+    shown_lines = [line for sample in data.samples for line in _sample(sample, job, in_color=in_color)]
+    return [*shown_lines, *_counts(data, job)]
+
+
+def _sample(sample: ShownSample, job: Job, *, in_color: bool) -> list[str]:
     cut = f", {sample.num_cut:,} more were cut off by seq_len {job.seq_len:,}" if sample.num_cut else ""
     untaught = "; it is dropped, as it has nothing to learn" if not sample.num_learned else ""
     legend = "green text has loss" if in_color else "text between ⟦ and ⟧ has loss"
@@ -25,7 +29,6 @@ def lines(data: ShownData, job: Job, *, in_color: bool) -> list[str]:
         _colored(sample.pieces) if in_color else marked(sample.pieces),
         f"── end of sample: {counted(sample.num_tokens, 'token')}, {sample.num_learned:,} with loss{cut}{untaught}",
         "",
-        *_counts(data, job),
     ]
 
 

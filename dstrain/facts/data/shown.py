@@ -47,7 +47,8 @@ class ShownData:
     __pydantic_config__ = type_config
 
     name: str
-    sample: ShownSample
+    samples: tuple[ShownSample, ...]
+    """The sample, or both sides of a pair."""
     num_samples: int
     """Samples counted here, skipped rows excluded."""
     is_complete: bool
@@ -87,7 +88,7 @@ class ShowAnswer:
 
     __pydantic_config__ = type_config
 
-    schema: int = 1
+    schema: int = 2
     data: tuple[ShownData, ...]
     """In the order of the job."""
 

@@ -9,31 +9,43 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import groupby, islice
 from typing import Any
 
 from dstrain.choices import DataFormat, LossOn, OnBadRow
 from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.facts.data.datafile import Refuse
 from dstrain.facts.data.row_values import unusable, unused_text
+from dstrain.facts.data.sample_formats import SIDES
 from dstrain.facts.data.shown import Piece, ShowAnswer, ShownData, ShownSample, ShowQuestion
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
 from dstrain.train.data.counts import counted
 from dstrain.train.data.image_processor import load_media_reader
-from dstrain.train.data.sources import rows_of
+from dstrain.train.data.sources import Rows, rows_of
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
 from dstrain.train.data.tokenized import counts_of
+from dstrain.train.tasks.pairs import encoded_pairs
 from dstrain.train.tokenizer import load_tokenizer, source_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """A sample in tokens, or the two sides of a pair."""
+
+    sides: tuple[Encoded, ...]
+    counts: Mapping[str, int]
+    teaches: bool
 
 
 @dataclass
 class _Tally:
     """The counts of the samples read so far."""
 
-    chosen: Encoded | None = None
+    chosen: _Read | None = None
     num_samples: int = 0
     num_untaught: int = 0
     num_long: int = 0
@@ -42,16 +54,17 @@ class _Tally:
     num_learned: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
-    def add(self, encoded: Encoded) -> None:
+    def add(self, read: _Read) -> None:
         self.num_samples += 1
-        self.num_long += encoded.num_cut > 0
-        self.counts.update(counts_of(encoded.counts))
-        if not encoded.teaches:
+        self.num_long += any(side.num_cut > 0 for side in read.sides)
+        self.counts.update(read.counts)
+        if not read.teaches:
             self.num_untaught += 1
             return
-        self.num_tokens += len(encoded.input_ids)
-        self.max_tokens = max(self.max_tokens, len(encoded.input_ids))
-        self.num_learned += encoded.num_learned
+        lengths = [len(side.input_ids) for side in read.sides]
+        self.num_tokens += sum(lengths)
+        self.max_tokens = max(self.max_tokens, *lengths)
+        self.num_learned += sum(side.num_learned for side in read.sides)
 
 
 def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit: int | None) -> ShownData:
@@ -67,31 +80,42 @@ def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit:
             raise error
         skipped.append(str(error.problem))
 
-    read = rows.sides(refuse) if rows.reading.format is DataFormat.PREFERENCE else rows.conversations(refuse)
-    samples, tally = encoder.encode(read, refuse), _Tally()
-    for number, encoded in enumerate(islice(samples, None if limit is None else max(limit, sample)), start=1):
-        tally.add(encoded)
-        tally.chosen = encoded if number == sample else tally.chosen
+    samples, tally = _samples(rows, encoder, refuse), _Tally()
+    for number, read in enumerate(islice(samples, None if limit is None else max(limit, sample)), start=1):
+        tally.add(read)
+        tally.chosen = read if number == sample else tally.chosen
     if tally.chosen is None:
         raise InvalidConfig(f"{rows.name} has {tally.num_samples:,} usable samples, none of number {sample:,}")
+    names = SIDES if len(tally.chosen.sides) > 1 else ("",)
     notes = [*counted(tally.counts, job), *([unused_text(rows.unused)] if rows.unused else [])]
     notes += [f"{unusable(len(skipped))} skipped; the first: {skipped[0]}"] if skipped else []
     return ShownData(
         name=rows.name,
-        sample=_sample(encoder, sample, tally.chosen),
+        samples=tuple(_sample(encoder, sample, *side) for side in zip(names, tally.chosen.sides, strict=True)),
         is_complete=next(samples, None) is None,
         notes=tuple(notes),
         **{one.name: getattr(tally, one.name) for one in fields(tally) if one.name != "chosen"},
     )
 
 
-def _sample(encoder: Encoder, number: int, encoded: Encoded) -> ShownSample:
+def _samples(rows: Rows, encoder: Encoder, refuse: Refuse) -> Iterator[_Read]:
+    """Yields what training reads, in order."""
+    if rows.reading.format is DataFormat.PREFERENCE:
+        for pair in encoded_pairs(encoder, rows, refuse):
+            yield _Read(sides=pair.sides, counts=pair.counts, teaches=pair.teaches)
+    else:
+        for encoded in encoder.encode(rows.conversations(refuse), refuse):
+            yield _Read(sides=(encoded,), counts=counts_of(encoded.counts), teaches=encoded.teaches)
+
+
+def _sample(encoder: Encoder, number: int, side: str, encoded: Encoded) -> ShownSample:
     counts, names = encoded.counts, []
+    marks = [side, "desirable" * counts.desirable, "undesirable" * counts.undesirable]
     if encoder.media_reader is not None:
         names = encoder.media_reader.names(encoded.images, encoded.videos, encoded.audios)
     return ShownSample(
         number=number,
-        place=encoded.where + ", desirable" * counts.desirable + ", undesirable" * counts.undesirable,
+        place=", ".join(filter(None, [encoded.where, *marks])),
         pieces=tuple(pieces(encoder.tokenizer, encoded.input_ids, encoded.labels, names, encoded.media_of)),
         num_tokens=len(encoded.input_ids),
         num_learned=encoded.num_learned,

@@ -17,7 +17,7 @@ from dstrain.facts.data.parts import parts_of, row_parts
 from dstrain.facts.data.preferences import Pair
 from dstrain.facts.data.row_values import without_missing
 from dstrain.facts.data.rows import Part, Sample
-from dstrain.facts.data.sample_formats import SIDES, Reading, unused
+from dstrain.facts.data.sample_formats import Reading, unused
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
@@ -90,12 +90,6 @@ class Rows:
         for where, sample in self._parsed(refuse):
             assert isinstance(sample, Pair)
             yield where, sample
-
-    def sides(self, refuse: Refuse) -> Iterator[tuple[str, Conversation]]:
-        """Yields both conversations of each pair, the chosen one first, with their places."""
-        for where, pair in self.pairs(refuse):
-            for name, side in zip(SIDES, pair.sides, strict=True):
-                yield f"{where}, {name}", side
 
     def _parsed(self, refuse: Refuse) -> Iterator[tuple[str, Conversation | str | Pair]]:
         return islice(self._all_parsed(refuse), self.max_samples)

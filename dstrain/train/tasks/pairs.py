@@ -19,15 +19,30 @@ from dstrain.train.data.tokenized import Form, counts_of, with_files
 from dstrain.train.tasks.samples import Samples
 
 _BATCH_PAIRS = 128
+_OF_EQUAL = {"equal_pairs": 1}
 _COLUMNS = {"input_ids": datasets.List(NUMBERS), "starts": NUMBERS, "ends": NUMBERS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Tokens:
+class PairTokens:
     """A pair and the tokens of its sides."""
 
     pair: Pair
     sides: tuple[Encoded, Encoded]
+
+    @property
+    def teaches(self) -> bool:
+        """Whether there is something to learn: its answers differ, and each has a token left."""
+        return not self.pair.is_equal and all(side.teaches for side in self.sides)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What is counted of the pair, as `counts.COUNTED` names it."""
+        if self.pair.is_equal:
+            return dict(_OF_EQUAL)
+        cut = sum(side.counts.cut_answers for side in self.sides)
+        of_sides = {"empty_answers": 0, "empty_sides": self.pair.num_empty, "cut_answers": cut}
+        return {**counts_of(self.sides[0].counts), **of_sides}
 
 
 def _pairs(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
@@ -35,16 +50,28 @@ def _pairs(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
 
     A pair has no tokens if its answers are equal, or if one has no token left.
     """
-    pairs = rows.pairs(refuse)
-    while batch := list(islice(pairs, _BATCH_PAIRS)):  # the tokenizer works on a batch in parallel
+    for batch in _batches(rows, refuse):
         different = [(where, pair) for where, pair in batch if not pair.is_equal]
         for tokens in _encoded(encoder, different, refuse):
             yield with_files(_row(tokens), tokens.sides[0], encoder)
-        nothing: TokenRow = TokenRow(columns={name: [] for name in _COLUMNS}, counts={"equal_pairs": 1})
+        nothing: TokenRow = TokenRow(columns={name: [] for name in _COLUMNS}, counts=_OF_EQUAL)
         yield from [with_files(nothing, None, encoder)] * (len(batch) - len(different))
 
 
-def _encoded(encoder: Encoder, pairs: Sequence[tuple[str, Pair]], refuse: Refuse) -> Iterator[_Tokens]:
+def encoded_pairs(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[PairTokens]:
+    """Yields the tokens of every pair in order, those with equal answers among them."""
+    for batch in _batches(rows, refuse):
+        yield from _encoded(encoder, batch, refuse)
+
+
+def _batches(rows: Rows, refuse: Refuse) -> Iterator[list[tuple[str, Pair]]]:
+    """Yields the pairs in batches, on each of which the tokenizer works in parallel."""
+    pairs = rows.pairs(refuse)
+    while batch := list(islice(pairs, _BATCH_PAIRS)):
+        yield batch
+
+
+def _encoded(encoder: Encoder, pairs: Sequence[tuple[str, Pair]], refuse: Refuse) -> Iterator[PairTokens]:
     """Yields the tokens of each pair; one of which a side is refused is refused once."""
     errors: list[InvalidConfig] = []
     found = list(encoder.encode([(where, side) for where, pair in pairs for side in pair.sides], errors.append))
@@ -55,16 +82,11 @@ def _encoded(encoder: Encoder, pairs: Sequence[tuple[str, Pair]], refuse: Refuse
         refuse(errors[0])
     else:
         for (_, pair), chosen, rejected in zip(pairs, found[::2], found[1::2], strict=True):
-            yield _Tokens(pair=pair, sides=(chosen, rejected))
+            yield PairTokens(pair=pair, sides=(chosen, rejected))
 
 
-def _row(tokens: _Tokens) -> TokenRow:
-    chosen, rejected = tokens.sides
-    cut = chosen.counts.cut_answers + rejected.counts.cut_answers
-    of_sides = {"empty_answers": 0, "empty_sides": tokens.pair.num_empty, "cut_answers": cut}
-    counts = {**counts_of(chosen.counts), **of_sides}
-    teaches = chosen.teaches and rejected.teaches
-    sides = tokens.sides if teaches else ()
+def _row(tokens: PairTokens) -> TokenRow:
+    sides = tokens.sides if tokens.teaches else ()
     places = [place_of(side) for side in sides]
     return TokenRow(
         columns={
@@ -74,8 +96,8 @@ def _row(tokens: _Tokens) -> TokenRow:
         },
         length=sum(len(side.input_ids) for side in sides),
         num_learned=sum(side.num_learned for side in sides),
-        num_cut=chosen.num_cut + rejected.num_cut,
-        counts=counts,
+        num_cut=sum(side.num_cut for side in tokens.sides),
+        counts=tokens.counts,
     )
 
 

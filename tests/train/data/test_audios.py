@@ -104,7 +104,7 @@ def test_a_sample_whose_audios_seq_len_would_cut_teaches_nothing_and_is_counted(
 
 def test_audios_are_shown_as_seconds_and_tokens(job: Job) -> None:
     (source,) = job.train_sources
-    pieces = [shown(job, source, encoder(job), sample=number, limit=None).sample.pieces for number in (1, 2)]
+    pieces = [shown(job, source, encoder(job), sample=number, limit=None).samples[0].pieces for number in (1, 2)]
     texts = ["".join(piece.text for piece in each) for each in pieces]
     assert "[short.wav: 1.20 seconds, 30 tokens]" in texts[0]
     assert "[long.wav: the first 2.00 seconds, 50 tokens]" in texts[1]

@@ -232,14 +232,14 @@ def test_images_in_rows_make_the_tokens_and_pixels_of_those_in_files(
         for dataset, start in ((data.dataset, 0), (expected.dataset, 3))
     )
     assert all(value.equal(of_files[name]) for name, value in batch.items())
-    sample = shown(changed, changed.train_sources[0], encoder(folder, tokenizer), sample=1, limit=None).sample
+    sample = shown(changed, changed.train_sources[0], encoder(folder, tokenizer), sample=1, limit=None).samples[0]
     text = "".join(piece.text for piece in sample.pieces)
     assert f"[{'PNG' if form == 'data URL' else 'image'} in the row: 40 × 24 pixels, 15 tokens]" in text
 
 
 def test_images_are_shown_as_size_and_tokens(job: Job, folder: Path, tokenizer: Any) -> None:
     (source,) = job.train_sources
-    sample = shown(job, source, encoder(folder, tokenizer), sample=5, limit=None).sample
+    sample = shown(job, source, encoder(folder, tokenizer), sample=5, limit=None).samples[0]
     text = "".join(piece.text for piece in sample.pieces)
     red, white = "[red.png: 16 × 24 pixels, 6 tokens]", "[white.png: 40 × 24 pixels, 15 tokens]"
     assert f"Two: <|vision_start|>{red}<|vision_end|> and <|vision_start|>{white}<|vision_end|>?" in text

@@ -175,7 +175,7 @@ def test_a_batch_without_any_has_a_hidden_blank_image_and_video_if_the_data_have
 
 def test_videos_are_shown_as_size_frames_and_tokens(job: Job, folder: Path) -> None:
     (source,) = job.train_sources
-    pieces = [shown(job, source, encoder(job), sample=number, limit=None).sample.pieces for number in (1, 2, 3)]
+    pieces = [shown(job, source, encoder(job), sample=number, limit=None).samples[0].pieces for number in (1, 2, 3)]
     texts = ["".join(piece.text for piece in each) for each in pieces]
     assert "[clip.mp4: 6 of 30 frames of 40 × 24 pixels, " in texts[0]
     assert "[frame0.png …: 3 of 3 frames of 40 × 24 pixels, " in texts[1]

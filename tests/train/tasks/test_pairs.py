@@ -83,7 +83,7 @@ def test_a_pair_is_refused_whole_with_its_line(tmp_path: Path, tokenizer: Any) -
         prepared(tmp_path, tokenizer, PAIR, wrong)
     data = prepared(tmp_path, tokenizer, PAIR, wrong, on_bad_row=OnBadRow.SKIP)
     assert len(data.dataset) == 1
-    assert "1 unusable rows were skipped" in "\n".join(data.notes)
+    assert "1 unusable row was skipped" in "\n".join(data.notes)
 
 
 def test_a_side_that_the_template_refuses_takes_the_other_one_along(
