@@ -80,6 +80,12 @@ LLAVA = {
     },
 }
 """Its aligner stands beside the tower."""
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4",
+    "text_config": {**LLAMA, "model_type": "gemma4_text", "num_hidden_layers": 6, "vocab_size_per_layer_input": V},
+    "vision_config": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2},
+}
+"""The heads of its sixth layer are wider than those of the others."""
 PATCHES = 64
 PLAIN = Question(subject=Subject(config=LLAMA), micro_batch=B, seq_len=S, round_bytes=1)
 
@@ -145,6 +151,8 @@ QUESTIONS = {
     "images": of(LLAMA, image_patches=64),
     "odd patches": of(QWEN3_VL, image_patches=7),
     **{f"sizes of {name}": replace(seeing(name), wanted=Wanted.DESCRIPTION) for name in SIZES},
+    "gemma 4": of(GEMMA4, wanted=Wanted.DESCRIPTION),
+    "images of gemma 4": of(GEMMA4, image_patches=64),
     "half a crop": replace(seeing("internvl"), image_patches=8),
     "no such image": replace(seeing("llava_onevision"), image_patches=64),
     "pixels": replace(seeing("gemma3"), subject=Subject(config={"model_type": "idefics3"})),
@@ -276,6 +284,13 @@ def test_a_trained_tower_keeps_of_a_patch_what_the_closed_form_says(traces: dict
     assert (more - less) / (B * PATCHES) == pytest.approx(22 * width + 4 * inner + 4 * heads + 16, abs=seeds)
 
 
+def test_a_width_that_differs_by_layer_is_that_of_most(answers: dict[str, Answer]) -> None:
+    description = answers["gemma 4"]
+    assert isinstance(description, Description)
+    assert description.sizes["head_dim"] == D
+    assert description.layer_kinds == (0, 0, 0, 0, 0, 1)
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_a_tower_shows_its_crops_and_the_patches_of_a_token(answers: dict[str, Answer], name: str) -> None:
     description = answers[f"sizes of {name}"]
@@ -303,6 +318,7 @@ def test_packed_rows_of_a_family_whose_attention_gets_no_positions_have_masks(tr
         ("wrong", "Transformers cannot read the config"),
         ("images", "images of llama cannot be traced"),
         ("odd patches", "7 image patches are not a multiple of the 4"),
+        ("images of gemma 4", "images of gemma4 cannot be traced"),
         ("half a crop", "images of internvl are not 8 patches"),
         ("no such image", "images of llava_onevision are not 64 patches"),
         ("pixels", "images of idefics3 cannot be traced: its code looks into their pixels"),

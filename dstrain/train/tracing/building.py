@@ -34,6 +34,11 @@ def load_config(subject: Subject, num_hidden_layers: int | None = None) -> Any:
             config = AutoConfig.from_pretrained(str(subject.source), trust_remote_code=True)
     except Exception as error:  # code of other people, which may raise anything
         raise InvalidConfig(f"Transformers cannot read the config: {first_line(error)}") from error
+    text = config.get_text_config()
+    if getattr(
+        text, "per_layer_config", None
+    ):  # Gemma 4's heads are wider in some layers: sizes are those of the others
+        text.allow_global_per_layer_attribute_access = True
     if num_hidden_layers is not None:
         shorten(config, num_hidden_layers)
     return config

@@ -50,16 +50,25 @@ def sizes(model: Any) -> dict[str, int]:
     base, tower, takes = _seeing(model)
     if "image_grid_thw" in takes:
         return {}
-    side, patch_side = _sides(tower)
-    of_crop = (side // patch_side) ** 2
-    crops = min(_pinpoints(base.config, side), default=1)
+    try:
+        side, patch_side = _sides(tower)
+        of_crop = (side // patch_side) ** 2
+        patches = min(_pinpoints(base.config, side), default=1) * of_crop
+        found = {"patch_size": patch_side, "spatial_merge_size": max(1, round(sqrt(patches / _tokens(model, patches))))}
+        return found if _takes_any_size(base) else found | {"crop_patches": of_crop}
+    except Exception as error:  # code of other people, which may raise anything
+        raise InvalidConfig(f"images of {base.config.model_type} cannot be traced: {error}", hint=_LEAVE_OUT) from error
+
+
+def _tokens(model: Any, patches: int) -> int:
+    """Returns the tokens of the language model that an image of so many patches becomes."""
     tokens: list[int] = []
+    features = without_adapter(model).model.get_image_features
+    takes = signature(features).parameters
     with torch.no_grad(), at_work(model, tokens.append):
-        made = inputs(Question(subject=Subject(config={}), image_patches=crops * of_crop), model)
-        features = signature(base.model.get_image_features).parameters
-        base.model.get_image_features(**{name: value for name, value in made.items() if name in features})
-    found = {"patch_size": patch_side, "spatial_merge_size": max(1, round(sqrt(crops * of_crop / tokens[0])))}
-    return found if _takes_any_size(base) else found | {"crop_patches": of_crop}
+        made = inputs(Question(subject=Subject(config={}), image_patches=patches), model)
+        without_adapter(model).model.get_image_features(**{name: made[name] for name in made if name in takes})
+    return tokens[0]
 
 
 @contextmanager
@@ -87,7 +96,9 @@ def _seeing(model: Any) -> tuple[Any, Any, Any]:
     base = without_adapter(model)
     tower = getattr(base.config, "vision_config", None)
     takes = signature(base.forward).parameters
-    if tower is None or "pixel_values" not in takes or not hasattr(base.model, "get_image_features"):
+    if tower is None or "pixel_values" not in takes or not hasattr(getattr(base, "model", None), "get_image_features"):
+        raise InvalidConfig(f"images of {base.config.model_type} cannot be traced", hint=_LEAVE_OUT)
+    if "image_grid_thw" not in takes and not hasattr(tower, "image_size"):
         raise InvalidConfig(f"images of {base.config.model_type} cannot be traced", hint=_LEAVE_OUT)
     if "pixel_attention_mask" in takes:
         why = "its code looks into their pixels"
