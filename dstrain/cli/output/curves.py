@@ -15,6 +15,8 @@ _TICKS = 4
 _MARGIN = 0.05
 """Share of the height that is free above and below a curve."""
 
+_LARGEST = 1e300
+"""The ends of an axis at most, whose length is finite; values beyond them are outside the plot."""
 _LARGEST_EXPONENT = 307
 """Of a power of ten that a float holds five times."""
 
@@ -100,7 +102,7 @@ def _bounds(values: Sequence[float], *, from_zero: bool) -> tuple[Callable[[floa
     """Returns the scale of an axis, `math.log10` or `float`, and its ends on it."""
     is_logarithmic = not from_zero and min(values) > 0 and max(values) / min(values) > _LOG_RATIO
     scale: Callable[[float], float] = math.log10 if is_logarithmic else float
-    low, high = scale(min(values)), scale(max(values))
+    low, high = (max(-_LARGEST, min(scale(value), _LARGEST)) for value in (min(values), max(values)))
     margin = _MARGIN * (high - low) or max(abs(high) * _MARGIN, 1e-9)
     return scale, 0.0 if from_zero else low - margin, high + margin
 
