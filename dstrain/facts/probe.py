@@ -157,14 +157,13 @@ def read_model(
 
 def _facts(config: Mapping[str, object], *, name: str, source: str, way: Question | None) -> ModelFacts:
     """Returns facts from the family's row, and what it does not say from a trace of Transformers' own code."""
-    model_type = config.get("model_type")
-    family = families.FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    known = None
-    if way is None or family is not None or not isinstance(model_type, str):
+    model_type, known = config.get("model_type"), None
+    if way is None or not isinstance(model_type, str):
+        return families.from_config(config, name=name, source=source)
+    if (family := families.FAMILIES.get(model_type)) is not None:
         known = families.from_config(config, name=name, source=source)
-    if known is not None and (way is None or family is None or not (family.traces_images and way.image_patches)):
-        return known
-    assert way is not None
+        if not (family.traces_images and way.image_patches):
+            return known
     from dstrain.facts.model import tracer
 
     subject = Subject(config=dict(config), source=source)

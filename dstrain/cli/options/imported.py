@@ -24,6 +24,7 @@ from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.plan.estimate import effective
 from dstrain.plan.memory.layers.kernels import LIGER
 from dstrain.plan.request import Request
+from dstrain.plan.search.contradictions import Terms, Unsatisfiable
 
 _REQUESTED = (
     *("method", "seq_len", "micro_batch", "grad_ckpt", "activation_offload", "tiled_mlp", "precision", "attn"),
@@ -110,20 +111,18 @@ def whole_strategy(config: str, inputs: ImportInputs) -> str:
 
 def of_file(error: InvalidConfig, inputs: ImportInputs) -> InvalidConfig:
     """Returns the error of a request that no way satisfies, in the keys of the file that made the request."""
-    problem, source = error.problem.replace("the options contradict", "these keys contradict"), inputs.imported.source
-    for name in Request.__dataclass_fields__:
-        value, asked = inputs.imported.values.get(name), getattr(inputs.facts.request, name)
-        option = "--" + name.replace("_", "-")
-        said = _key_of(name, value, inputs)
-        if said is not None:
-            problem = problem.replace(option if asked is True else f"{option} {asked}", said)
-    hint = error.hint if problem == error.problem else "Change one of them."
-    return InvalidConfig(f"{source.path}: {problem}", hint=hint)
+    path = inputs.imported.source.path
+    keys = {name: _key_of(name, inputs) for name in error.names} if isinstance(error, Unsatisfiable) else {}
+    if not isinstance(error, Unsatisfiable) or not any(keys.values()):
+        return InvalidConfig(f"{path}: {error.problem}", hint=error.hint)
+    terms = Terms(choices="these keys", spell=lambda name: keys[name] or error.spell(name))
+    return InvalidConfig(f"{path}: {error.say(terms)}", hint="Change one of them.")
 
 
-def _key_of(name: str, value: Value | None, inputs: ImportInputs) -> str | None:
+def _key_of(name: str, inputs: ImportInputs) -> str | None:
     """Returns the key of the file that asks for a choice, with its value and its place; None if it has none."""
     imported = inputs.imported
+    value = imported.values.get(name)
     if name in ("zero_stage", "offload"):
         value = imported.values.get(f"plan.{name}")
         if value is None and inputs.config is not None:

@@ -23,6 +23,7 @@ from dstrain.plan.request import Request
 from dstrain.plan.search import learning_rate
 from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, neighbours
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
+from dstrain.plan.search.contradictions import unsatisfied
 from dstrain.plan.search.evaluator import estimated, usable_ratio
 from dstrain.plan.search.infeasible import does_not_fit
 from dstrain.plan.search.notes import notes
@@ -157,7 +158,7 @@ def check(workload: Workload, request: Request) -> None:
     """Raises InvalidConfig for a request that the GPU or the model cannot satisfy."""
     model, cluster, gpu = workload.model, workload.cluster, workload.cluster.gpu
     if request.precision is Precision.BF16 and not gpu.has_bf16 and gpu.fp16_flops_per_s > 0:
-        raise InvalidConfig(f"--precision bf16: {gpu.name} has no bf16", hint="Write --precision fp16.")
+        raise unsatisfied(request, "precision", f": {gpu.name} has no bf16", hint="Write --precision fp16.")
     asked = {
         "attn": request.attn,
         "precision": request.precision,
@@ -171,13 +172,13 @@ def check(workload: Workload, request: Request) -> None:
         if not limit.unless or limit.key == QGZ:  # on one node it does nothing, so that no request has it
             raise InvalidConfig(f"{limit.asked}: {limit.why}", hint=f"Write {limit.answer}.")
     if request.attn is not None and not runs_on(gpu, request.attn):
-        raise InvalidConfig(
-            f"--attn {request.attn} does not run on {gpu.name}", hint="Write --attn auto, the best that runs there."
-        )
+        why = f" does not run on {gpu.name}"
+        raise unsatisfied(request, "attn", why, hint="Write --attn auto, the best that runs there.")
     if request.method is not Method.FULL:
         _require_targets(model, request.lora)
     if request.offload is Offload.NVME and cluster.nvme_path is None:
-        raise InvalidConfig("--offload nvme needs a folder on an NVMe drive", hint="Add --nvme /path/on/nvme.")
+        why = " needs a folder on an NVMe drive"
+        raise unsatisfied(request, "offload", why, hint="Add --nvme /path/on/nvme.")
 
 
 def _require_targets(model: ModelFacts, lora: Lora) -> None:

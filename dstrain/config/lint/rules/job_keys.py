@@ -127,19 +127,23 @@ def _value(job: Any, key: str) -> Any:
 
 def _unread(subject: Subject) -> Iterator[Fault]:
     """Reports keys of the job that differ from their default, but that nothing reads."""
-    job = subject.job.job if subject.job is not None else None
-    for row in DEPENDENCES if job is not None else ():
+    if subject.job is None:
+        return
+    job = subject.job.job
+    for row in DEPENDENCES:
         value = getattr(job, row.key)
-        if job is not None and value != getattr(_PLAIN, row.key) and not row.is_read(job):
+        if value != getattr(_PLAIN, row.key) and not row.is_read(job):
             problem = f"{row.key} is {shown(value)}, but {row.otherwise}"
             yield in_job(subject, row.key, problem, "it is not read", "remove it")
 
 
 def _odd(subject: Subject) -> Iterator[Fault]:
     """Reports values of the job that make no sense."""
-    job = subject.job.job if subject.job is not None else None
-    for row in BOUNDS if job is not None else ():
-        if job is not None and row.is_odd(job):
+    if subject.job is None:
+        return
+    job = subject.job.job
+    for row in BOUNDS:
+        if row.is_odd(job):
             problem = f"{row.key} is {shown(_value(job, row.key))}, but {row.than(job)}"
             yield in_job(subject, row.key, problem, row.effect, row.fix)
 
