@@ -116,7 +116,7 @@ def of_file(error: InvalidConfig, inputs: ImportInputs) -> InvalidConfig:
     if not isinstance(error, Unsatisfiable) or not any(keys.values()):
         return InvalidConfig(f"{path}: {error.problem}", hint=error.hint)
     terms = Terms(choices="these keys", spell=lambda name: keys[name] or error.spell(name))
-    return InvalidConfig(f"{path}: {error.say(terms)}", hint="Change one of them.")
+    return InvalidConfig(f"{path}: {error.say(terms)}", hint="Change one of them." if len(keys) > 1 else "Change it.")
 
 
 def _key_of(name: str, inputs: ImportInputs) -> str | None:

@@ -78,7 +78,8 @@ def _with_parts(model: ModelFacts, options: Mapping[str, Any], request: Request)
     elif len(frozen_parts(job)) == len(Part):
         problem = "nothing is left to train"
     if problem is not None:
-        raise InvalidConfig(f"{spelled(changed)}: {problem}", hint="See docs/data.md, Images.")
+        more = "" if request.image_patches else "Write --image-patches N; "
+        raise InvalidConfig(f"{spelled(changed)}: {problem}", hint=f"{more}see docs/data.md, Images.")
     return with_frozen(model, job)
 
 
