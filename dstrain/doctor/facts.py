@@ -77,6 +77,8 @@ class Toolchain:
     built: tuple[str, ...]
     locks: tuple[Lock, ...]
     """Locks of extensions that no visible process holds."""
+    architectures: str = ""
+    """TORCH_CUDA_ARCH_LIST: what CUDA code is compiled for; empty: the GPUs that are there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,8 @@ OPS: Mapping[str, str] = MappingProxyType(
 def needed_ops(ds_config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
     """Returns the extensions that a configuration makes DeepSpeed build on first use.
 
-    Source: deepspeed 0.19.8 ops/op_builder; comm/torch.py: build_shm_op; runtime/swap_tensor.
+    Source: deepspeed 0.19.8 ops/op_builder; comm/torch.py: build_shm_op; runtime/swap_tensor; runtime/engine.py:
+    get_optimizer_configuration.
     """
     zero = section(ds_config, "zero_optimization")
     optimizer = section(zero, "offload_optimizer").get("device", "none")
@@ -39,8 +40,8 @@ def needed_ops(ds_config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
     needed = [] if on_gpu else ["deepspeed_shm_comm"]
     if optimizer != "none":
         needed.append("cpu_adam")
-    elif str(section(ds_config, "optimizer").get("type", "")).lower() in {"adam", "adamw"}:
-        needed.append("fused_adam")
+    elif str(section(ds_config, "optimizer").get("type", "")).lower() in {"adam", "adamw", "muon"}:
+        needed.append("fused_adam")  # with Muon for all that is no matrix of a layer
     if "nvme" in (optimizer, params):
         needed.append("async_io")
     return needed

@@ -248,6 +248,14 @@ def test_extensions_of_a_gpu_need_nvcc_and_those_of_the_cpu_do_not() -> None:
     )
 
 
+def test_architectures_that_deepspeed_cannot_read_stop_a_job_that_builds_for_them() -> None:
+    job = Needs(ops=("fused_adam",))
+    found = about_ops(job, architectures="8.0 9.0a;10.0a+PTX", built=())
+    assert found[-1].endswith('→ export TORCH_CUDA_ARCH_LIST="8.0 9.0;10.0+PTX"')
+    for needs, changes in ((Needs(ops=("cpu_adam",)), {"architectures": "9.0a"}), (job, {"architectures": "9.0"})):
+        assert "ARCH_LIST" not in " ".join(about_ops(needs, **changes, built=()))
+
+
 def test_a_lock_beside_which_nothing_happens_is_named_with_the_command_that_removes_it() -> None:
     lock = Lock(path="/ext/cpu_adam/lock", idle_s=3000, is_built=False)
     found = about_ops(locks=(lock,))

@@ -24,6 +24,10 @@ def test_an_offloaded_optimizer_needs_cpu_adam() -> None:
     assert needed_ops(zero, on_gpu=True) == ["cpu_adam"]
 
 
+def test_muon_steps_what_is_no_matrix_by_fused_adam() -> None:
+    assert needed_ops({"optimizer": {"type": "Muon"}}, on_gpu=True) == ["fused_adam"]
+
+
 def test_nvme_needs_async_io() -> None:
     zero = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
     assert needed_ops(zero, on_gpu=True) == ["async_io"]

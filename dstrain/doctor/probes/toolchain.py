@@ -37,6 +37,7 @@ def look(question: Question, environment: Mapping[str, str]) -> Toolchain:
         folder=str(folder),
         built=tuple(op for op in OPS if op not in unbuilt),
         locks=tuple(unheld_locks(locked, environment)),
+        architectures=environment.get("TORCH_CUDA_ARCH_LIST", ""),
     )
 
 
