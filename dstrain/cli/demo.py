@@ -33,6 +33,7 @@ BARS = {"dpo": (NO_PREFERENCE, math.log(2)), "reward": (NO_PREFERENCE, math.log(
 SETTINGS = {
     "logging_steps": "10",
     "save_total_limit": "1",
+    "dataloader_num_workers": "0",
 }
 """What the demo overrides in its job."""
 RATE = {"learning_rate": "5e-3"}

@@ -90,6 +90,14 @@ def _parameters(parameters: list[Any]) -> Iterator[Any]:
     for parameter in parameters:
         yield parameter.data
         yield getattr(parameter, "ds_tensor", None)
+        yield from _scales(getattr(parameter, "quant_state", None))
+
+
+def _scales(state: Any) -> Iterator[Any]:
+    """Yields the scales of weights in 4 bits, which are quantised too. Source: bitsandbytes 0.50 functional.py."""
+    while state is not None:
+        yield state.absmax
+        state = state.state2
 
 
 _MASTERS = (

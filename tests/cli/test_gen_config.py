@@ -100,6 +100,8 @@ def test_parts_that_train_are_planned_written_and_repeated(dstrain: Type, tmp_pa
     job, _ = parse_yaml((tmp_path / "job.yaml").read_text(), "job.yaml")
     assert job["freeze_vision_tower"] is False
     assert "freeze_language_model" not in job
+    assert job["dataloader_num_workers"] == 4
+    assert "dataloader_num_workers" not in dstrain(*PLAN, "--force", "--json").stdout
 
 
 @pytest.mark.parametrize(

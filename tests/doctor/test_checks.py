@@ -96,7 +96,8 @@ def test_kernels_that_the_model_calls_and_that_are_missing_are_a_warning_with_th
     (found,) = [line for line in about_software(HYBRID, kernels={}) if "qwen3_5" in line]
     assert found == (
         "! qwen3_5 trains without flash-linear-attention and causal-conv1d, slower and in more memory than planned; "
-        "a step of Qwen3.5-9B took 1.22 in place of 0.70 s on 8 B200 (transformers#48718)"
+        "a step of Qwen3.5-9B took 1.22 in place of 0.70 s on 8 B200 (transformers#48718),"
+        " and 12 of its layers needed 14.2 in place of 12.4 GiB of an H200"
         " → pip install 'flash-linear-attention' 'causal-conv1d' 'torch==2.13.0'"
     )
     (found,) = [line for line in about_software(HYBRID, kernels=KERNELS) if "qwen3_5" in line]

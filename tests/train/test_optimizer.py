@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import pytest
 import torch
 
 from dstrain.choices import Optimizer
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 from tests.train.engine import Engine
 from tests.train.engine_cases import case, predicted, run
-from tests.train.launching import QLORA, codes, losses, make_run, said, tensors
+from tests.train.launching import CHECKOUT, QLORA, codes, environment, losses, make_run, said, tensors
 
 STAGES = (0, 1, 2, 3)
 JOB: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "resume": "auto", "precision": "fp32"}
@@ -84,3 +87,16 @@ def test_the_plan_counts_what_lives_between_steps(
     assert measured.steady == pytest.approx(predicted(tried).steady, rel=0.002)
     for phase in ("forward", "backward"):  # on a CPU the step has fp32 copies, on a GPU it works in place
         assert measured.phases[phase] == pytest.approx(predicted(tried).phases[phase], rel=0.01)
+
+
+def test_scales_of_4_bit_weights_are_measured_with_them(tmp_path: Path, need: Callable[[object, str], None]) -> None:
+    need((QLORA / "bitsandbytes").is_dir(), "bitsandbytes is not installed: make qlora")
+    program = """
+from bitsandbytes.nn import Linear4bit
+from dstrain.train.measure_states import _Counter, _parameters
+layer = Linear4bit(256, 512, bias=False, compress_statistics=True).to("cpu")
+print(_Counter(on_gpu=False).count(_parameters(list(layer.parameters())), is_offloaded=False))
+"""
+    env = environment(tmp_path) | {"PYTHONPATH": f"{CHECKOUT}:{QLORA}"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True, check=True)
+    assert int(done.stdout) == 256 * 512 * NF4_BYTES_PER_PARAM

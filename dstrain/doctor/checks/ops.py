@@ -30,11 +30,7 @@ COMPILER, NINJA, HEADERS, LIBAIO, CUDA = "C++ compiler", "ninja", "Python.h", "l
 
 
 def check(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns findings about DeepSpeed's extensions.
-
-    Containers for Hopper set architectures such as 9.0a. Source: deepspeed 0.19.8 op_builder/builder.py:
-    compute_capability_args, which ends with a ValueError.
-    """
+    """Returns findings about DeepSpeed's extensions."""
     notes, tools = Notes("ops"), facts.toolchain
     if tools is None:
         return []
@@ -65,14 +61,23 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
             notes.bad(f"{what}; this job needs {', '.join(needed)}", fix)
         elif not needs.is_quick:
             notes.warn(what, fix)
-    readable = re.sub(r"(\d+\.\d+)[a-z]+", r"\1", tools.architectures)
-    if readable != tools.architectures and "fused_adam" in needs.ops and "fused_adam" in missing and not needs.on_cpu:
-        what = f"TORCH_CUDA_ARCH_LIST is {tools.architectures}: DeepSpeed, which builds fused_adam, knows numbers alone"
-        notes.bad(what, f'export TORCH_CUDA_ARCH_LIST="{readable}"')
+    if "fused_adam" in missing and "fused_adam" in needs.ops and not needs.on_cpu:
+        _check_architectures(tools.architectures, notes)
     if "cpu_adam" in needs.ops and not tools.has_numactl and not needs.is_quick:  # the launch says it itself
         what = "numactl is not installed: ranks that step the optimizer on the CPU share all cores"
         notes.warn(what, f"{_INSTALL.get(tools.installer or '', 'install')} numactl")
     return notes.findings
+
+
+def _check_architectures(listed: str, notes: Notes) -> None:
+    """Notes architectures such as 9.0a, which containers for Hopper set, and at which a build with CUDA code ends.
+
+    Source: deepspeed 0.19.8 op_builder/builder.py: compute_capability_args.
+    """
+    readable = re.sub(r"(\d+\.\d+)[a-z]+", r"\1", listed)
+    if readable != listed:
+        what = f"TORCH_CUDA_ARCH_LIST is {listed}: DeepSpeed, which builds fused_adam, knows numbers alone"
+        notes.bad(what, f'export TORCH_CUDA_ARCH_LIST="{readable}"')
 
 
 def lacks(op: str, tools: Toolchain, *, on_cpu: bool) -> tuple[str, ...]:

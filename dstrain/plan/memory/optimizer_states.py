@@ -75,6 +75,16 @@ def saved_by_muon(matrices: int, model: TrainedModel, step: OptimizerStep, zero:
     return 4 * share
 
 
+def muon_flops(rows: int, columns: int) -> int:
+    """Returns the FLOPs with which Muon orthogonalises a matrix: five Newton-Schulz iterations on its Gram matrix, or
+    on a square one itself.
+
+    Source: deepspeed 0.19.8 runtime/zero/muon/original_muon.py: zeropower_via_gram_newtonschulz, matrix products.
+    """
+    small, large = sorted((rows, columns))
+    return 30 * small**3 if small == large else small**2 * (8 * large + 28 * small)
+
+
 _MUON_BUFFERS = 256 * 2**20
 """Bytes of the buffers that DeepSpeed's Muon keeps, at most. Source: deepspeed 0.19.8 runtime/zero/stage3.py:
 _muon_allgather_max_cached_bytes."""

@@ -11,6 +11,7 @@ from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import Configuration, Parallel
+from dstrain.plan.memory.optimizer_states import muon_flops
 
 NF4_BYTES_PER_PARAM = 0.5 + 1 / 64 + 4 / (64 * 256)
 """NF4 with double quantisation: 4 bits, one 8-bit scale for 64 weights, one fp32 scale for 256 of those.
@@ -40,6 +41,8 @@ class Trained:
     """Elements of the largest trainable tensor, whose gradient exists whole for a moment."""
     matrices: int = 0
     """Trainable elements in matrices of layers, which Muon steps."""
+    muon_flops: int = 0
+    """FLOPs of one step in which Muon orthogonalises them; 0 for an adapter, whose matrices are thin."""
     elsewhere: int = 0
     """Trainable elements of the experts that other ranks of an expert-parallel group have."""
     flat_groups: tuple[tuple[int, ...], ...] = ()
@@ -268,12 +271,14 @@ def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
         groups = [group for group in model.tensors if group.num_trained]
         trainable = sum(group.num_trained for group in groups)
         largest = max((group.numel for group in groups), default=0)
+        matrices = [group for group in groups if is_inside(group) and len(group.shape) > 1]
         return Trained(
             trainable=trainable,
             frozen=model.num_params - trainable,
             quantized=0,
             largest_trainable=largest,
-            matrices=sum(group.num_trained for group in groups if is_inside(group) and len(group.shape) > 1),
+            matrices=sum(group.num_trained for group in matrices),
+            muon_flops=sum(muon_flops(*group.shape[-2:]) * group.num_trained // group.numel for group in matrices),
             flat_groups=_flat_groups(model),
         )
     copies = [group.numel for group in kept_whole(model, lora)]

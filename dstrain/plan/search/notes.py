@@ -34,8 +34,7 @@ STEADY_BATCH = 256
 
 
 _MUON = (
-    "the orthogonalisation of Muon takes time that is not counted; matrices want a learning rate of their own,"
-    " muon_learning_rate (DeepSpeed#7962: 1e-4 beside 2e-6)"
+    "matrices that Muon steps want a learning rate of their own, muon_learning_rate (DeepSpeed#7962: 1e-4 beside 2e-6)"
 )
 
 

@@ -12,6 +12,7 @@ from dstrain.facts.cluster.multiprocessors import MULTIPROCESSORS
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.optimizer_states import master_item
 from dstrain.plan.speed.efficiency import CPU_ADAM_BYTES_PER_PARAM, PAGEABLE_RATIO, Efficiency
+from dstrain.plan.speed.flops import peak_flops_per_s
 from dstrain.plan.speed.traffic import Work
 
 KERNEL_BYTES_PER_PARAM: Mapping[Optimizer, float] = MappingProxyType(
@@ -23,7 +24,7 @@ KERNEL_BYTES_PER_PARAM: Mapping[Optimizer, float] = MappingProxyType(
         Optimizer.ADAFACTOR: 60.0,  # unfused: some fifteen passes over fp32
         Optimizer.LION: 20.0,  # one moment
         Optimizer.SGD: 12.0,  # none
-        Optimizer.MUON: 28.0,  # moment and its copy; the products of the orthogonalisation are not counted
+        Optimizer.MUON: 28.0,  # moment and its copy
     }
 )
 """Bytes that the optimizer's kernel moves for each parameter, in fp32 but where said. Source: torch 2.13 FusedAdamW;
@@ -113,7 +114,8 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
     written = NVME_WRITE_BYTES_PER_PARAM * per_node if on_drives else 0.0
     return Stepping(
         optimizer=_gpu_bytes(c, work, share - offloaded, ranks, rates.overlap_slowdown) / rates.hbm_bytes_per_s
-        + _counting_seconds(cluster, c, share - offloaded, rates),
+        + _counting_seconds(cluster, c, share - offloaded, rates)
+        + _orthogonalizing_seconds(cluster, c, counts.muon_flops, rates),
         cpu_optimizer=per_node * _cpu_bytes_per_param(c) / rates.cpu_adam_bytes_per_s,
         nvme=read / rates.nvme_read_bytes_per_s + written / rates.nvme_write_bytes_per_s,
         pcie_step=up / pcie,
@@ -150,6 +152,21 @@ def _counting_seconds(cluster: Cluster, c: Configuration, stepped: float, rates:
         return 0.0
     moving = KERNEL_BYTES_PER_PARAM[Optimizer.ADAMW_8BIT] / rates.hbm_bytes_per_s
     return stepped * max(0.0, 1 / (EIGHT_BIT_PARAMS_PER_S * count) - moving)
+
+
+def _orthogonalizing_seconds(cluster: Cluster, c: Configuration, flops: float, rates: Efficiency) -> float:
+    """Returns the seconds in which Muon orthogonalises matrices on the GPU, which ranks share unless the optimizer is
+    offloaded.
+
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: get_flat_partition, _apply_muon_updates_cpu_offload;
+    stage3.py: _muon_update_sub_group. An H200 takes 0.13 s longer for Qwen3-1.7B than with AdamW, beside other work, of
+    which this is 0.09 (benchmarks/results/recipes-h200.json).
+    """
+    if c.step.optimizer is not Optimizer.MUON:
+        return 0.0
+    ranks = cluster.num_gpus if c.zero.stage and not c.zero.is_offloaded else 1
+    peak = peak_flops_per_s(cluster.gpu, c.model.precision)
+    return flops / ranks / (peak * rates.gemm_ratio)
 
 
 def _gpu_bytes(c: Configuration, work: Work, stepped: float, ranks: int, slowdown: float) -> float:

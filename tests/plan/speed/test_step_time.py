@@ -227,6 +227,19 @@ def test_moments_of_8_bits_take_the_arithmetic_of_their_blocks() -> None:
     assert counted - adam == pytest.approx(QWEN3_8B.num_params * (14.7e-3 / 2**29 - 28 / (0.85 * 4.8e12)), rel=0.01)
 
 
+def test_ranks_share_what_muon_orthogonalises_unless_each_needs_all_of_it() -> None:
+    taken = {}
+    for stage, num_gpus in ((0, 1), (0, 8), (2, 8)):
+        way = changed(BASE, zero_stage=stage, optimizer=Optimizer.MUON)
+        muon, adamw = (
+            _speed(changed(way, optimizer=optimizer), num_gpus=num_gpus).parts_s[OPTIMIZER]
+            for optimizer in (Optimizer.MUON, Optimizer.ADAMW)
+        )
+        taken[stage, num_gpus] = muon - adamw
+    assert taken[0, 8] == pytest.approx(taken[0, 1])
+    assert taken[2, 8] == pytest.approx(taken[0, 1] / 8, rel=0.02)
+
+
 def test_drives_read_16_and_write_14_bytes_of_each_parameter() -> None:
     found = _speed(changed(BASE, offload=Offload.NVME))
 
