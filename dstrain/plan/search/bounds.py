@@ -10,6 +10,7 @@ from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import has_layer_code
+from dstrain.plan.memory.loading import Machine, loading
 from dstrain.plan.memory.optimizer_states import has_master, master_item
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained, is_inside, shard, trained_on_rank
@@ -57,7 +58,8 @@ MOMENT_BYTES_PER_PARAM = {
 the copy they belong to; Adafactor's rows and columns and 8-bit scales are left out. Source: the optimizers' papers."""
 LOGITS_BYTES = 8
 """Bytes of each logit that exist at once under the plain loss, at least: its fp32 copy and the log-softmax; the
-half-precision logit itself besides. Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss."""
+half-precision logit itself besides. Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss. The chunked loss has
+the logit and its gradient. Source: deepspeed 0.19.8 runtime/chunked_cross_entropy.py: _TritonCrossEntropy."""
 LAYER_BYTES = {"eager": (14, 8), "adapted": (8, 6), "fused": (4, 4)}
 """Bytes that a layer keeps of each element of the hidden size, and of the MLP's inner width, at least.
 
@@ -139,7 +141,7 @@ def bound(workload: Workload, way: Configuration) -> Bound:
         logits_bytes=int(_logits_bytes(model, way)),
         layer_bytes=int(layer),
         step_bytes=int(end),
-        load_bytes=int(outside + weights) if way.model.is_deepspeed and way.model.method is Method.QLORA else 0,
+        load_bytes=_load_bytes(cluster, model, counts, way, int(outside)),
         host_bytes=int(_host_bytes(cluster, way, states, shared)),
     )
 
@@ -170,6 +172,19 @@ def end_s(workload: Workload, way: Configuration) -> float:
     single = replace(way, batch=replace(way.batch, micro_batch=1), step=replace(way.step, grad_accum=1))
     seconds = stepping(cluster, single, work(workload.model, way), rates)
     return seconds.optimizer + seconds.cpu_optimizer + seconds.nvme + seconds.pcie_step
+
+
+def _load_bytes(cluster: Cluster, model: ModelFacts, counts: Trained, way: Configuration, outside: int) -> int:
+    """Returns what loading takes where it may take more than training: 4-bit weights are loaded whole."""
+    if not way.model.is_deepspeed or way.model.method is not Method.QLORA:
+        return 0
+    machine = Machine(
+        num_ranks=max(1, cluster.num_gpus // way.parallel.tp),
+        ranks_per_node=cluster.gpus_per_node,
+        gpu_bytes=cluster.gpu.memory_bytes,
+        outside_bytes=outside,
+    )
+    return loading(model, counts, way, machine).device_bytes_per_gpu
 
 
 def _waiting_bytes(counts: Trained, way: Configuration, partition: float) -> int:
@@ -249,10 +264,11 @@ def _mlp_width(model: ModelFacts) -> int:
 
 
 def _logits_bytes(model: ModelFacts, way: Configuration) -> float:
-    if way.kernels.loss is not LossKernel.FULL:
-        return 0.0
-    logit_bytes = LOGITS_BYTES + (0 if way.model.precision is Precision.FP32 else way.model.item)
-    return logit_bytes * way.batch.sample_tokens / way.parallel.sp * model.num_outputs / way.parallel.tp
+    """Returns the logits, and their copies, that exist at once; none of losses that have them tile by tile."""
+    whole = 0 if way.model.precision is Precision.FP32 else way.model.item
+    of_each = {LossKernel.FULL: LOGITS_BYTES + whole, LossKernel.CHUNKED: 2 * way.model.item}
+    tokens = way.batch.sample_tokens / way.parallel.sp
+    return of_each.get(way.kernels.loss, 0) * tokens * model.num_outputs / way.parallel.tp
 
 
 def _host_bytes(cluster: Cluster, way: Configuration, states: float, weights: float) -> float:
