@@ -60,11 +60,11 @@ LOGITS_BYTES = 8
 """Bytes of each logit that exist at once under the plain loss, at least: its fp32 copy and the log-softmax; the
 half-precision logit itself besides. Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss. The chunked loss has
 the logit and its gradient. Source: deepspeed 0.19.8 runtime/chunked_cross_entropy.py: _TritonCrossEntropy."""
-LAYER_BYTES = {"eager": (14, 8), "adapted": (8, 6), "fused": (4, 4)}
+LAYER_BYTES = {"eager": (14, 8), "adapted": (8, 6), "all adapted": (12, 8), "fused": (4, 4)}
 """Bytes that a layer keeps of each element of the hidden size, and of the MLP's inner width, at least.
 
 Two norms, with their fp32 copies but where fused, and with the normalised copies of trained weights; gate, up,
-activation and product, the last not before frozen weights; gate and up alone where fused.
+activation and product, the last not before frozen weights; gate and up alone where fused. Each adapter keeps its input.
 Source: tensors saved by Transformers 5.23's layers, counted (16 and 8 under full training); Liger-Kernel
 ops/rms_norm.py and swiglu.py."""
 
@@ -220,13 +220,16 @@ def _optimizer_bytes(way: Configuration) -> int:
 def _activation_bytes(model: ModelFacts, way: Configuration) -> tuple[float, float]:
     """Returns what all layers but one keep of one sample, and what that one keeps or makes again.
 
-    Recomputed ones h of each token in half precision; others `LAYER_BYTES` and queries and outputs of attention.
+    Recomputed ones h of each token in half precision; others `LAYER_BYTES`, and queries, keys, values and outputs of
+    attention.
     """
     tokens = way.batch.sample_tokens / way.parallel.sp
     checkpointing, depth = way.checkpointing, model.num_hidden_layers
-    kernels = "fused" if way.kernels.liger else "eager" if way.model.is_full else "adapted"
+    adapted = "all adapted" if way.model.lora.targets == ("all-linear",) and model.moe is None else "adapted"
+    kernels = "fused" if way.kernels.liger else "eager" if way.model.is_full else adapted
     hidden, inner = LAYER_BYTES[kernels]
     attention = 4 * model.num_attention_heads * model.v_head_dim
+    attention += 2 * model.num_key_value_heads * (model.head_dim + model.v_head_dim)
     kept = hidden * model.hidden_size + (attention + inner * _mlp_width(model)) / way.parallel.tp
     last = kept - inner * _mlp_width(model) / way.parallel.tp if checkpointing.tiled_mlp else kept
     recomputed = 0 if checkpointing.offload else 2 * model.hidden_size
