@@ -146,9 +146,10 @@ class _Writer:
         self.backward(modules.norm, -1)
 
     def put(self, event: Event, module: Module) -> None:
-        """Writes an event of a module."""
+        """Writes an event of a module; the end of one without parameters gives nothing back."""
         self.members[module.number] = module.weights
-        self.events.append((event, module.number))
+        if module.weights or event in (Event.FETCH, Event.FETCH_BACK):
+            self.events.append((event, module.number))
 
     def mark(self, what: str, layer: int, name: str) -> None:
         """Writes the beginning of a moment of the tape."""
