@@ -242,11 +242,11 @@ def _activation_bytes(model: ModelFacts, way: Configuration) -> tuple[float, flo
 def _gathered_bytes(model: ModelFacts, way: Configuration, ranks: int) -> tuple[int, int]:
     """Returns what ZeRO-3 gathers at least for the head, and for the last module of a layer with a gradient that it
     makes: one weight of an MLP, or the experts of a layer, which are gathered together."""
+    if way.zero.stage < 3 or not way.model.is_deepspeed or not has_layer_code(model):
+        return 0, 0
     tensors = shard(model, way.parallel).tensors
     moe, item = model.moe is not None, way.model.item
     inner = [group for group in tensors if group.kind is (Kind.EXPERT if moe else Kind.MLP) and is_inside(group)]
-    if way.zero.stage < 3 or not way.model.is_deepspeed or not has_layer_code(model):
-        return 0, 0
     numel = sum(group.numel for group in inner) if moe else min(group.numel for group in inner if group.is_linear)
     quantized = 4 if way.model.method is Method.QLORA and not moe else 1
     are_alone = ranks // way.parallel.ep <= 1 and not way.zero.offloads_params
@@ -268,10 +268,13 @@ def _mlp_width(model: ModelFacts) -> int:
 
 def _logits_bytes(model: ModelFacts, way: Configuration) -> float:
     """Returns the logits, and their copies, that exist at once; none of losses that have them tile by tile."""
-    whole = 0 if way.model.precision is Precision.FP32 else way.model.item
-    of_each = {LossKernel.FULL: LOGITS_BYTES + whole, LossKernel.CHUNKED: 2 * way.model.item}
-    tokens = way.batch.sample_tokens / way.parallel.sp
-    return of_each.get(way.kernels.loss, 0) * tokens * model.num_outputs / way.parallel.tp
+    if way.kernels.loss is LossKernel.FULL:
+        logit_bytes = LOGITS_BYTES + (0 if way.model.precision is Precision.FP32 else way.model.item)
+    elif way.kernels.loss is LossKernel.CHUNKED:
+        logit_bytes = 2 * way.model.item
+    else:
+        return 0.0
+    return logit_bytes * way.batch.sample_tokens / way.parallel.sp * model.num_outputs / way.parallel.tp
 
 
 def _host_bytes(cluster: Cluster, way: Configuration, states: float, weights: float) -> float:
