@@ -7,8 +7,10 @@ to `caching_allocator`. `outside` has what lies outside of PyTorch's allocator.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import tee
 
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import ModelFacts
@@ -30,6 +32,8 @@ STEPS_AFTER_RETRY = 4
 """The same if memory ran out: all cached segments were returned, and blocks get new places."""
 SHARDED_STEPS_REPLAYED = 1
 """The same under ZeRO-3, whose states are there from the beginning: a second changes 0.0-0.4 % in a grid of replays."""
+EVENTS_KEPT = 2
+"""Configurations whose events are kept: one is replayed with several limits, one after the other."""
 AMPERE_WORKSPACE_BYTES = round(8.125 * MIB)
 HOPPER_WORKSPACE_BYTES = 32 * MIB
 """cuBLAS workspace of one thread, of which two compute: forward and autograd. Source: torch 2.13
@@ -99,7 +103,7 @@ def _reserved(
     allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes, most_bytes=most_bytes)
     is_sharded_engine = configuration.model.is_deepspeed and configuration.zero.stage == 3
     count = SHARDED_STEPS_REPLAYED if is_sharded_engine else STEPS_REPLAYED
-    steps = _steps(model, configuration, num_ranks, workspace_bytes)
+    steps = copy(_steps(model, configuration, num_ranks, workspace_bytes))
     is_enough, highest, settled, before = True, 0, 0, 0
     for index in range(1 + STEPS_AFTER_RETRY):
         if index > count and not allocator.retries:
@@ -120,15 +124,14 @@ def _reserved(
     )
 
 
+@lru_cache(EVENTS_KEPT)
 def _steps(
     model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
 ) -> Iterator[list[Event]]:
-    """Yields the events before the first step, then those of each step."""
-    if configuration.model.is_deepspeed:
-        return allocations.steps(model, configuration, num_ranks, workspace_bytes)
-    if configuration.zero.stage == 3:
-        return fsdp.steps(model, configuration, num_ranks, workspace_bytes)
-    return unsharded.steps(model, configuration, num_ranks, workspace_bytes)
+    """Yields the events before the first step, then those of each step; a copy of it begins where it is."""
+    writer = unsharded.steps if configuration.zero.stage < 3 else fsdp.steps
+    writer = allocations.steps if configuration.model.is_deepspeed else writer
+    return tee(writer(model, configuration, num_ranks, workspace_bytes), 1)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import has_layer_code
+from dstrain.plan.memory.loading import Machine, loading
 from dstrain.plan.memory.optimizer_states import has_master, master_item
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained, is_inside, shard, trained_on_rank
@@ -57,12 +58,13 @@ MOMENT_BYTES_PER_PARAM = {
 the copy they belong to; Adafactor's rows and columns and 8-bit scales are left out. Source: the optimizers' papers."""
 LOGITS_BYTES = 8
 """Bytes of each logit that exist at once under the plain loss, at least: its fp32 copy and the log-softmax; the
-half-precision logit itself besides. Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss."""
-LAYER_BYTES = {"eager": (14, 8), "adapted": (8, 6), "fused": (4, 4)}
+half-precision logit itself besides. Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss. The chunked loss has
+the logit and its gradient. Source: deepspeed 0.19.8 runtime/chunked_cross_entropy.py: _TritonCrossEntropy."""
+LAYER_BYTES = {"eager": (14, 8), "adapted": (8, 6), "all adapted": (12, 8), "fused": (4, 4)}
 """Bytes that a layer keeps of each element of the hidden size, and of the MLP's inner width, at least.
 
 Two norms, with their fp32 copies but where fused, and with the normalised copies of trained weights; gate, up,
-activation and product, the last not before frozen weights; gate and up alone where fused.
+activation and product, the last not before frozen weights; gate and up alone where fused. Each adapter keeps its input.
 Source: tensors saved by Transformers 5.23's layers, counted (16 and 8 under full training); Liger-Kernel
 ops/rms_norm.py and swiglu.py."""
 
@@ -139,7 +141,7 @@ def bound(workload: Workload, way: Configuration) -> Bound:
         logits_bytes=int(_logits_bytes(model, way)),
         layer_bytes=int(layer),
         step_bytes=int(end),
-        load_bytes=int(outside + weights) if way.model.is_deepspeed and way.model.method is Method.QLORA else 0,
+        load_bytes=_load_bytes(cluster, model, counts, way, int(outside)),
         host_bytes=int(_host_bytes(cluster, way, states, shared)),
     )
 
@@ -170,6 +172,19 @@ def end_s(workload: Workload, way: Configuration) -> float:
     single = replace(way, batch=replace(way.batch, micro_batch=1), step=replace(way.step, grad_accum=1))
     seconds = stepping(cluster, single, work(workload.model, way), rates)
     return seconds.optimizer + seconds.cpu_optimizer + seconds.nvme + seconds.pcie_step
+
+
+def _load_bytes(cluster: Cluster, model: ModelFacts, counts: Trained, way: Configuration, outside: int) -> int:
+    """Returns what loading takes where it may take more than training: 4-bit weights are loaded whole."""
+    if not way.model.is_deepspeed or way.model.method is not Method.QLORA:
+        return 0
+    machine = Machine(
+        num_ranks=max(1, cluster.num_gpus // way.parallel.tp),
+        ranks_per_node=cluster.gpus_per_node,
+        gpu_bytes=cluster.gpu.memory_bytes,
+        outside_bytes=outside,
+    )
+    return loading(model, counts, way, machine).device_bytes_per_gpu
 
 
 def _waiting_bytes(counts: Trained, way: Configuration, partition: float) -> int:
@@ -205,13 +220,16 @@ def _optimizer_bytes(way: Configuration) -> int:
 def _activation_bytes(model: ModelFacts, way: Configuration) -> tuple[float, float]:
     """Returns what all layers but one keep of one sample, and what that one keeps or makes again.
 
-    Recomputed ones h of each token in half precision; others `LAYER_BYTES` and queries and outputs of attention.
+    Recomputed ones h of each token in half precision; others `LAYER_BYTES`, and queries, keys, values and outputs of
+    attention.
     """
     tokens = way.batch.sample_tokens / way.parallel.sp
     checkpointing, depth = way.checkpointing, model.num_hidden_layers
-    kernels = "fused" if way.kernels.liger else "eager" if way.model.is_full else "adapted"
+    adapted = "all adapted" if way.model.lora.targets == ("all-linear",) and model.moe is None else "adapted"
+    kernels = "fused" if way.kernels.liger else "eager" if way.model.is_full else adapted
     hidden, inner = LAYER_BYTES[kernels]
     attention = 4 * model.num_attention_heads * model.v_head_dim
+    attention += 2 * model.num_key_value_heads * (model.head_dim + model.v_head_dim)
     kept = hidden * model.hidden_size + (attention + inner * _mlp_width(model)) / way.parallel.tp
     last = kept - inner * _mlp_width(model) / way.parallel.tp if checkpointing.tiled_mlp else kept
     recomputed = 0 if checkpointing.offload else 2 * model.hidden_size
@@ -224,11 +242,11 @@ def _activation_bytes(model: ModelFacts, way: Configuration) -> tuple[float, flo
 def _gathered_bytes(model: ModelFacts, way: Configuration, ranks: int) -> tuple[int, int]:
     """Returns what ZeRO-3 gathers at least for the head, and for the last module of a layer with a gradient that it
     makes: one weight of an MLP, or the experts of a layer, which are gathered together."""
+    if way.zero.stage < 3 or not way.model.is_deepspeed or not has_layer_code(model):
+        return 0, 0
     tensors = shard(model, way.parallel).tensors
     moe, item = model.moe is not None, way.model.item
     inner = [group for group in tensors if group.kind is (Kind.EXPERT if moe else Kind.MLP) and is_inside(group)]
-    if way.zero.stage < 3 or not way.model.is_deepspeed or not has_layer_code(model):
-        return 0, 0
     numel = sum(group.numel for group in inner) if moe else min(group.numel for group in inner if group.is_linear)
     quantized = 4 if way.model.method is Method.QLORA and not moe else 1
     are_alone = ranks // way.parallel.ep <= 1 and not way.zero.offloads_params
@@ -249,9 +267,13 @@ def _mlp_width(model: ModelFacts) -> int:
 
 
 def _logits_bytes(model: ModelFacts, way: Configuration) -> float:
-    if way.kernels.loss is not LossKernel.FULL:
+    """Returns the logits, and their copies, that exist at once; none of losses that have them tile by tile."""
+    if way.kernels.loss is LossKernel.FULL:
+        logit_bytes = LOGITS_BYTES + (0 if way.model.precision is Precision.FP32 else way.model.item)
+    elif way.kernels.loss is LossKernel.CHUNKED:
+        logit_bytes = 2 * way.model.item
+    else:
         return 0.0
-    logit_bytes = LOGITS_BYTES + (0 if way.model.precision is Precision.FP32 else way.model.item)
     return logit_bytes * way.batch.sample_tokens / way.parallel.sp * model.num_outputs / way.parallel.tp
 
 

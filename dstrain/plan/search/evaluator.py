@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
@@ -65,24 +65,21 @@ class Evaluator:
     """Candidates that do not fit, without having been verified."""
     kin: dict[object, list[Candidate]] = field(default_factory=lambda: defaultdict(list))
     """Candidates whose appetites can be compared, as long as none of them has failed."""
+    kinless: list[Candidate] = field(default_factory=list)
+    """Candidates that are yet to be sorted by kin, when the first one fails."""
     failures: Failures = field(default_factory=Failures)
 
     def space(self, request: Request) -> list[Candidate]:
         """Returns the candidates of a request, the same ones each time."""
         if request not in self.spaces:
-            self._add(request, space(self.workload, request))
+            self.spaces[request] = space(self.workload, request)
+            self.kinless += self.spaces[request]
         return self.spaces[request]
-
-    def _add(self, request: Request, candidates: list[Candidate]) -> None:
-        self.spaces[request] = candidates
-        for candidate in candidates:
-            self.kin[kind_of(candidate), candidate.way.parallel.sp].append(candidate)
 
     def afresh(self) -> Evaluator:
         """Returns an evaluator of the same candidates and bounds that has estimated nothing."""
-        evaluator = Evaluator(self.workload, self.usable_ratio, bounds=self.bounds, hosts=self.hosts)
-        for request, candidates in self.spaces.items():
-            evaluator._add(request, candidates)
+        evaluator = Evaluator(self.workload, self.usable_ratio, dict(self.spaces), bounds=self.bounds, hosts=self.hosts)
+        evaluator.kinless += chain.from_iterable(self.spaces.values())
         return evaluator
 
     def configuration(self, candidate: Candidate) -> Configuration:
@@ -189,6 +186,9 @@ class Evaluator:
 
     def _least_of_kin(self, failed: Candidate) -> list[Candidate]:
         """Returns the candidate of least appetite once one of its kin has failed: it tells whether any of them fits."""
+        for candidate in self.kinless:
+            self.kin[kind_of(candidate), candidate.way.parallel.sp].append(candidate)
+        self.kinless.clear()
         kin = self.kin.pop((kind_of(failed), failed.way.parallel.sp), [])
         return list(islice((each for each in sorted(kin, key=appetite_of) if self._is_host_room(each)), 1))
 

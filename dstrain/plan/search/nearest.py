@@ -30,7 +30,7 @@ def nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list
         for candidate in candidates
         if candidate.rung in (TIGHT, None) and candidate.micro_batch == smallest[strategy_key(candidate.way)]
     ]
-    frugal.sort(key=lambda candidate: _bound(evaluator, candidate))
+    frugal.sort(key=lambda candidate: _bound(evaluator, candidate, is_loaded=True))
     ordered = sorted(
         (_least_shortage(evaluator, candidate), place, candidate) for place, candidate in enumerate(frugal)
     )
@@ -71,11 +71,13 @@ def _seemingly_nearest(evaluator: Evaluator, ordered: list[_Entry], top: int) ->
     return [candidate for _, _, candidate in sorted(by_strategy.values())][:top]
 
 
-def _bound(evaluator: Evaluator, candidate: Candidate) -> Shortage:
-    """Returns a lower bound of `Evaluator.shortage`."""
-    least = evaluator.bound(candidate)
+def _bound(evaluator: Evaluator, candidate: Candidate, *, is_loaded: bool = False) -> Shortage:
+    """Returns a lower bound of `Evaluator.shortage`; of one that `is_loaded`, which leaves out what loading takes."""
+    least, gpu_bytes = evaluator.bound(candidate), evaluator.workload.cluster.gpu.memory_bytes
     device = least.device_bytes(candidate.micro_batch, candidate.grad_accum)
-    fits_gpu = device <= evaluator.usable_ratio * evaluator.workload.cluster.gpu.memory_bytes
+    if not is_loaded and least.load_bytes > gpu_bytes:
+        device = max(device, least.load_bytes)
+    fits_gpu = device <= evaluator.usable_ratio * gpu_bytes
     return not fits_gpu, least.host_bytes if fits_gpu else device
 
 

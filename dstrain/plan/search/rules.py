@@ -167,6 +167,7 @@ RULES: tuple[Rule, ...] = (
 """What DeepSpeed 0.19.8, with Transformers 5.23 and accelerate 1.15, does not do. The batch identity is not here: no
 configuration is made that breaks it (`search_space.batches`)."""
 # fmt: on
+_BREAKS = tuple(rule.breaks for rule in RULES)
 
 
 def broken(workload: Workload, configuration: Configuration) -> list[Rule]:
@@ -175,5 +176,9 @@ def broken(workload: Workload, configuration: Configuration) -> list[Rule]:
 
 
 def keeps_rules(workload: Workload, configuration: Configuration) -> bool:
-    """Returns whether a configuration breaks no rule."""
-    return not any(rule.breaks(workload.model, workload.cluster, configuration) for rule in RULES)
+    """Returns whether a configuration breaks no rule; a search asks that of thousands."""
+    model, cluster = workload.model, workload.cluster
+    for breaks in _BREAKS:  # noqa: SIM110 (a generator takes twice as long)
+        if breaks(model, cluster, configuration):
+            return False
+    return True

@@ -63,6 +63,7 @@ def test_no_estimate_is_below_its_bound(options: dict[str, Any], wishes: dict[st
         known = speed(workload, configuration)
         assert least.device_bytes(each.micro_batch, each.grad_accum) <= memory.device_bytes_per_gpu, configuration
         assert least.host_bytes <= memory.host_bytes_per_node, configuration
+        assert least.load_bytes in (0, memory.load.device_bytes_per_gpu), configuration
         assert known is not None
         least_s = each.grad_accum * passes_s(workload, each.way, each.micro_batch) + end_s(workload, each.way)
         assert least_s <= known.step_s * (1 + 1e-9), configuration

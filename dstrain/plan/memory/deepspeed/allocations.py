@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import repeat
 
 from dstrain.facts.model.model_facts import ModelFacts
@@ -19,11 +20,16 @@ from dstrain.plan.memory.caching_allocator import Event
 from dstrain.plan.memory.deepspeed.byte_account import Action, EngineEvent, Part
 from dstrain.plan.memory.deepspeed.engine import engine_of, recorded
 from dstrain.plan.memory.deepspeed.instants import IN_FLIGHT, Engine, places
+from dstrain.plan.memory.deepspeed.replay import Replay
 from dstrain.plan.memory.layers.recording import Recording
 from dstrain.plan.memory.traces.event_writer import MAIN, REDUCE, UNSHARD, Script
 
 STREAMS = {Part.GRADS: MAIN, Part.BUFFERS: REDUCE, Part.GATHERED: UNSHARD}
 """The streams that allocate if communication overlaps."""
+ENGINE_IDS = -(1 << 40)
+"""First id of the engine's blocks, which are written once for all micro-batches on the tape."""
+REPLAYS_KEPT = 4
+"""Replays whose events are kept; those of one are a few megabytes."""
 
 
 def steps(
@@ -35,39 +41,54 @@ def steps(
     script.allocate_all((between.params, between.grads, between.optimizer, between.buffers, between.gathered))
     script.allocate(workspace_bytes)
     yield script.take()
-    streams = STREAMS if configuration.zero.overlap_comm else {}
-    yield _step(script, engine, recording, streams, workspace_bytes)
-    yield from repeat(_step(script, engine, recording, streams, 0))
+    first = _step(script, engine, recording, workspace_bytes, overlaps=configuration.zero.overlap_comm)
+    yield first
+    passing = {event[0] for event in first if not event[1]}
+    yield from repeat([event for event in first if event[0] in passing])
 
 
-def _step(
-    script: Script, engine: Engine, recording: Recording, streams: dict[Part, int], workspace_bytes: int
-) -> list[Event]:
+def _step(script: Script, engine: Engine, recording: Recording, workspace_bytes: int, *, overlaps: bool) -> list[Event]:
     """Returns the events of a step; all but a workspace, which its first micro-batch allocates, go with it."""
-    replay, blocks = engine.replays[0], _Blocks(script, streams)
-    for actions in replay.micro_batches:
-        _write(script, blocks, recording, actions, workspace_bytes)
+    replay = engine.replays[0]
+    micro_batches, last = _written(replay, overlaps)
+    for actions, written in zip(replay.micro_batches, micro_batches, strict=True):
+        _write(script, recording, actions, written, workspace_bytes)
         workspace_bytes = 0
     for grads, buffers, _ in engine.steps[0]:
         script.free(script.allocate(max(0, grads - replay.kept)), script.allocate(buffers))
-    blocks.close()
+    script.events += last
     return script.take()
 
 
 def _write(
-    script: Script, blocks: _Blocks, recording: Recording, actions: tuple[Action, ...], workspace_bytes: int
+    script: Script,
+    recording: Recording,
+    actions: tuple[Action, ...],
+    written: list[list[Event]],
+    workspace_bytes: int,
 ) -> None:
     """Writes a micro-batch; the thread that goes backward has a workspace of its own, from its first product on."""
     start, head = 0, recording.place_of("head backward")
-    for action, number in zip(actions, places(recording.numbers, actions), strict=True):
+    for number, events in zip(places(recording.numbers, actions), written, strict=True):
         end = recording.moments[number].place
         script.events += recording.events[start:end]
         if start <= head < end:
             script.allocate(workspace_bytes)
-        for event in action.events:
-            blocks.write(event)
+        script.events += events
         start = end
     script.events += recording.freed
+
+
+@lru_cache(REPLAYS_KEPT)
+def _written(replay: Replay, overlaps: bool) -> tuple[list[list[list[Event]]], list[Event]]:
+    """Returns the events of the engine at each of its actions, micro-batch by micro-batch; and the frees of what is
+    left."""
+    script = Script(ENGINE_IDS)
+    blocks, micro_batches = _Blocks(script, STREAMS if overlaps else {}), []
+    for actions in replay.micro_batches:
+        micro_batches.append([blocks.written(action) for action in actions])
+    blocks.close()
+    return micro_batches, script.take()
 
 
 class _Blocks:
@@ -78,17 +99,27 @@ class _Blocks:
         self._live: dict[tuple[Part, int], list[int]] = defaultdict(list)
         self._leaving: list[int] = []
 
-    def write(self, event: EngineEvent) -> None:
-        """Writes an allocation or a free of the engine."""
+    def written(self, action: Action) -> list[Event]:
+        """Returns the allocations and frees of an action."""
+        for event in action.events:
+            self._write(event)
+        return self._script.take()
+
+    def _write(self, event: EngineEvent) -> None:
         part, size = event
         if size > 0:
-            if part is Part.GATHERED:
+            if part is Part.GATHERED and len(self._leaving) > IN_FLIGHT:
                 self._forget(IN_FLIGHT)
-            self._live[part, size].append(self._script.allocate(size, self._streams.get(part, MAIN)))
+            self._live[event].append(self._script.allocate(size, self._streams.get(part, MAIN)))
         elif size:
-            self._remove(part, -size)
+            same = self._live.get((part, -size))
+            if same:
+                self._free(part, same.pop(0))
+            else:
+                self._remove(part, -size)
 
     def _remove(self, part: Part, size: int) -> None:
+        """Frees several blocks that make up a size, or a part of one."""
         while size:
             largest = size if self._live.get((part, size)) else self._largest(part, size)
             if not largest:

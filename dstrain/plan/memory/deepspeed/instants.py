@@ -24,6 +24,8 @@ under way, so that it may run further ahead; nothing has been measured. Source: 
 runtime/zero/partitioned_param_coordinator.py: __max_ongoing_fetch_events."""
 
 
+_NEVER = -(1 << 60)
+
 NAMES = {
     "forward": "forward",
     "forward end": "forward",
@@ -77,30 +79,60 @@ _Span = tuple[int, int, Parts, Parts, bool]
 till then, and the most while it acts; and whether that is the optimizer's step."""
 
 
+class _Level(NamedTuple):
+    """What the engine holds till it acts, and the most while it acts."""
+
+    before: Parts
+    high: Parts
+    before_total: int
+    high_total: int
+    before_grads: int
+    high_grads: int
+
+
 def highest(engine: Engine, recording: Recording, *, overlaps: bool) -> Peak:
     """Returns the highest peak: of the moments in which the engine holds the same, the highest is looked at alone.
 
     Where communication overlaps, its streams share no free blocks with computation, so that the allocator holds the
     peak of each: `apart` is what these are more together, on the first rank, whose allocations are replayed.
     """
-    totals, begins = recording.totals, recording.begins
+    totals, begins, last = recording.totals, recording.begins, len(recording.moments) - 1
     top, most, streams = None, -1, 0
     for replay, step in zip(engine.replays, engine.steps, strict=True):
         main = 0
-        for span in _spans(replay, step, recording):
-            start, end, before, high, is_step = span
-            total = begins[end] + sum(high)
-            main = max(main, begins[end] + high[Part.GRADS] + (high[Part.BUFFERS] if is_step else 0))
-            if start < end:
-                tape = max(totals[start:end])
-                total, main = max(total, tape + sum(before)), max(main, tape + before[Part.GRADS])
-            if total > most:
-                top, most = span, total
+        for actions, levels in zip(replay.micro_batches, _levels(replay), strict=True):
+            start = 0
+            for end, level in zip(places(recording.numbers, actions), levels, strict=True):
+                before, high, before_total, high_total, before_grads, high_grads = level
+                begin, tape = begins[end], max(totals[start:end]) if start < end else _NEVER
+                main = max(main, begin + high_grads, tape + before_grads)
+                total = max(begin + high_total, tape + before_total)
+                if total > most:
+                    top, most = (start, end, before, high, False), total
+                start = end
+        for parts in step:
+            main = max(main, begins[last] + parts[Part.GRADS] + parts[Part.BUFFERS])
+            if begins[last] + sum(parts) > most:
+                top, most = (last, last, parts, parts, True), begins[last] + sum(parts)
         if overlaps and replay is engine.replays[0]:
             streams = main + _aside(replay)
     assert top is not None, "a step has moments"
     peak = _peak_of(max(_instants_of(top, recording), key=attrgetter("total")), engine.resident)
     return replace(peak, apart=max(0, streams - most))
+
+
+@cache
+def _levels(replay: Replay) -> tuple[tuple[_Level, ...], ...]:
+    """Returns what the engine holds around its actions, micro-batch by micro-batch."""
+    before: Parts = (0, 0, 0)
+    micro_batches = []
+    for actions in replay.micro_batches:
+        befores = [before, *(action.after for action in actions)]
+        before = befores.pop()
+        pairs = zip(befores, actions, strict=True)
+        levels = ((held, high, sum(held), sum(high), held[0], high[0]) for held, (_, _, high, _) in pairs)
+        micro_batches.append(tuple(map(_Level._make, levels)))
+    return tuple(micro_batches)
 
 
 @cache

@@ -45,7 +45,7 @@ class Program:
     events: tuple[tuple[Event, int], ...]
     """Events in order of time, each with its module, parameter or mark."""
     gradients: tuple[tuple[Event, int], ...]
-    """Events that matter if nothing is gathered: gradients and marks."""
+    """Events that matter if nothing is gathered: gradients, and the marks that follow them."""
     marks: tuple[Key, ...]
     """The moments of the tape, by their number."""
     layers: Sequence[int]
@@ -121,8 +121,15 @@ class _Writer:
             self.mark("embedding backward", -1, "")
             self.grads(modules.embedding)
         members = tuple(self.members.get(number, ()) for number in range(1 + max(self.members)))
-        gradients = tuple(event for event in self.events if event[0] in (Event.GRAD, Event.MARK))
-        return Program(modules, members, tuple(self.events), gradients, tuple(self.marks), self.layers)
+        return Program(modules, members, tuple(self.events), self.gradients(), tuple(self.marks), self.layers)
+
+    def gradients(self) -> tuple[tuple[Event, int], ...]:
+        """Returns gradients, and the first mark after each."""
+        kept: list[tuple[Event, int]] = []
+        for event in self.events:
+            if event[0] is Event.GRAD or (event[0] is Event.MARK and kept and kept[-1][0] is Event.GRAD):
+                kept.append(event)
+        return tuple(kept)
 
     def backward_of_loss(self) -> None:
         """Writes the backward pass from the loss to the norm after the last layer."""
@@ -139,9 +146,10 @@ class _Writer:
         self.backward(modules.norm, -1)
 
     def put(self, event: Event, module: Module) -> None:
-        """Writes an event of a module."""
+        """Writes an event of a module; the end of one without parameters gives nothing back."""
         self.members[module.number] = module.weights
-        self.events.append((event, module.number))
+        if module.weights or event in (Event.FETCH, Event.FETCH_BACK):
+            self.events.append((event, module.number))
 
     def mark(self, what: str, layer: int, name: str) -> None:
         """Writes the beginning of a moment of the tape."""

@@ -123,30 +123,39 @@ class Coordinator:
 
     def fetch(self, number: int) -> None:
         """Begins a module."""
-        needed, whole, flying = self.members[number], self.whole, self.flying
-        missing = [weight for weight in needed if not whole[weight] and weight not in flying]
-        if missing:
-            self._gather(sorted(missing))
-        for weight in needed:
-            self.active[weight].add(number)
-            if weight in flying:
-                self._wait(flying[weight])
-                self._land(weight)
-        self._prefetch(needed)
+        needed = self.members[number]
+        if needed:
+            whole, flying = self.whole, self.flying
+            missing = [weight for weight in needed if not whole[weight] and weight not in flying]
+            if missing:
+                self._gather(sorted(missing))
+            for weight in needed:
+                self.active[weight].add(number)
+                if weight in flying:
+                    self._wait(flying[weight])
+                    self._land(weight)
+            self._drop(needed)
+        room = min(self.how.max_live - self.available, self.how.prefetch)
+        if room > 0 and self.at < len(self.queue):
+            self._prefetch(room)
         self.step += 1
 
-    def _prefetch(self, needed: tuple[int, ...]) -> None:
+    def _drop(self, needed: tuple[int, ...]) -> None:
+        """Takes from the queue what a module uses for the first time since it was fetched."""
+        queue, at, fetched_for = self.queue, self.at, self.fetched_for
+        new = {weight for weight in needed if fetched_for[weight] < self.step}
+        dropped: set[int] = set()
+        while at < len(queue) and len(dropped) < len(new):
+            weight, step = queue[at]
+            at += 1
+            fetched_for[weight] = step
+            dropped.add(weight)
+        self.at = at
+
+    def _prefetch(self, room: int) -> None:
+        """Gathers what comes next, up to so many elements."""
         queue, at, fetched_for = self.queue, self.at, self.fetched_for
         end, whole, flying = len(queue), self.whole, self.flying
-        new = {weight for weight in needed if fetched_for[weight] < self.step}
-        if new:
-            dropped: set[int] = set()
-            while at < end and len(dropped) < len(new):
-                weight, step = queue[at]
-                at += 1
-                fetched_for[weight] = step
-                dropped.add(weight)
-        room = min(self.how.max_live - self.available, self.how.prefetch)
         ahead: list[int] = []
         numel = 0
         while at < end and numel < room:

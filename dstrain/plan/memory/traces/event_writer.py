@@ -14,15 +14,16 @@ reduced."""
 class Script:
     """Writes events; an id is what `allocate` returns."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_id: int = -1) -> None:
         self.events: list[Event] = []
-        self._next = -1
+        self._next = first_id
 
     def allocate(self, size: float, stream: int = MAIN) -> int:
         """Allocates; ids are negative, those of a recording are not."""
         key, self._next = self._next, self._next - 1
-        if round(size):
-            self.events.append((key, round(size), stream) if stream else (key, round(size)))
+        nbytes = round(size)
+        if nbytes:
+            self.events.append((key, nbytes, stream) if stream else (key, nbytes))
         return key
 
     def free(self, *keys: int) -> None:
