@@ -22,6 +22,7 @@ from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.data.row_contents import RowContents
+from dstrain.facts.model import hub_config
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.this_machine import trains_on_cpu, versions, visible_devices
 from dstrain.facts.workload import Workload, measured_workload
@@ -40,6 +41,8 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.freezing import unplanned_parts
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
+
+_RETRIES = "each rank asks for up to a minute before that, unless you type export HF_HUB_OFFLINE=1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +105,8 @@ def prepare(
     file = replace(file, job=resuming.job)
     model, cluster, machine_notes = _known(file, hosts, on_cpu=on_cpu)
     is_local = machines.is_local(hosts)
+    if is_local and not hub_config.is_reached(file.job.model, file.job.hub):
+        machine_notes.append(f"{hub_config.offline_note(file.job.model)}; {_RETRIES}")
     kept = resuming.saved.attn if resuming.saved else None
     file, choice = attention.decide(file, model, cluster, environment, on_cpu=on_cpu, is_local=is_local, kept=kept)
     context = JobContext(job=file, hosts=hosts, model=model, cluster=cluster)

@@ -135,6 +135,8 @@ def pieces(
     So are the tokens of an image, a video or an audio, as its name of `names` and their number; `media_of` has the
     index of it for each token, None of text.
 
+    The first token is never predicted, so it has no loss, whatever its label.
+
     A piece is what it adds to the text before it: alone, a first token would lose its space in some tokenizers.
     """
     added = tokenizer.added_tokens_decoder
@@ -142,7 +144,7 @@ def pieces(
     media_of = media_of or [None] * len(input_ids)
     kinds = [
         (
-            label != IGNORED,
+            label != IGNORED and index > 0,
             image is None and token in special,
             image,
             index if image is None and token in special else -1,
