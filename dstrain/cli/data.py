@@ -81,7 +81,6 @@ def show(
         input=json.dumps(to_data(question)),
         env=_environment(asked),
         stdout=subprocess.PIPE,
-        text=True,
         encoding="utf-8",
         check=False,
     )

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,8 @@ def test_a_sample_beyond_the_last_is_refused(folder: Path) -> None:
     encoder = Encoder(tokenizer=load_tokenizer(job, job.model), seq_len=64, loss_on=job.loss_on)
     with pytest.raises(InvalidConfig, match=r"train\.jsonl has 2 usable samples, none of number 3"):
         shown_data(job, job.train_sources[0], encoder, sample=3, limit=None)
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl has 1 usable sample, none of number 3"):
+        shown_data(job, replace(job.train_sources[0], max_samples=1), encoder, sample=3, limit=None)
 
 
 @pytest.mark.parametrize(

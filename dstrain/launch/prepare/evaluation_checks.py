@@ -105,8 +105,8 @@ def unplanned(job: Job) -> list[str]:
     notes = []
     if job.early_stopping is not None:
         notes.append(
-            "early_stopping may end the run before its last step: planned times are upper bounds, "
-            f"and the learning rate ({job.lr_scheduler_type}) is scheduled for all steps"
+            "early_stopping may end the run before its last step: planned times are those of all steps, "
+            f"for which the learning rate ({job.lr_scheduler_type}) is scheduled, too"
         )
     if job.samples is not None:
         notes.append("the time of generated samples is not planned; the log has what they take")

@@ -105,8 +105,6 @@ def prepare(
     file = replace(file, job=resuming.job)
     model, cluster, machine_notes = _known(file, hosts, on_cpu=on_cpu)
     is_local = machines.is_local(hosts)
-    if is_local and not hub_config.is_reached(file.job.model, file.job.hub):
-        machine_notes.append(f"{hub_config.offline_note(file.job.model)}; {_RETRIES}")
     kept = resuming.saved.attn if resuming.saved else None
     file, choice = attention.decide(file, model, cluster, environment, on_cpu=on_cpu, is_local=is_local, kept=kept)
     context = JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
@@ -142,9 +140,13 @@ def with_attention(prepared: PreparedRun, choice: Choice) -> PreparedRun:
 def _known(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[ModelFacts | None, Cluster, list[str]]:
     """Returns the model, the machines, and notes. Raises InvalidConfig or EnvironmentProblem for a job that they cannot
     run."""
+    is_local = machines.is_local(hosts)
+    is_reached = not is_local or hub_config.is_reached(file.job.model, file.job.hub)
     model, notes = _model_of(file.job)
+    if not is_reached:
+        notes.append(f"{hub_config.offline_note(file.job.model)}; {_RETRIES}")
     cluster, link_notes = _cluster(file, hosts, on_cpu=on_cpu)
-    job_checks.check_machines(file, hosts, cluster, needs_gpus=machines.is_local(hosts) and not on_cpu)
+    job_checks.check_machines(file, hosts, cluster, needs_gpus=is_local and not on_cpu)
     job_checks.check_combinations(file, model, cluster)
     return model, cluster, [*notes, *link_notes]
 

@@ -94,8 +94,7 @@ def prepare(
     sources = job.train_sources if training or not has_own else job.eval_sources
     settings: dict[str, Any] = {"loss_on": form.loss_on or job.loss_on, "thinking": job.thinking}
     encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, media_reader=form.media_reader, **settings)
-    data = [rows_of(source, job, training=training or not has_own) for source in sources]
-    _require_counts(job, sources, data)
+    data = _rows(job, sources, training=training or not has_own)
     tokens = [_tokens(rows, encoder, job, report, form) for rows in data]
     chosen = _chosen(job, sources, tokens, training=training)
     dataset = datasets.concatenate_datasets(list(map(_selected, tokens, chosen)))
@@ -124,15 +123,19 @@ def prepare(
     )
 
 
-def _require_counts(job: Job, sources: Sequence[DataSource], data: Sequence[Rows]) -> None:
-    """Raises InvalidConfig before any work for weights that only some data sets have, and for a `val_split` that leaves
-    no sample even if all rows of data sets of a hub are usable; the launcher has counted the rows of files."""
+def _rows(job: Job, sources: Sequence[DataSource], *, training: bool) -> list[Rows]:
+    """Returns the rows of each data set.
+
+    Raises InvalidConfig for weights that only some of them have, and for a `val_split` that leaves no sample even if
+    all rows are usable. Those of files have been counted by the launcher; here are those of a hub.
+    """
     weights_of(sources)
+    data = [rows_of(source, job, training=training) for source in sources]
     if job.val_split is not None and all(origin.path is None for rows in data for origin in rows.origins):
         sizes = [sum(part.num_rows for origin in rows.origins for part in origin.parts()) for rows in data]
-        held_out_counts(
-            [min(size, rows.max_samples or size) for size, rows in zip(sizes, data, strict=True)], job.val_split
-        )
+        most = [min(size, rows.max_samples or size) for size, rows in zip(sizes, data, strict=True)]
+        held_out_counts(most, job.val_split)
+    return data
 
 
 def _tokens(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) -> _Tokens:

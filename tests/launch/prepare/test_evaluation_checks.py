@@ -96,7 +96,7 @@ def test_a_split_that_leaves_nothing_is_refused_before_any_work(
 
 def test_a_run_that_may_end_early_is_told_once() -> None:
     (note,) = unplanned(file(early_stopping=2).job)
-    assert "planned times are upper bounds, and the learning rate (cosine) is scheduled for all steps" in note
+    assert "planned times are those of all steps, for which the learning rate (cosine) is scheduled, too" in note
     assert unplanned(file(load_best=True).job) == []
     assert unplanned(file(samples=TEXTS).job) == [
         "the time of generated samples is not planned; the log has what they take"
