@@ -12,7 +12,7 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.generate import lock_of
-from dstrain.cli.options.imported import ImportInputs, import_inputs, of_file, whole_strategy
+from dstrain.cli.options.imported import ImportInputs, import_inputs, of_file
 from dstrain.cli.options.planning import machine_options
 from dstrain.cli.options.typed import typed
 from dstrain.cli.output.generated import next_lines
@@ -115,7 +115,7 @@ def _made(inputs: ImportInputs, out: Path) -> _Made:
     plan = plan_of(fixed, workload.cluster, request)
     lock = lock_of(inputs.asked, inputs.facts, plan, out)
     files = {**lock.base, "job.yaml": job_text.edited(lock.base["job.yaml"], inputs.imported)}
-    files["ds_config.json"] = inputs.config or whole_strategy(files["ds_config.json"], inputs)
+    files["ds_config.json"] = inputs.config or files["ds_config.json"]
     locate = job_text.locator(inputs.imported, out / "job.yaml")
     job = job_of(parse_yaml(files["job.yaml"], "job.yaml")[0], locate, out.resolve())
     linted = _linted(inputs, job, files["ds_config.json"])
@@ -132,6 +132,7 @@ def _made(inputs: ImportInputs, out: Path) -> _Made:
 
 _FREE: Mapping[str, Any] = {
     **dict.fromkeys(("micro_batch", "grad_accum", "zero_stage", "offload", "grad_ckpt", "tiled_mlp"), None),
+    **dict.fromkeys(("offload_ratio", "hpz"), None),
     "activation_offload": False,
 }
 """What dstrain chooses in its own plan, and what else the file leaves open; the rest stays that of the file."""

@@ -51,27 +51,32 @@ def test_a_job_is_written_with_its_values_and_the_tools_defaults(dstrain: Type, 
 
 
 @pytest.mark.parametrize(
-    ("lines", "stage", "offload"),
+    ("lines", "stage", "offload", "hpz"),
     [
         (
             "DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}",
             3,
             "optimizer",
+            1,
         ),
-        ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_param_device: cpu}", 3, "params"),
-        ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_machines: 2", 3, "none"),
-        ("DEEPSPEED", 2, "none"),
-        ("FSDP\nfsdp_config: {fsdp_version: 2}", 3, "none"),
+        ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_param_device: cpu}", 3, "params", 1),
+        ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_machines: 2", 3, "none", 1),
+        ("DEEPSPEED", 2, "none", 1),
+        ("FSDP\nfsdp_config: {fsdp_version: 2}", 3, "none", 1),
+        ("FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}", 3, "none", 1),
+        ("FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\nnum_machines: 2", 3, "none", 4),
+        ("FSDP\nfsdp_config: {fsdp_sharding_strategy: 5}\nnum_machines: 2", 2, "none", 1),
         (
             "FSDP\nfsdp_config: {fsdp_reshard_after_forward: false, fsdp_offload_params: true}",
             2,
             "optimizer",
+            1,
         ),
-        ("FSDP\ndeepspeed_config: {zero_stage: 1}\nfsdp_config: {fsdp_version: 2}", 3, "none"),
+        ("FSDP\ndeepspeed_config: {zero_stage: 1}\nfsdp_config: {fsdp_version: 2}", 3, "none", 1),
     ],
 )
 def test_what_a_file_shards_and_offloads_is_written_whole(
-    dstrain: Type, tmp_path: Path, lines: str, stage: int, offload: str
+    dstrain: Type, tmp_path: Path, lines: str, stage: int, offload: str, hpz: int
 ) -> None:
     (tmp_path / "acc.yaml").write_text(f"distributed_type: {lines}\nnum_processes: 8\n")
     done = dstrain("import", "acc.yaml", "--gpu", "4090", "--model", "qwen3-8b", "--json", "-n")
@@ -81,7 +86,8 @@ def test_what_a_file_shards_and_offloads_is_written_whole(
     assert (written["stage"], [key for key in written if key.startswith("offload")]) == (stage, keys)
     assert "ratio" not in written.get("offload_optimizer", {})
     theirs = document["imported"]
-    assert [theirs[key] for key in ("zero_stage", "offload", "offload_ratio", "hpz")] == [stage, offload, 1, 1]
+    assert [theirs[key] for key in ("zero_stage", "offload", "offload_ratio", "hpz")] == [stage, offload, 1, hpz]
+    assert written.get("zero_hpz_partition_size", 1) == hpz
     assert bool(document["past_faults"]) is lines.startswith("DEEPSPEED")
 
 

@@ -55,7 +55,7 @@ def contradiction(request: Request, broken: Iterable[Sequence[Rule]]) -> Unsatis
 
 def _is_given(request: Request, name: str) -> bool:
     value = getattr(request, name)
-    return value is not None and (name not in DEGREES or value > 1)
+    return value is not None and (name not in (*DEGREES, "hpz") or value > 1)
 
 
 _OPTIONS = {"state_dtypes": "states"}
