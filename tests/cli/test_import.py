@@ -168,6 +168,26 @@ def test_what_contradicts_is_named_by_the_keys_of_the_file(dstrain: Type, tmp_pa
         assert done.returncode == 3
         assert all(place in done.stderr for place in places), done.stderr
         assert "--" not in done.stderr
+    assert done.stdout.splitlines()[:4] == [
+        "half.yaml: LLaMA-Factory",
+        "read",
+        "  half.yaml:1:1: model_name_or_path → model: Qwen/Qwen3-8B",
+        "  half.yaml:3:1: finetuning_type → method: full",
+    ]
+
+
+def test_a_file_of_another_training_is_shown_as_it_was_read(dstrain: Type, train: Path) -> None:
+    train.write_text(f"{TRAIN}use_galore: true\n")
+    done = dstrain("import", train.name, *MACHINE)
+    assert (done.returncode, list(train.parent.iterdir())) == (3, [train])
+    assert "train.yaml:11:1: use_galore: another optimizer" in done.stderr
+    assert "  train.yaml:4:1: cutoff_len → seq_len: 4096\n" in done.stdout
+    assert "has no counterpart\n  train.yaml:9:1: use_unsloth: " in done.stdout
+    document = json.loads(dstrain("import", train.name, *MACHINE, "--json").stdout)
+    assert "use_galore" in document["error"]
+    assert {"target": "seq_len", "value": 4096, "key": "cutoff_len", "file": "train.yaml", "line": 4} in document[
+        "read"
+    ]
 
 
 def test_a_strategy_that_a_file_names_stays(dstrain: Type, tmp_path: Path) -> None:
