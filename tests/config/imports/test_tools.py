@@ -173,6 +173,8 @@ def test_llamafactorys_data_with_images_have_its_limit_of_pixels(here: Path, tex
     (here / "data" / "dataset_info.json").write_text(json.dumps(info | {"texts": {"file_name": "texts.jsonl"}}))
     found = imported(f"{LLAMAFACTORY}dataset: cats\nmedia_dir: data\n{text}\n")
     assert (value(found, "max_pixels"), notes(found, Fate.MISSING)) == (expected, {})
+    least = imported(f"{LLAMAFACTORY}dataset: cats\nmedia_dir: data\nimage_min_pixels: 64\n")
+    assert (value(found, "min_pixels"), value(least, "min_pixels")) == (1024, 64)
     assert value(imported(f"{LLAMAFACTORY}dataset: texts\n"), "max_pixels") is None
     elsewhere = imported(f"{LLAMAFACTORY}dataset: cats\nmedia_dir: pictures\n")
     assert "media_dir" in notes(elsewhere, Fate.MISSING)
