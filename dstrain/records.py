@@ -120,8 +120,8 @@ def _describe(
         key = key if fault["loc"][-1] != "[key]" else f"a key of {_key(keys[:-1])}"
         legal = str(fault["ctx"]["expected"]).split("'")[1::2]  # in quotes: 'full' or <LossKernel.FULL: 'full'>
         near = nearest(value, legal)
-        advice = f'did you mean "{near}"? ' if near else ""
-        return f'{where}: {key} is "{value}"; {advice}(legal: {", ".join(legal)})'
+        advice = f'did you mean "{near}"? Legal values:' if near else "legal values:"
+        return f'{where}: {key} is "{value}"; {advice} {", ".join(legal)}'
     message = str(fault["msg"])
     if fault["type"] == "dataclass_type":
         message += f" with the keys {', '.join(_legal_keys(record, keys))}"

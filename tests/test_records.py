@@ -49,7 +49,7 @@ def test_texts_are_what_was_written() -> None:
     [
         ({"monitor": {"sinks": ["swanlab", "swanlb"]}}, 'x: sinks[1] is "swanlb"; did you mean "swanlab"?'),
         ({"monitor": {"mode": "onlin"}}, 'x: mode is "onlin"; did you mean "online"?'),
-        ({"monitor": {"mode": 3}}, 'x: mode is "3"; (legal: online, offline, local, disabled)'),
+        ({"monitor": {"mode": 3}}, 'x: mode is "3"; legal values: online, offline, local, disabled'),
         ({"lr_scheduler_type": "cosin"}, 'x: lr_scheduler_type is "cosin"; did you mean "cosine"?'),
         ({"lora": {"targets": ["q_proj", 1]}}, "x: targets[1] is 1; input should be a valid string"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -18,11 +19,14 @@ from dstrain.cli.output.progress import Screen
 from dstrain.errors import Place
 from dstrain.facts.data.prepared import Prepared, PrepareMessage
 from dstrain.facts.data.shown import ShowAnswer, ShowQuestion
+from dstrain.facts.model import hub_config
 from dstrain.heartbeat import Phase
 from dstrain.job.data_source import DataSource
 from dstrain.job.file import job_of, looks_local, read_job
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import inputs
+from dstrain.launch.prepare.evaluation_checks import check_evaluation
+from dstrain.launch.prepare.job_checks import check_data
 from dstrain.paths import python, shown
 from dstrain.records import from_data, to_data
 from dstrain.units import format_bytes
@@ -75,8 +79,8 @@ def show(
     done = subprocess.run(
         python("-m", "dstrain.train.data.show"),
         input=json.dumps(to_data(question)),
+        env=_environment(asked),
         stdout=subprocess.PIPE,
-        text=True,
         encoding="utf-8",
         check=False,
     )
@@ -109,7 +113,8 @@ def prepare(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
       HF_DATASETS_CACHE=/shared/cache srun -N 4 dstrain data prepare
     """
     read = read_job(job, overrides)
-    inputs.require_data(read)
+    check_evaluation(read)
+    check_data(read)
     prepared = _prepared(read.job)
     if as_json:
         answer_json(to_data(prepared))
@@ -129,7 +134,9 @@ def _prepared(job: Job) -> Prepared:
     """Returns what the child process says about the data, after showing its progress; exits with its code."""
     line = python("-m", "dstrain.train.fill_cache")
     with (
-        subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8") as child,
+        subprocess.Popen(
+            line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=_environment(job)
+        ) as child,
         Screen() as screen,
     ):
         assert child.stdin is not None
@@ -147,6 +154,17 @@ def _prepared(job: Job) -> Prepared:
                 screen.say(f"tokenizing {shown(name)}")
             screen.progress(Phase.TOKENIZING, message.progress.done, message.progress.total)
     sys.exit(child.returncode if child.returncode > 0 else 1)
+
+
+def _environment(job: Job) -> dict[str, str]:
+    """Returns the environment of a child process, which reads the cache alone if the hub cannot be reached.
+
+    Raises EnvironmentProblem or InvalidConfig for a model that is neither there nor here.
+    """
+    if hub_config.is_reached(job.model, job.hub):
+        return dict(os.environ)
+    say(hub_config.offline_note(job.model))
+    return {**os.environ, "HF_HUB_OFFLINE": "1"}
 
 
 def _job(file: str | None, path: Path | None, model: str | None, overrides: tuple[str, ...]) -> Job:

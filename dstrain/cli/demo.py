@@ -15,10 +15,12 @@ import click
 
 from dstrain.cli.console import answer_json, say
 from dstrain.cli.output.run import summary, summary_rows
+from dstrain.config.document import Change
+from dstrain.config.edits import edit_yaml
 from dstrain.errors import EnvironmentProblem, RunFailed
 from dstrain.facts import probe
 from dstrain.facts.data.images import require_pillow
-from dstrain.paths import python
+from dstrain.paths import python, write_atomic
 from dstrain.rundir import RunDir
 
 RANKS = 2
@@ -36,9 +38,9 @@ SETTINGS = {
     "dataloader_num_workers": "0",
 }
 """What the demo overrides in its job."""
-RATE = {"learning_rate": "5e-3"}
+RATE = 5e-3
 """The rate at which a tiny model learns something in a minute."""
-RATE_OF_IMAGES = {"learning_rate": "2e-3"}
+RATE_OF_IMAGES = 2e-3
 """The same with images."""
 ALL_PARTS = ("--no-freeze-vision-tower", "--no-freeze-multi-modal-projector")
 """With images, what gen-config plans and writes: a tower with random weights has everything to learn."""
@@ -97,7 +99,8 @@ def command(
     data = ["--data", "train.jsonl", "--eval-data", "eval.jsonl", "--output-dir", output]
     sizes = ["--global-batch", str(8 * (gpus or RANKS)), *_sizes(task, images=images)]
     _type(["gen-config", "--model", "./model", *where, *choice, *sizes, *data], folder)
-    settings = _settings(steps, images=images, balances=moe and task not in BARS)
+    _set_rate(folder / "job.yaml", RATE_OF_IMAGES if images else RATE)
+    settings = _settings(steps, balances=moe and task not in BARS)
     _type(["run", *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))], folder)
     bar = BARS.get(task, (_bar_name(task, images=images), made["loss_to_beat"]))
     _tell(bar, RunDir(folder / output), folder, as_json=as_json)
@@ -117,11 +120,18 @@ def _sizes(task: str, *, images: bool) -> list[str]:
     return ["--seq-len", "256", "--task", task, *([] if task in BARS else ["--packing"])]
 
 
-def _settings(steps: int, *, images: bool, balances: bool) -> dict[str, object]:
+def _set_rate(path: Path, rate: float) -> None:
+    """Writes the learning rate into the job, as its user would, so that the next run in the folder has it too."""
+    change = Change(pointer=("learning_rate",), value=rate, comment="set by dstrain demo: of a tiny, untrained model")
+    write_atomic(path, edit_yaml.apply(path.read_text(encoding="utf-8"), path.name, [change]))
+    say(f"{path.name}: learning_rate: {rate:g}, at which a tiny model learns something in a minute")
+
+
+def _settings(steps: int, *, balances: bool) -> dict[str, object]:
     """Returns what the demo overrides in its job."""
     half = {"save_steps": max(1, steps // 2), "eval_steps": max(1, steps // 2)}
     balanced = {"router_aux_loss_coef": "0.01"} if balances else {}
-    return {**SETTINGS, **(RATE_OF_IMAGES if images else RATE), "max_steps": steps, **half, **balanced}
+    return {**SETTINGS, "max_steps": steps, **half, **balanced}
 
 
 def _free_name(folder: Path, name: str) -> str:

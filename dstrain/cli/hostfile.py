@@ -19,6 +19,7 @@ from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import MAX_SLOTS, Hosts
 from dstrain.facts.cluster.machines import placeholders, resolve_hosts
 from dstrain.paths import write_atomic
+from dstrain.units import counted
 
 DEFAULT = Path("hostfile")
 SLOTS_OF_JOBS = ("pbs", "lsf")
@@ -147,7 +148,7 @@ def check(path: Path, equal: bool, reach: bool, job: Path | None, timeout: float
     if equal and len(counts) > 1:
         most = max(counts, key=lambda count: sum(host.slots == count for host in hosts.hosts))
         problems += [
-            f"{path}:{host.line}:1: {host.name} has {host.slots} slots, but most hosts have {most}"
+            f"{path}:{host.line}:1: {host.name} has {counted(host.slots, 'slot')}, but most hosts have {most}"
             for host in hosts.hosts
             if host.slots != most
         ]
@@ -219,4 +220,4 @@ def _document(hosts: Hosts) -> dict[str, object]:
 
 def _total(hosts: Hosts) -> str:
     count = len(hosts.hosts)
-    return f"{count} host{'s' if count > 1 else ''}, {hosts.num_slots} slots"
+    return f"{counted(count, 'host')}, {counted(hosts.num_slots, 'slot')}"

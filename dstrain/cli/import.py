@@ -12,11 +12,11 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.generate import lock_of
-from dstrain.cli.options.imported import ImportInputs, import_inputs, of_file, whole_strategy
+from dstrain.cli.options.imported import ImportInputs, import_inputs, of_file
 from dstrain.cli.options.planning import machine_options
 from dstrain.cli.options.typed import typed
 from dstrain.cli.output.generated import next_lines
-from dstrain.cli.output.imported import ImportReport, report_document, report_lines
+from dstrain.cli.output.imported import ImportReport, read_document, read_lines, report_document, report_lines
 from dstrain.config import jsonc
 from dstrain.config.edits.lock import LOCK, Lock, read_lock, standing, write_files
 from dstrain.config.edits.regenerate import Standing, replaced
@@ -59,8 +59,9 @@ def command(file: Path, tool: str | None, out: Path, force: bool, dry_run: bool,
 
     FILE is a YAML of LLaMA-Factory, ms-swift, axolotl or accelerate, a shell script with a command of one of them or
     of a script with Transformers' Trainer, or a DeepSpeed configuration. Prints what the settings cost beside dstrain's
-    own plan, what lint says of them, and every key without counterpart, with its line. Exits with 3 and writes nothing
-    if something else would be trained, such as preferences. Afterwards gen-config keeps what the file says as edits.
+    own plan, what lint says of them, and every key without counterpart, with its line. If its keys contradict each
+    other, or something else would be trained, prints what it read, writes nothing and exits with 3. Afterwards
+    gen-config keeps what the file says as edits.
 
     \b
     Example:
@@ -69,10 +70,13 @@ def command(file: Path, tool: str | None, out: Path, force: bool, dry_run: bool,
     """
     imported = import_file(file, tool=tool)
     if imported.stops:
-        raise _stopped(imported)
+        raise _refused(_stopped(imported), imported, as_json=as_json)
     inputs = import_inputs(imported, typed(options), out)
     with nullcontext() if dry_run else alone(out / LOCK, "writes into this folder"):
-        made = _made(inputs, out)
+        try:
+            made = _made(inputs, out)
+        except InvalidConfig as error:
+            raise _refused(error, inputs.imported, as_json=as_json) from None
         if as_json:
             answer_json(report_document(made.report, made.files))
         else:
@@ -105,6 +109,15 @@ def _stopped(imported: Imported) -> InvalidConfig:
     )
 
 
+def _refused(error: InvalidConfig, imported: Imported, *, as_json: bool) -> InvalidConfig:
+    """Prints what was read of a file, and returns the error for which nothing is written."""
+    if as_json:
+        answer_json({"error": error.problem, **read_document(imported)})
+    else:
+        answer("\n".join(read_lines(imported)))
+    return error
+
+
 def _made(inputs: ImportInputs, out: Path) -> _Made:
     """Plans the file's settings and dstrain's own, and returns the files and the page."""
     workload, request = inputs.facts.workload, inputs.facts.request
@@ -115,7 +128,7 @@ def _made(inputs: ImportInputs, out: Path) -> _Made:
     plan = plan_of(fixed, workload.cluster, request)
     lock = lock_of(inputs.asked, inputs.facts, plan, out)
     files = {**lock.base, "job.yaml": job_text.edited(lock.base["job.yaml"], inputs.imported)}
-    files["ds_config.json"] = inputs.config or whole_strategy(files["ds_config.json"], inputs)
+    files["ds_config.json"] = inputs.config or files["ds_config.json"]
     locate = job_text.locator(inputs.imported, out / "job.yaml")
     job = job_of(parse_yaml(files["job.yaml"], "job.yaml")[0], locate, out.resolve())
     linted = _linted(inputs, job, files["ds_config.json"])
@@ -132,6 +145,7 @@ def _made(inputs: ImportInputs, out: Path) -> _Made:
 
 _FREE: Mapping[str, Any] = {
     **dict.fromkeys(("micro_batch", "grad_accum", "zero_stage", "offload", "grad_ckpt", "tiled_mlp"), None),
+    **dict.fromkeys(("offload_ratio", "hpz"), None),
     "activation_offload": False,
 }
 """What dstrain chooses in its own plan, and what else the file leaves open; the rest stays that of the file."""

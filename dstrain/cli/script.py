@@ -24,6 +24,7 @@ from dstrain.launch.scripts.batch import Batch, parse_time
 from dstrain.launch.scripts.k8s import Kind, Pods, label, parse_claim
 from dstrain.launch.scripts.script_context import ScriptContext, describe
 from dstrain.rundir import RunDir
+from dstrain.units import counted
 
 
 @click.group("script", cls=Group)
@@ -184,7 +185,7 @@ def prepare(job: Path, nodes: int | None, gpus: int | None, overrides: tuple[str
     ready.write(prepared, os.environ)
     says = prepared.attention.says
     say_lines([*([f"attn     {says}"] if says is not None else []), *prepared.notes])
-    say(f"prepared {prepared.run_dir.path} for {prepared.hosts.num_slots} ranks")
+    say(f"prepared {prepared.run_dir.path} for {counted(prepared.hosts.num_slots, 'rank')}")
 
 
 def _context(typed: dict[str, Any]) -> tuple[JobFile, ScriptContext]:

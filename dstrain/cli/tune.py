@@ -48,6 +48,7 @@ from dstrain.paths import shown
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.freezing import unplanned_parts
 from dstrain.plan.search.contenders import contenders
+from dstrain.units import counted
 
 BUSY = 0.1
 """Share of the cores from which other processes are worth a note before ranks train on them."""
@@ -138,7 +139,8 @@ def _planned(prepared: PreparedRun) -> tuple[Workload, Estimate]:
 
 
 def _before_lines(options: Options, prepared: PreparedRun, settled: frozenset[str]) -> Iterator[str]:
-    yield f"tune     {options.steps} steps of up to {options.candidates} configurations, {options.budget:g} min at most"
+    most = counted(options.candidates, "configuration")
+    yield f"tune     {counted(options.steps, 'step')} of up to {most}, {options.budget:g} min at most"
     yield f"into     {shown(str(prepared.run_dir.tune))}"
     if settled:
         yield f"fixed    {', '.join(sorted(settled))}: given to gen-config, or edited by hand"

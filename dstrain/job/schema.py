@@ -116,6 +116,8 @@ class Job:
     """Reasoning to keep: `all`, only that after the `last` question, none (`off`), or `auto` (`all`)."""
     max_pixels: Positive | None = None
     """Pixels of an image at most; larger ones are made smaller before the model's processor, which may round up."""
+    min_pixels: Positive | None = None
+    """Pixels of an image at least; smaller ones are made larger before the model's processor."""
     video_max_pixels: Positive | None = None
     """Pixels of a frame of a video at most; default: `max_pixels`. The processor may limit the whole video, too."""
     video_fps: PositiveFloat | None = None
@@ -291,9 +293,6 @@ class Job:
         return self.load_best or self.early_stopping is not None
 
     def _with_defaults(self, source: DataSource) -> DataSource:
-        return replace(
-            source,
-            format=source.format or self.data_format,
-            columns=self.columns if source.columns is None else source.columns,
-            max_samples=source.max_samples or self.max_samples,
-        )
+        columns = self.columns if source.columns is None else source.columns
+        most = source.max_samples or self.max_samples
+        return replace(source, format=source.format or self.data_format, columns=columns, max_samples=most)

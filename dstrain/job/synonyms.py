@@ -64,6 +64,7 @@ SYNONYMS = MappingProxyType(
         "epochs": "num_train_epochs",
         "lr": "learning_rate",
         "image_max_pixels": "max_pixels",
+        "image_min_pixels": "min_pixels",
         "max_frames": "video_maxlen",
         "fps_max_frames": "video_maxlen",
         "fps": "video_fps",

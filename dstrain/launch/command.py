@@ -12,6 +12,7 @@ from dstrain.facts.cluster.hostfile import Host, Hosts, render
 from dstrain.facts.this_machine import LOCAL
 from dstrain.launch import cores
 from dstrain.rundir import RunDir
+from dstrain.units import counted
 
 MODULE = "dstrain.train"
 """The program of every rank."""
@@ -46,8 +47,8 @@ def chosen_devices(hosts: Hosts, ids: Sequence[int] | None) -> tuple[int, ...] |
     if len(ids) < slots:
         shown = ",".join(map(str, ids))
         raise EnvironmentProblem(
-            f"{hosts.name} asks for {slots} GPUs, but CUDA_VISIBLE_DEVICES={shown} shows only {len(ids)}",
-            hint=f"Write slots={len(ids)}, or make {slots} GPUs visible.",
+            f"{hosts.name} asks for {counted(slots, 'GPU')}, but CUDA_VISIBLE_DEVICES={shown} shows only {len(ids)}",
+            hint=f"Write slots={len(ids)}, or make {counted(slots, 'GPU')} visible.",
         )
     return tuple(ids[:slots])
 

@@ -21,6 +21,7 @@ from dstrain.child_process import run
 from dstrain.facts.deepspeed_ops import section
 from dstrain.paths import python
 from dstrain.rundir import RunDir
+from dstrain.units import counted
 
 LAUNCHER = "deepspeed.launcher.runner"
 """The module of DeepSpeed's launcher."""
@@ -57,7 +58,8 @@ def binding(ds_config: Mapping[str, Any], environment: Mapping[str, str], num_ra
         return Binding(note=f"numactl is not installed (apt-get install numactl): {_SLOWER}")
     cores = usable_cores(os.sched_getaffinity(0), psutil.cpu_count(logical=False) or 0)
     if len(cores) < num_ranks:
-        return Binding(note=f"{len(cores)} cores for {num_ranks} ranks, which are not bound to any")
+        few = f"{counted(len(cores), 'core')} for {counted(num_ranks, 'rank')}"
+        return Binding(note=f"{few}, which are not bound to any")
     tried = run([program, "--localalloc", "-C", str(cores[0]), "true"], environment, _PROBE_S)
     if tried.code != 0:
         return Binding(note=f"numactl may not bind here ({tried.last_line or 'no answer'}): {_SLOWER}")

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 
+from dstrain import units
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.monitor.best_model import BestModel, best_model
 from dstrain.monitor.comparison import comparisons, step_parts
@@ -74,7 +75,7 @@ def end_report(run: Ended, *, how: str) -> Table | None:
     if not run.windows:
         return None
     rows, step = tuple(rows_of(comparisons(run), run.cluster)), int(run.windows[-1]["step"])
-    title = f"{how} after {step:,} steps"
+    title = f"{how} after {units.counted(step, 'step')}"
     lines = [f"# {title}", "", markdown(COLUMNS, rows), ""] if rows else [f"# {title}", ""]
     if split := split_text(step_parts(run)):
         note = counted(run.windows).note

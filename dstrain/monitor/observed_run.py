@@ -24,6 +24,7 @@ from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate_records import Estimate
 from dstrain.records import from_data, load_json
 from dstrain.rundir import RunDir
+from dstrain.units import counted
 
 FEWEST_WINDOWS, FEWEST_STEPS = 3, 10
 """Fewer windows or steps after those that warm up give no step time."""
@@ -154,7 +155,8 @@ def _tokens_per_step(c: Configuration, num_gpus: int) -> float:
 def _slowed(run_dir: RunDir, found: Measurement) -> Iterator[str]:
     """Yields why the step time of a run is not that of its machine."""
     if found.windows < FEWEST_WINDOWS or found.steps < FEWEST_STEPS:
-        yield f"{found.steps} steps in {found.windows} windows after those that warm up are too few"
+        few = f"{counted(found.steps, 'step')} in {counted(found.windows, 'window')}"
+        yield f"{few} after those that warm up are too few"
     if found.data_wait_share > MOST_DATA_WAIT:
         yield f"it waited for data for {found.data_wait_share:.0%} of the time"
     marks = {line["rule"]: line.get("step") for line in read_jsonl(run_dir.health) if line.get("rule") in SLOWED}

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from dstrain import units
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
@@ -65,7 +66,8 @@ class Verdict:
 
     def lines(self, cluster: Cluster | None) -> Iterator[str]:
         """Yields the verdict as lines for the log."""
-        yield f"after {self.steps:,} steps, beside the plan{f' ({self.warm_up})' if self.warm_up else ''}:"
+        warm_up = f" ({self.warm_up})" if self.warm_up else ""
+        yield f"after {units.counted(self.steps, 'step')}, beside the plan{warm_up}:"
         yield from (f"  {line}" for line in table(self.comparisons, cluster))
         if split := split_text(self.parts):
             yield f"  a step: {split}"

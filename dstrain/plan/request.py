@@ -54,6 +54,10 @@ class Request:
     """Of how many layers one is recomputed; None: chosen."""
     tiled_mlp: bool | None = None
     """Whether MLPs are computed for a part of the tokens at a time; None: chosen."""
+    offload_ratio: float | None = None
+    """Share of an offloaded optimizer that leaves the GPU (Twin-Flow), above 0 to 1; None: chosen."""
+    hpz: int | None = None
+    """GPUs that share a second copy of ZeRO-3's parameters (ZeRO++), those of a node; 1: no copy; None: chosen."""
     qwz: bool = False
     """Whether ZeRO-3 gathers parameters in 8 bits (ZeRO++)."""
     qgz: bool = False
@@ -89,13 +93,16 @@ class Request:
     """Patches of all images of one sample."""
 
     def __post_init__(self) -> None:
-        for name in ("seq_len", "global_batch", "micro_batch", "grad_accum", "grad_ckpt_every_n_layers", *DEGREES):
+        counts = ("seq_len", "global_batch", "micro_batch", "grad_accum", "grad_ckpt_every_n_layers", "hpz", *DEGREES)
+        for name in counts:
             value = getattr(self, name)
             if value is not None and value < 1:
                 option = "--" + name.replace("_", "-")
                 raise InvalidConfig(f"{option} is {value}", hint=f"Write {option} with a number of 1 or more.")
         if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
             raise InvalidConfig(f"--zero-stage is {self.zero_stage}", hint="ZeRO has the stages 0, 1, 2 and 3.")
+        if self.offload_ratio is not None and not 0 < self.offload_ratio <= 1:
+            raise InvalidConfig(f"--offload-ratio is {self.offload_ratio:g}", hint="Write a share above 0, up to 1.")
         if self.image_patches < 0:
             raise InvalidConfig(f"--image-patches is {self.image_patches}", hint="Write 0 or more.")
 

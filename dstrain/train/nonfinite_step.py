@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dstrain.monitor.health.nonfinite import Finding
 from dstrain.train.data.tokenize import IGNORED
+from dstrain.units import counted
 
 RULE = "nonfinite_step"
 """Id of the findings."""
@@ -97,7 +98,7 @@ def _finding(step: int, batch: MicroBatch, where: str) -> Finding:
         step=step,
         value=str(batch.loss),
         message=f"step {step}: gradients stopped being finite {where} {place} "
-        f"(loss {batch.loss:.4g}, {batch.rows} rows{masked}): {_quoted(batch.texts)}",
+        f"(loss {batch.loss:.4g}, {counted(batch.rows, 'row')}{masked}): {_quoted(batch.texts)}",
         rank=batch.rank,
     )
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,55 @@ def test_a_sample_beyond_the_last_is_refused(folder: Path) -> None:
     encoder = Encoder(tokenizer=load_tokenizer(job, job.model), seq_len=64, loss_on=job.loss_on)
     with pytest.raises(InvalidConfig, match=r"train\.jsonl has 2 usable samples, none of number 3"):
         shown_data(job, job.train_sources[0], encoder, sample=3, limit=None)
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl has 1 usable sample, none of number 3"):
+        shown_data(job, replace(job.train_sources[0], max_samples=1), encoder, sample=3, limit=None)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("data: train.jsonl\nval_split: 2\n", "job.yaml:4:1: val_split is 2, which holds out 2 of 2 samples"),
+        (
+            "data: [train.jsonl, {path: train.jsonl, weight: 1}]\n",
+            "train.jsonl has no weight, but other data sets have",
+        ),
+    ],
+)
+def test_what_cannot_be_mixed_or_held_out_is_refused_before_it_is_tokenized(
+    dstrain: Type, folder: Path, line: str, says: str
+) -> None:
+    (folder / "job.yaml").write_text(f"model: model\noutput_dir: out\n{line}")
+    done = dstrain("data", "prepare", HF_DATASETS_CACHE=str(folder / "cache"))
+    assert (done.returncode, done.stdout) == (3, "")
+    assert says in done.stderr
+    assert not (folder / "cache").exists()
+
+
+def test_a_model_that_is_neither_here_nor_on_a_hub_that_answers_is_said_at_once(dstrain: Type, folder: Path) -> None:
+    (folder / "job.yaml").write_text("model: org/model\noutput_dir: out\ndata: train.jsonl\n")
+    variables = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": ""}
+    for words in (("data", "show"), ("data", "prepare")):
+        done = dstrain(*words, **variables)
+        assert (done.returncode, done.stdout) == (5, "")
+        assert done.stderr.count("\n") == 2
+        assert "org/model/resolve/main/config.json: connection failed" in done.stderr
+    cached = folder / "hf/hub/models--org--model/snapshots/abc"
+    cached.mkdir(parents=True)
+    for file in (folder / "model").iterdir():
+        (cached / file.name).write_bytes(file.read_bytes())
+    (cached.parents[1] / "refs").mkdir()
+    (cached.parents[1] / "refs/main").write_text("abc")
+    done = dstrain("data", "show", **variables)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "http://127.0.0.1:9 cannot be reached: org/model is read from the cache\n"
+
+
+def test_the_marks_of_a_text_are_around_the_tokens_that_are_counted(dstrain: Type, folder: Path) -> None:
+    (folder / "text.jsonl").write_text('{"text": "Nine, of course."}\n')
+    done = dstrain("data", "show", "text.jsonl", "--model", "model", "--set", "task=pretrain")
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "⟦" in line and "sample 1" not in line]
+    assert not line.startswith("⟦")  # the first token is never predicted
 
 
 def shown(*pieces: Piece, **more: Any) -> ShownData:

@@ -69,6 +69,8 @@ def test_it_learns_more_than_how_often_each_token_occurs(demo: tuple[Any, Path])
     assert found["eval_loss"] < found["loss_to_beat"]
     assert found["last_loss"] < found["first_loss"]
     assert (folder / "output-zero3" / "final" / "model.safetensors").exists()
+    assert "learning_rate: 0.005  # set by dstrain demo" in (folder / "job.yaml").read_text()
+    assert json.loads((folder / "output-zero3" / "request.json").read_text())["learning_rate"] == 5e-3
 
 
 def test_a_model_that_learned_less_is_a_failure(demo: tuple[Any, Path]) -> None:
@@ -147,6 +149,6 @@ def test_without_pillow_images_are_refused_before_anything_is_written(
 
 
 def test_gen_config_plans_the_parts_that_the_demo_of_images_trains() -> None:
-    given, run = demo_command._sizes("sft", images=True), demo_command._settings(10, images=True, balances=False)
+    given, run = demo_command._sizes("sft", images=True), demo_command._settings(10, balances=False)
     assert {"--no-freeze-vision-tower", "--no-freeze-multi-modal-projector"} <= set(given)
     assert not [key for key in run if key.startswith("freeze")]

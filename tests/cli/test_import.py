@@ -51,27 +51,32 @@ def test_a_job_is_written_with_its_values_and_the_tools_defaults(dstrain: Type, 
 
 
 @pytest.mark.parametrize(
-    ("lines", "stage", "offload"),
+    ("lines", "stage", "offload", "hpz"),
     [
         (
             "DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu}",
             3,
             "optimizer",
+            1,
         ),
-        ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_param_device: cpu}", 3, "params"),
-        ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_machines: 2", 3, "none"),
-        ("DEEPSPEED", 2, "none"),
-        ("FSDP\nfsdp_config: {fsdp_version: 2}", 3, "none"),
+        ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3, offload_param_device: cpu}", 3, "params", 1),
+        ("DEEPSPEED\ndeepspeed_config: {zero_stage: 3}\nnum_machines: 2", 3, "none", 1),
+        ("DEEPSPEED", 2, "none", 1),
+        ("FSDP\nfsdp_config: {fsdp_version: 2}", 3, "none", 1),
+        ("FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}", 3, "none", 1),
+        ("FSDP\nfsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}\nnum_machines: 2", 3, "none", 4),
+        ("FSDP\nfsdp_config: {fsdp_sharding_strategy: 5}\nnum_machines: 2", 2, "none", 1),
         (
             "FSDP\nfsdp_config: {fsdp_reshard_after_forward: false, fsdp_offload_params: true}",
             2,
             "optimizer",
+            1,
         ),
-        ("FSDP\ndeepspeed_config: {zero_stage: 1}\nfsdp_config: {fsdp_version: 2}", 3, "none"),
+        ("FSDP\ndeepspeed_config: {zero_stage: 1}\nfsdp_config: {fsdp_version: 2}", 3, "none", 1),
     ],
 )
 def test_what_a_file_shards_and_offloads_is_written_whole(
-    dstrain: Type, tmp_path: Path, lines: str, stage: int, offload: str
+    dstrain: Type, tmp_path: Path, lines: str, stage: int, offload: str, hpz: int
 ) -> None:
     (tmp_path / "acc.yaml").write_text(f"distributed_type: {lines}\nnum_processes: 8\n")
     done = dstrain("import", "acc.yaml", "--gpu", "4090", "--model", "qwen3-8b", "--json", "-n")
@@ -81,7 +86,8 @@ def test_what_a_file_shards_and_offloads_is_written_whole(
     assert (written["stage"], [key for key in written if key.startswith("offload")]) == (stage, keys)
     assert "ratio" not in written.get("offload_optimizer", {})
     theirs = document["imported"]
-    assert [theirs[key] for key in ("zero_stage", "offload", "offload_ratio", "hpz")] == [stage, offload, 1, 1]
+    assert [theirs[key] for key in ("zero_stage", "offload", "offload_ratio", "hpz")] == [stage, offload, 1, hpz]
+    assert written.get("zero_hpz_partition_size", 1) == hpz
     assert bool(document["past_faults"]) is lines.startswith("DEEPSPEED")
 
 
@@ -162,6 +168,26 @@ def test_what_contradicts_is_named_by_the_keys_of_the_file(dstrain: Type, tmp_pa
         assert done.returncode == 3
         assert all(place in done.stderr for place in places), done.stderr
         assert "--" not in done.stderr
+    assert done.stdout.splitlines()[:4] == [
+        "half.yaml: LLaMA-Factory",
+        "read",
+        "  half.yaml:1:1: model_name_or_path → model: Qwen/Qwen3-8B",
+        "  half.yaml:3:1: finetuning_type → method: full",
+    ]
+
+
+def test_a_file_of_another_training_is_shown_as_it_was_read(dstrain: Type, train: Path) -> None:
+    train.write_text(f"{TRAIN}use_galore: true\n")
+    done = dstrain("import", train.name, *MACHINE)
+    assert (done.returncode, list(train.parent.iterdir())) == (3, [train])
+    assert "train.yaml:11:1: use_galore: another optimizer" in done.stderr
+    assert "  train.yaml:4:1: cutoff_len → seq_len: 4096\n" in done.stdout
+    assert "has no counterpart\n  train.yaml:9:1: use_unsloth: " in done.stdout
+    document = json.loads(dstrain("import", train.name, *MACHINE, "--json").stdout)
+    assert "use_galore" in document["error"]
+    assert {"target": "seq_len", "value": 4096, "key": "cutoff_len", "file": "train.yaml", "line": 4} in document[
+        "read"
+    ]
 
 
 def test_a_strategy_that_a_file_names_stays(dstrain: Type, tmp_path: Path) -> None:

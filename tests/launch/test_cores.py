@@ -87,4 +87,4 @@ def test_what_keeps_ranks_from_being_bound_is_said(tmp_path: Path) -> None:
     assert "numactl is not installed (apt-get install numactl)" in note({"PATH": "/nowhere"})
     assert "may not bind here (setting membind: Operation not permitted)" in note(refused)
     assert note({**refused, "OMP_NUM_THREADS": "4"}) == "OMP_NUM_THREADS set: ranks are not bound to cores of their own"
-    assert "cores for 4096 ranks" in note(refused, 4096)
+    assert "cores for 4,096 ranks" in note(refused, 4096)

@@ -256,7 +256,7 @@ def test_a_run_directory_that_is_not_shared_is_told(job: Job) -> None:
 def test_more_slots_than_gpus_are_told(job: Job) -> None:
     refused = job.call("run", "--no-doctor", "--set", "env.DS_ACCELERATOR=cuda")
     assert refused.code == 5
-    assert "node1: 1 slots in the hostfile, but 0 GPUs there" in refused.said
+    assert "node1: 1 slot in the hostfile, but 0 GPUs there" in refused.said
 
 
 def test_a_run_in_the_background_survives_its_login_and_is_stopped_by_name(light_job: Job) -> None:

@@ -164,7 +164,7 @@ def test_weights_that_were_dealt_out_in_turn_would_be_mixed_up(tmp_path: Path) -
     needed = resize_checkpoint.Resize(checkpoint=checkpoint, from_ranks=2, to_ranks=1)
     with pytest.raises(InvalidConfig, match="would be mixed up") as caught:
         resize_checkpoint.convert(needed, environment(tmp_path), lambda text: None)
-    assert "cannot be converted for 1 ranks" in caught.value.problem
+    assert "cannot be converted for 1 rank:" in caught.value.problem
     assert "Run on 2 GPUs, or" in str(caught.value.hint)
     assert "dstrain export" in str(caught.value.hint)
 

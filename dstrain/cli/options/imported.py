@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from dstrain.cli.options.typed import spelled
 from dstrain.config import jsonc
 from dstrain.config.document import REMOVED, lookup
 from dstrain.config.imports.rows import Fate
+from dstrain.config.imports.strategy import HYBRID
 from dstrain.config.imports.walk import Imported, Note, Value
 from dstrain.config.templates.files import config_text
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
@@ -84,29 +84,24 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
     if "liger" in given and facts.workload.model.model_type not in LIGER:
         imported, facts = _without_liger(imported, facts)
         options.pop("liger")
-    if config is not None:
-        options |= _strategy(config, name, facts)
+    added = _whole(plan, facts) if config is None else _strategy(config, name, facts)
     imported, batch = _with_batch(imported, facts)
-    options |= batch
-    if config is not None or batch:
+    options |= added | batch
+    if added or batch:
         facts = replace(facts, request=plan_request(_parsed(options)))
     inputs = {key: as_input(key, value, out) for key, value in options.items()}
     resolved = ResolvedOptions(options=_parsed(options), inputs=inputs, is_repeated=False)
     return ImportInputs(imported=imported, asked=resolved, facts=facts, config=config, config_name=name)
 
 
-def whole_strategy(config: str, inputs: ImportInputs) -> str:
-    """Returns a generated DeepSpeed configuration without what the planner adds to the strategy of a file.
-
-    That is a part of the optimizer that stays on the GPU (Twin-Flow), and a second copy of the parameters (hpZ).
-    """
-    if "plan.zero_stage" not in inputs.imported.values:
-        return config
-    document = json.loads(config)
-    zero = document["zero_optimization"]
-    zero.pop("zero_hpz_partition_size", None)
-    zero.get("offload_optimizer", {}).pop("ratio", None)
-    return config_text(document)
+def _whole(plan: Mapping[str, Any], facts: PlanInputs) -> dict[str, Any]:
+    """Returns the options that keep the planner from adding to the strategy of a file: neither a part of the optimizer
+    stays on the GPU (Twin-Flow), nor is there a second copy of the parameters (hpZ), unless the file asks for it."""
+    if "zero_stage" not in plan:
+        return {}
+    cluster = facts.workload.cluster
+    has_copy = plan.get("hpz") == HYBRID and cluster.num_nodes > 1 and plan.get("offload") != Offload.PARAMS.value
+    return {"offload_ratio": 1.0, "hpz": cluster.gpus_per_node if has_copy else 1}
 
 
 def of_file(error: InvalidConfig, inputs: ImportInputs) -> InvalidConfig:

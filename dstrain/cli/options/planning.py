@@ -77,6 +77,16 @@ _REQUEST = (
 _CHOICES = (
     click.option("--zero-stage", type=click.IntRange(0, 3), help="ZeRO stage.  [default: chosen]"),
     click.option("--offload", type=Choice(Offload), help="What leaves GPU memory.  [default: chosen]"),
+    click.option(
+        "--offload-ratio",
+        type=float,
+        help="With ZeRO-3, the share of an offloaded optimizer that leaves the GPU; 1: all of it.  [default: chosen]",
+    ),
+    click.option(
+        "--hpz",
+        type=int,
+        help="GPUs of a node that share a second copy of ZeRO-3's parameters; 1: no copy.  [default: chosen]",
+    ),
     click.option("--grad-ckpt/--no-grad-ckpt", default=None, help="Recompute activations.  [default: chosen]"),
     click.option(
         "--grad-ckpt-every-n-layers",

@@ -10,7 +10,7 @@ from dstrain.cli.console import COLUMNS, wrapped
 from dstrain.cli.output.plan import subject_lines, table_lines, table_row
 from dstrain.config.imports.rows import Fate
 from dstrain.config.imports.strategy import runs_deepspeed
-from dstrain.config.imports.walk import Imported, Note
+from dstrain.config.imports.walk import Imported, Note, Value
 from dstrain.config.lint.advisory import Advisory
 from dstrain.config.lint.finding import Finding, count_text, lines, printable
 from dstrain.facts.workload import Workload
@@ -108,6 +108,41 @@ def _past_lines(fault: Advisory) -> list[str]:
     return wrapped(text).splitlines()
 
 
+def read_lines(imported: Imported) -> list[str]:
+    """Returns what was read of a file that is refused: its values, and the keys that are not simply written. The error
+    names those for which it is refused."""
+    source = imported.source
+    read = [
+        f"  {value.place}: {value.key} → {target}: {printable(str(value.value))}" for target, value in _read(imported)
+    ]
+    others = [note for note in imported.notes if note.fate is not Fate.OTHER_TRAINING]
+    return [f"{source.path}: {source.tool.title}", "read", *read, *note_lines(others)]
+
+
+def _read(imported: Imported) -> list[tuple[str, Value]]:
+    """Returns the values that a file itself gives, in its order, with their targets."""
+    given = [(target, value) for target, value in imported.values.items() if not value.is_default]
+    return sorted(given, key=lambda pair: (pair[1].place.file, pair[1].place.line or 0))
+
+
+def read_document(imported: Imported) -> dict[str, Any]:
+    """Returns what was read of a file that is refused as JSON-ready data."""
+    read = [
+        {"target": target, "value": value.value, "key": value.key, "file": value.place.file, "line": value.place.line}
+        for target, value in _read(imported)
+    ]
+    return {**_file_document(imported), "read": read}
+
+
+def _file_document(imported: Imported) -> dict[str, Any]:
+    return {
+        "schema": 1,
+        "file": str(imported.source.path),
+        "tool": imported.source.tool.name,
+        "notes": [note.document() for note in imported.notes],
+    }
+
+
 def note_lines(notes: Iterable[Note]) -> list[str]:
     """Returns the keys that are not simply written, by what became of them, each with its place and what to do."""
     found: list[str] = []
@@ -139,9 +174,7 @@ def report_document(report: ImportReport, files: dict[str, str]) -> dict[str, An
     """Returns the page as JSON-ready data."""
     theirs, ours = report.theirs, report.ours.first
     return {
-        "schema": 1,
-        "file": str(report.imported.source.path),
-        "tool": report.imported.source.tool.name,
+        **_file_document(report.imported),
         "imported": None if theirs is None else _figures(theirs),
         "planned": _figures(ours),
         "findings": [finding.document() for finding in report.findings],
@@ -149,7 +182,6 @@ def report_document(report: ImportReport, files: dict[str, str]) -> dict[str, An
             {"rule": fault.id, **{name: getattr(fault, name) for name in ("since", "fixed", "effect", "source")}}
             for fault in report.past_faults
         ],
-        "notes": [note.document() for note in report.imported.notes],
         "files": files,
     }
 

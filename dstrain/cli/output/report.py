@@ -10,6 +10,7 @@ from dataclasses import asdict
 from textwrap import shorten
 from typing import Any
 
+from dstrain import units
 from dstrain.cli.console import wrapped
 from dstrain.cli.output import out_of_memory
 from dstrain.config.lint.finding import printable
@@ -35,7 +36,8 @@ _SAMPLE_COLUMNS = 100
 def verdict(report: Report) -> str:
     """Returns in one line whether a run ended, and how."""
     words = {GONE: "gone: `dstrain run` was killed, or its machine went down", UNKNOWN: "not known to have ended"}
-    steps = f"{report.step:,} of {report.total_steps:,} steps" if report.total_steps else f"{report.step:,} steps"
+    steps = units.counted(report.total_steps or report.step, "step")
+    steps = f"{report.step:,} of {steps}" if report.total_steps else steps
     parts = [words.get(report.stage, report.stage), steps]
     if report.seconds is not None:
         parts.append(f"{'for' if report.stage in {one.value for one in LIVING} else 'after'} {_spent(report)}")

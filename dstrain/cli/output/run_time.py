@@ -12,7 +12,7 @@ from dstrain.facts.data.lengths import Lengths
 from dstrain.paths import shown
 from dstrain.plan.run_time import CHECKPOINT_BYTES_PER_S, RunTime
 from dstrain.plan.search.reasons import percent
-from dstrain.units import format_bytes, format_count, format_seconds
+from dstrain.units import counted, format_bytes, format_count, format_seconds
 
 _LOST_SHARE = 0.005
 """Share of cut samples from which a longer row is named."""
@@ -34,7 +34,7 @@ def data_lines(data: TrainingData, run: RunTime | None, asked: PlanInputs) -> li
     is_left_out = run.seconds is not None and data.job is not None and data.job.has_eval and not data.eval_samples
     lines += ["         without evaluations: how many samples they have is unknown"] if is_left_out else []
     if run.seconds is not None and data.job is not None:
-        lines += ["         at most: early_stopping may end it before"] if data.job.early_stopping else []
+        lines += ["         at most: early_stopping may end it earlier"] if data.job.early_stopping else []
         lines += ["         without the time of generated samples, which is not planned"] if data.job.samples else []
     return lines
 
@@ -85,7 +85,7 @@ def _number(samples: int, lengths: Lengths) -> str:
 
 def _time_lines(run: RunTime, cluster: Cluster) -> list[str]:
     passes = f"{run.epochs:.3g} epoch{'s' if run.epochs != 1 else ''} of {format_count(run.tokens_per_epoch)} tokens"
-    steps = f"{run.steps:,} steps, {passes}"
+    steps = f"{counted(run.steps, 'step')}, {passes}"
     if run.seconds is None:
         return [f"time     unknown for {cluster.gpu.name}: {steps}"]
     span = f"{format_seconds(run.seconds)} ± {percent(run.uncertainty_ratio)}"

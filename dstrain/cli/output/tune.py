@@ -11,7 +11,7 @@ from dstrain.launch.run.trial import Ending, Trial
 from dstrain.monitor.measured import is_slower
 from dstrain.plan.estimate_records import Estimate
 from dstrain.records import to_data
-from dstrain.units import format_bytes, format_seconds
+from dstrain.units import counted, format_bytes, format_seconds
 
 NONE = "-"
 
@@ -124,7 +124,7 @@ def verdict(row: Row, best: Row | None, rows: Sequence[Row] = ()) -> str:
         return f"{words}, within the noise"
     measured = row.trial.measured
     is_whole = row.trial.ending is Ending.MEASURED or measured is None
-    return words if is_whole or measured is None else f"{words}, by {measured.steps} steps"
+    return words if is_whole or measured is None else f"{words}, by {counted(measured.steps, 'step')}"
 
 
 def _compiling(row: Row) -> str:
@@ -198,7 +198,7 @@ def dry_lines(rows: Sequence[Row], steps: int) -> Iterator[str]:
     elif len(times) < len(to_run):
         yield f"{len(to_run)} runs; the plan predicts no time here, and starts come on top"
     else:
-        yield f"{len(to_run)} runs: {format_seconds(sum(times))} of steps by the plan; starts come on top"
+        yield f"{counted(len(to_run), 'run')}: {format_seconds(sum(times))} of steps by the plan; starts come on top"
 
 
 def document(rows: Sequence[Row]) -> dict[str, Any]:

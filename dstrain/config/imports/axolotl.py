@@ -226,7 +226,7 @@ ROWS = table(
     ),
     stops(
         """
-        qat quantization fp8 gptq quantize_moe_experts use_onebitllms llmcompressor
+        qat quantization fp8 gptq use_onebitllms llmcompressor
         """,
         "other number formats",
         unless=_ONE,
@@ -237,6 +237,11 @@ ROWS = table(
         lr_quadratic_warmup
         """,
         "another training",
+        unless=_ONE,
+    ),
+    lacks(
+        "quantize_moe_experts",
+        "experts stay in the dtype of the checkpoint: in 16 bits four times the bytes of 4, which the memory counts",
         unless=_ONE,
     ),
     lacks("cosine_min_lr_ratio cosine_constant_lr_ratio eta_min", _SCHEDULES, unless=_ONE),

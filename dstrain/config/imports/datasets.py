@@ -50,7 +50,7 @@ _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "hi
 """Columns of LLaMA-Factory's alpaca format → ours."""
 _TURNS = ("messages", "conversations")
 _LIMITS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
-    "images": {"image_max_pixels": ("max_pixels", 768 * 768)},
+    "images": {"image_max_pixels": ("max_pixels", 768 * 768), "image_min_pixels": ("min_pixels", 32 * 32)},
     "videos": {
         "video_max_pixels": ("video_max_pixels", 256 * 256),
         "video_fps": ("video_fps", 2.0),

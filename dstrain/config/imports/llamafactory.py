@@ -96,6 +96,10 @@ def _pixels(value: Any, source: Source) -> Any:
     return READ if convert.count(value, source) == NO_LIMIT else value
 
 
+def _least_pixels(value: Any, source: Source) -> Any:
+    return READ if convert.count(value, source) == 1 else value
+
+
 def _sinks(value: Any, source: Source) -> Any:
     """Returns the sinks of `report_to`, and SwanLab, which has a switch of its own."""
     converted = convert.sinks(value, source)
@@ -199,7 +203,7 @@ ROWS = table(
     to("freeze_multi_modal_projector", "freeze_multi_modal_projector", convert.flag),
     to("freeze_language_model", "freeze_language_model", convert.flag),
     to("image_max_pixels", "max_pixels", _pixels),
-    lacks("image_min_pixels", "the model's processor has its own", unless=()),
+    to("image_min_pixels", "min_pixels", _least_pixels),
     to("video_max_pixels", "video_max_pixels", _pixels),
     to("video_fps", "video_fps", convert.number),
     to("video_maxlen", "video_maxlen", convert.count),

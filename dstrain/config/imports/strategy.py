@@ -17,6 +17,9 @@ PRESETS = {
     "zero3_offload": (3, "params"),
 }
 """ms-swift's names of its own configurations → ZeRO stage and offload. Source: ms-swift 4.4 swift/config/."""
+HYBRID = "nodes"
+"""In place of `plan.hpz`: a copy of the parameters on each node."""
+_HYBRID = ("hybrid_shard", "4", "_hybrid_shard_zero2", "5")
 _SHARDING = {
     **dict.fromkeys(("full_shard", "hybrid_shard", "1", "4", "true"), 3),
     **dict.fromkeys(("shard_grad_op", "_hybrid_shard_zero2", "2", "5", "false"), 2),
@@ -41,10 +44,10 @@ def ds_config(value: Any, source: Source) -> Any:
 def fsdp(value: Any, _: Source) -> Any:
     """Returns the strategy of Transformers' option `fsdp`: words such as `full_shard auto_wrap offload`."""
     words = str(value).lower() if not isinstance(value, list) else " ".join(map(str, value)).lower()
-    stages = [_SHARDING[word] for word in words.replace(",", " ").split() if word in _SHARDING]
-    if not words.strip() or (not stages and "fsdp" not in words):
+    strategies = [word for word in words.replace(",", " ").split() if word in _SHARDING]
+    if not words.strip() or (not strategies and "fsdp" not in words):
         return ABSENT
-    return _zero(stages[0] if stages else 3, offloads="offload" in words.split())
+    return _zero(strategies[0] if strategies else "full_shard", offloads="offload" in words.split())
 
 
 def sharding(value: Any, source: Source) -> Any:
@@ -52,7 +55,7 @@ def sharding(value: Any, source: Source) -> Any:
     if str(value).lower() not in _SHARDING:
         raise OtherTraining(f"`{value}` is not a strategy of FSDP")
     offloads = any(source.value(f"fsdp_config.{key}") is True for key in ("fsdp_offload_params", "offload_params"))
-    return _zero(_SHARDING[str(value).lower()], offloads=offloads)
+    return _zero(str(value).lower(), offloads=offloads)
 
 
 def fully_sharded(source: Source) -> Converted:
@@ -60,15 +63,26 @@ def fully_sharded(source: Source) -> Converted:
 
     Source: accelerate 1.15 utils/dataclasses.py: FullyShardedDataParallelPlugin.
     """
-    return _zero(3, offloads=source.value("fsdp_config.fsdp_offload_params") is True)
+    return _zero("full_shard", offloads=source.value("fsdp_config.fsdp_offload_params") is True)
 
 
-def _zero(stage: int, *, offloads: bool) -> Converted:
-    """Returns ZeRO's counterpart of FSDP. Parameters leave the GPU in stage 3 only."""
-    values = {"plan.zero_stage": stage}
+def _zero(strategy: str, *, offloads: bool) -> Converted:
+    """Returns ZeRO's counterpart of a strategy of FSDP. Parameters leave the GPU in stage 3 only.
+
+    A hybrid one shards inside a node and copies between nodes, as MiCS did until DeepSpeed 0.19; what is left of it is
+    hpZ's copy of the parameters. Source: torch 2.13 distributed/fsdp/api.py: ShardingStrategy.
+    """
+    stage = _SHARDING[strategy]
+    values: dict[str, Any] = {"plan.zero_stage": stage}
     if offloads and stage:
-        values["plan.offload"] = "params" if stage == 3 else "optimizer"  # type: ignore[assignment]
-    return Converted(values=values, note=f"ZeRO-{stage} shards the same states")
+        values["plan.offload"] = "params" if stage == 3 else "optimizer"
+    if strategy not in _HYBRID:
+        return Converted(values=values, note=f"ZeRO-{stage} shards the same states")
+    note = f"ZeRO-{stage} shards the same states over the GPUs of all nodes, not of each node: less memory, same losses"
+    if stage == 3 and not offloads:
+        values["plan.hpz"] = HYBRID
+        note += "; of several nodes each keeps a copy of the parameters (hpZ), which the backward pass gathers from it"
+    return Converted(values=values, note=note)
 
 
 _OFFLOADS = {("none", "none"): "none", ("cpu", "none"): "optimizer", ("cpu", "cpu"): "params", ("nvme", "nvme"): "nvme"}

@@ -15,6 +15,7 @@ from dstrain.doctor.requirements import Needs
 from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
 from dstrain.facts.releases import is_in_range, release
 from dstrain.facts.window import TESTED, is_tested, known_bad
+from dstrain.units import counted
 
 _HOPPER = re.compile(r"\bG?H(?:20|100|200|800)\b")
 """GPUs of compute capability 9.0, in NVML's names."""
@@ -141,7 +142,7 @@ def _compiler(software: Software, gpus: Gpus | None, needs: Needs, notes: Notes)
 def _without_cuda(software: Software, gpus: Gpus | None, needs: Needs, notes: Notes) -> None:
     count = len(gpus.gpus) if gpus else 0
     if count and not needs.on_cpu and (torch := software.packages.get("torch")) is not None:
-        what = f"torch {torch} is built without CUDA, and this machine has {count} GPUs"
+        what = f"torch {torch} is built without CUDA, and this machine has {counted(count, 'GPU')}"
         notes.bad(what, "pip install --force-reinstall 'torch>=2.9'")
 
 

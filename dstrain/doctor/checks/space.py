@@ -5,7 +5,7 @@ from __future__ import annotations
 from dstrain.doctor.facts import Facts, Folder, Space
 from dstrain.doctor.finding import Finding, Notes
 from dstrain.doctor.requirements import Needs
-from dstrain.units import GIB, format_bytes
+from dstrain.units import GIB, counted, format_bytes
 
 LEAST_FREE = 10 * GIB
 """Free space below which a run directory is likely to fill up."""
@@ -62,7 +62,7 @@ def _output(folder: Folder, needs: Needs, notes: Notes) -> None:
         what = f"{folder.path}: every checkpoint of {size} is kept, and {fits} fit into the {free} of free space"
         notes.warn(what, "dstrain run --set save_total_limit=2")
     elif folder.free_bytes < one * count:
-        what = f"{folder.path}: {free} free, and {count} checkpoints of {size} will be written"
+        what = f"{folder.path}: {free} free, and {counted(count, 'checkpoint')} of {size} will be written"
         notes.bad(what, "dstrain run --set save_total_limit=1, or an output_dir on a larger disk")
     else:
         notes.ok(f"disk: {count} × {size} of checkpoints, {free} free")

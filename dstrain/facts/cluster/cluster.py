@@ -12,7 +12,7 @@ from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.links import Link, link
 from dstrain.records import type_config
-from dstrain.units import GIB, MIB
+from dstrain.units import GIB, MIB, counted
 
 DEFAULT_GPUS_PER_NODE = 8
 """GPUs per node without a hostfile and `--gpus-per-node`: as in servers with NVLink."""
@@ -171,7 +171,8 @@ def _shape_of_hosts(hosts: Hosts, *, gpus: int | None, gpus_per_node: int | None
     count = len(hosts.hosts)
     if len(slots) > 1:
         rows = "\n".join(
-            f"{_place(hosts, order)}: {host.name} has {host.slots} slots" for order, host in enumerate(hosts.hosts)
+            f"{_place(hosts, order)}: {host.name} has {counted(host.slots, 'slot')}"
+            for order, host in enumerate(hosts.hosts)
         )
         raise InvalidConfig(
             f"{hosts.name}: the hosts have different numbers of slots; dstrain plans for equal nodes\n{rows}",
@@ -191,7 +192,7 @@ def _shape_of_hosts(hosts: Hosts, *, gpus: int | None, gpus_per_node: int | None
             fixes.append(f"a list of {needed} host{'s' if needed > 1 else ''}")
         elif gpus % count == 0:
             fixes.append(f"slots={gpus // count}")
-        problem = f"--gpus {gpus}, but {contents}: {hosts.num_slots} GPUs"
+        problem = f"--gpus {gpus}, but {contents}: {counted(hosts.num_slots, 'GPU')}"
         raise InvalidConfig(problem, hint=f"Give {' or '.join(fixes)}.")
     return count, per_node
 

@@ -13,7 +13,7 @@ from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.probe import LocalGpu
 from dstrain.paths import shown
-from dstrain.units import MIB
+from dstrain.units import MIB, counted
 
 ASSUMED_GPU = "a100-80g"
 """The GPU of a plan if none is given, present or planned for before."""
@@ -101,5 +101,5 @@ def shortage_of(slots: int, count: int, place: Place | None = None) -> Environme
     >>> shortage_of(8, 1).problem
     '8 slots, but only 1 GPU'
     """
-    problem = f"{slots} slots, but only {count} GPU{'' if count == 1 else 's'}"
+    problem = f"{counted(slots, 'slot')}, but only {counted(count, 'GPU')}"
     return EnvironmentProblem(problem, place=place, hint=f"write slots={count} into the hostfile")

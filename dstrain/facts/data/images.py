@@ -14,7 +14,7 @@ INSTALL = "pip install 'dstrain[images]'"
 def opened(image: str) -> Any:
     """Returns an image as Pillow's, in RGB and decoded. Raises InvalidConfig if it is broken."""
     require_pillow()
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     file: Any = image
     try:
@@ -22,7 +22,8 @@ def opened(image: str) -> Any:
         with Image.open(file) as read:
             return ImageOps.exif_transpose(read).convert("RGB")
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        reason = str(error).replace(repr(file), "it")
+        is_unknown = isinstance(error, UnidentifiedImageError)
+        reason = "it is in no format that Pillow reads" if is_unknown else str(error).replace(repr(file), "it")
         raise InvalidConfig(f'image "{media.name_of(image)}" cannot be read: {reason}') from None
 
 

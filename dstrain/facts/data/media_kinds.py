@@ -39,7 +39,7 @@ IMAGE = Kind(
     types=("image", "image_url", "input_image"),
     values=("image", "image_url", "url", "path"),
     content="image/png",
-    limits="max_pixels",
+    limits="max_pixels and min_pixels",
 )
 """Source: LLaMA-Factory, ms-swift, TRL (columns), Transformers and Qwen (`image`), OpenAI (the other types)."""
 VIDEO = Kind(

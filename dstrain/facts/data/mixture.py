@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dstrain.choices import StoppingStrategy
 from dstrain.errors import InvalidConfig
+from dstrain.units import counted
 
 
 def epoch_counts(sizes: Sequence[int], weights: Sequence[float], strategy: StoppingStrategy) -> list[int]:
@@ -37,7 +38,7 @@ def held_out_counts(sizes: Sequence[int], val_split: float) -> list[int]:
     wanted = round(val_split * total) if val_split < 1 else round(val_split)
     if not 0 < wanted < total:
         raise InvalidConfig(
-            f"val_split is {val_split:g}, which holds out {min(wanted, total):,} of {total:,} samples",
+            f"val_split is {val_split:g}, which holds out {min(wanted, total):,} of {counted(total, 'sample')}",
             hint="Write a share such as 0.05, or a number of samples below that of the data.",
         )
     exact = [wanted * size / total for size in sizes]

@@ -42,6 +42,11 @@ class RowCount:
     estimate: RowEstimate | None = None
     """None if they were counted."""
 
+    @property
+    def most(self) -> int:
+        """The number, or twice the error of an estimate above it."""
+        return self.number if self.estimate is None else math.ceil(self.number * (1 + 2 * self.estimate.error_ratio))
+
 
 def count_rows(files: Sequence[Path]) -> RowCount:
     """Returns the number of rows of data files: counted up to 256 MiB of lines, beyond them estimated from 64 MiB.
@@ -90,8 +95,12 @@ def joined(counts: Sequence[tuple[int, RowEstimate | None]]) -> RowEstimate | No
 
 
 def _line_ends(file: Path) -> int:
+    """Returns the number of lines, of which the last one need not be ended."""
+    number, block = 0, b"\n"
     with file.open("rb") as opened:
-        return sum(block.count(b"\n") for block in iter(partial(opened.read, _BLOCK_BYTES), b""))
+        for block in iter(partial(opened.read, _BLOCK_BYTES), b""):
+            number += block.count(b"\n")
+    return number + (not block.endswith(b"\n"))
 
 
 def _blocks(files: Sequence[Path], sizes: Sequence[int]) -> list[tuple[int, int]]:

@@ -72,6 +72,31 @@ def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> di
         ) from None
 
 
+def is_reached(source: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> bool:
+    """Returns whether Transformers may ask the hub for a model; if not, its cache is all there is.
+
+    It would ask for each file again and again, for 20 to 50 seconds. True also of a folder, and if HF_HUB_OFFLINE is
+    set. Raises as `fetch_config` does for a model that is not in the cache.
+    """
+    if not is_hub_id(source) or Path(source).exists():
+        return True
+    if cached_file(source, hub) is None:
+        fetch_config(source, hub, timeout_s=timeout_s)
+    elif hub is Hub.HF and not _is_offline():
+        try:
+            _download(_url(source, hub), hub, timeout_s)
+        except urllib.error.HTTPError as error:
+            error.close()
+        except (OSError, http.client.HTTPException, ValueError):
+            return False
+    return True
+
+
+def offline_note(source: str) -> str:
+    """Returns a line about a model of which only the cache is read."""
+    return f"{_endpoint(Hub.HF)} cannot be reached: {source} is read from the cache"
+
+
 def parse_config(text: str, name: str) -> dict[str, Any]:
     """Returns the object in a config.json's text. Raises InvalidConfig with file:line:column, or with the key of an
     implausible number."""

@@ -10,6 +10,7 @@ from dstrain.choices import LossKernel
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.trace_records import Moment, Segment, Trace
 from dstrain.records import type_config
+from dstrain.units import counted
 
 BATCHES = (1, 2)
 """Micro-batches that are traced."""
@@ -113,7 +114,7 @@ class ActivationProfile:
         """
         layers = num_layers - self.num_layers
         if layers < 0 or (layers and not self.is_for_any_depth):
-            raise InvalidConfig(f"the traced model has {self.num_layers} layers, not {num_layers}")
+            raise InvalidConfig(f"the traced model has {counted(self.num_layers, 'layer')}, not {num_layers}")
         samples = micro_batch - BATCHES[0]
         return tuple(
             Peak(

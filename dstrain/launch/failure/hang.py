@@ -9,7 +9,7 @@ from types import MappingProxyType
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.heartbeat import Phase
 from dstrain.launch.failure.outcome import Hang, Start
-from dstrain.units import format_seconds
+from dstrain.units import counted, format_seconds
 
 _THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$')
@@ -55,7 +55,7 @@ def hang_lines(hang: Hang, texts: Mapping[int, str], hosts: Hosts) -> tuple[list
     behind = min(hang.steps.values(), default=0)
     slow = [rank for rank, step in sorted(hang.steps.items()) if step == behind]
     if len(slow) < len(hang.steps) and hang.start is None:
-        lines.append(f"{_ranks(slow, hosts)} did {behind} steps, the others {max(hang.steps.values())}")
+        lines.append(f"{_ranks(slow, hosts)} did {counted(behind, 'step')}, the others {max(hang.steps.values())}")
     for place, ranks in sorted(places.items(), key=lambda item: len(item[1])):
         lines.append(f"{_ranks(ranks, hosts)} in {place}")
     odd = min(places.values(), key=len)[0] if places else 0

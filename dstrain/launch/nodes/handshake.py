@@ -14,6 +14,7 @@ from dstrain.job.schema import Job
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.protocol import Hello
 from dstrain.rundir import RunDir
+from dstrain.units import counted
 
 _OF_A_MODEL = frozenset({".json", ".safetensors", ".bin", ".model", ".txt", ".jinja", ".py"})
 """Endings of the names of files that are read with a model."""
@@ -81,7 +82,7 @@ def _unfit(hellos: Mapping[Node, Hello], port: int, *, on_cpu: bool) -> list[str
         if node.number == 0 and hello.port is None
     ]
     problems += [
-        f"{node.host}: {node.num_ranks} slots in the hostfile, but {hello.num_gpus} GPUs there"
+        f"{node.host}: {counted(node.num_ranks, 'slot')} in the hostfile, but {counted(hello.num_gpus, 'GPU')} there"
         for node, hello in hellos.items()
         if not on_cpu and node.num_ranks > hello.num_gpus
     ]

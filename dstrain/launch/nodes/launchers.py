@@ -15,6 +15,7 @@ from dstrain.launch import command, remote
 from dstrain.launch.command import LaunchSite
 from dstrain.launch.nodes.connection import Channel, agent, here
 from dstrain.launch.nodes.layout import Node, from_one_launcher, per_node
+from dstrain.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +107,9 @@ def check_hosts(name: str, hosts: Hosts) -> None:
     counts = Counter(host.slots for host in hosts.hosts)
     if LAUNCHERS[name].equal_slots and len(counts) > 1:
         usual = counts.most_common(1)[0][0]
-        rows = [f"{host.name} has {host.slots} slots" for host in hosts.hosts if host.slots != usual]
+        rows = [f"{host.name} has {counted(host.slots, 'slot')}" for host in hosts.hosts if host.slots != usual]
         raise InvalidConfig(
-            f"{hosts.name}: --launcher {name} needs {usual} slots on every host; {', '.join(rows)}",
+            f"{hosts.name}: --launcher {name} needs {counted(usual, 'slot')} on every host; {', '.join(rows)}",
             hint="Make them equal, or use --launcher pdsh or ssh.",
         )
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from dstrain.choices import Interval
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data import datafile
+from dstrain.facts.data.mixture import held_out_counts
+from dstrain.facts.data.row_counts import count_rows
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 
@@ -13,7 +17,10 @@ _DATA = "Set eval_data to the evaluation data or val_split to a share of data"
 
 
 def check_evaluation(file: JobFile) -> None:
-    """Raises InvalidConfig for keys that need evaluation data or intervals which the job lacks."""
+    """Raises InvalidConfig for keys that need evaluation data or intervals which the job lacks.
+
+    The rows of data files are counted if some are held out.
+    """
     for error in without_evaluation(file):
         raise error
 
@@ -27,12 +34,35 @@ def without_evaluation(file: JobFile) -> Iterator[InvalidConfig]:
     if job.val_split is not None and job.eval_data is not None:
         problem = f"val_split is {job.val_split:g}, but eval_data is set too"
         yield InvalidConfig(problem, place=file.locate(("val_split",)), hint="Remove one of the two.")
+    elif job.val_split is not None and (error := _without_split(job, job.val_split)) is not None:
+        yield InvalidConfig(error.problem, place=file.locate(("val_split",)), hint=error.hint)
     if job.keeps_best:
         key = "load_best" if job.early_stopping is None else "early_stopping"
         if (fault := _without_best(job, key)) is not None:
             yield InvalidConfig(fault[0], place=file.locate((key,)), hint=fault[1])
     if job.samples is not None and (fault := _without_samples(job)) is not None:
         yield InvalidConfig(fault[0], place=file.locate(("samples",)), hint=fault[1])
+
+
+def _without_split(job: Job, val_split: float) -> InvalidConfig | None:
+    """Returns why no sample is held out or none is left, even if all rows are usable; None if it is not known here."""
+    if job.streaming and val_split < 1:
+        return None  # a limit of streaming says it
+    sizes = []
+    for source in job.train_sources:
+        files = [Path(path) for path in datafile.found(source.path)]
+        if not files or not all(path.is_file() for path in files):
+            return None
+        try:
+            rows = count_rows(files).most
+        except InvalidConfig:  # an error of the data
+            return None
+        sizes.append(min(rows, source.max_samples or rows))
+    try:
+        held_out_counts(sizes, val_split)
+    except InvalidConfig as error:
+        return error if sum(sizes) else None
+    return None
 
 
 def _without_best(job: Job, key: str) -> tuple[str, str] | None:
@@ -75,8 +105,8 @@ def unplanned(job: Job) -> list[str]:
     notes = []
     if job.early_stopping is not None:
         notes.append(
-            "early_stopping may end the run before its last step: planned times are upper bounds, "
-            f"and the learning rate ({job.lr_scheduler_type}) is scheduled for all steps"
+            "early_stopping may end the run before its last step: planned times are those of all steps, "
+            f"for which the learning rate ({job.lr_scheduler_type}) is scheduled, too"
         )
     if job.samples is not None:
         notes.append("the time of generated samples is not planned; the log has what they take")

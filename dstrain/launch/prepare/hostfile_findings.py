@@ -30,7 +30,7 @@ OUTSIDE = MappingProxyType(
         NO_OBJECT: "a file that is not a JSON object",
         HOSTFILE: "an invalid line of the hostfile, or a placeholder",
         SLOTS: "slots of the hostfile that differ from the GPUs of the machine or of the plan",
-        DATA: "data of the job that cannot be read or trained on, or keys that need evaluations which it lacks",
+        DATA: "data of the job that cannot be read, trained on or held out, or keys of evaluations which it lacks",
         ABSENT: "an input of the job (model, adapter, data, checkpoint) that is not set, or not whole on this machine",
     }
 )

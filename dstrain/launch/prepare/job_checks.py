@@ -45,6 +45,7 @@ from dstrain.launch.prepare.job_context import request_of
 from dstrain.launch.prepare.packages import check_packages
 from dstrain.paths import shown
 from dstrain.plan.search.rules import broken
+from dstrain.units import counted
 
 CHECKED_DATA_BYTES = 64 * 2**20
 """Bytes of a data file that are checked before the launch; the ranks check the rest."""
@@ -103,7 +104,7 @@ def _check_gpus(hosts: Hosts) -> None:
     """Raises EnvironmentProblem if this machine has fewer GPUs than slots."""
     if not probe.local_gpus():
         raise EnvironmentProblem(
-            f"{hosts.name} asks for {hosts.num_slots} GPUs, but NVML finds none on this machine",
+            f"{hosts.name} asks for {counted(hosts.num_slots, 'GPU')}, but NVML finds none on this machine",
             hint="Check nvidia-smi. To train on the CPU instead: dstrain run --set env.DS_ACCELERATOR=cpu",
         )
     if (lack := machines.shortage(hosts)) is not None:

@@ -22,6 +22,7 @@ from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.data.row_contents import RowContents
+from dstrain.facts.model import hub_config
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.this_machine import trains_on_cpu, versions, visible_devices
 from dstrain.facts.workload import Workload, measured_workload
@@ -40,6 +41,8 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.freezing import unplanned_parts
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
+
+_RETRIES = "each rank asks for up to a minute before that, unless you type export HF_HUB_OFFLINE=1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +140,13 @@ def with_attention(prepared: PreparedRun, choice: Choice) -> PreparedRun:
 def _known(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[ModelFacts | None, Cluster, list[str]]:
     """Returns the model, the machines, and notes. Raises InvalidConfig or EnvironmentProblem for a job that they cannot
     run."""
+    is_local = machines.is_local(hosts)
+    is_reached = not is_local or hub_config.is_reached(file.job.model, file.job.hub)
     model, notes = _model_of(file.job)
+    if not is_reached:
+        notes.append(f"{hub_config.offline_note(file.job.model)}; {_RETRIES}")
     cluster, link_notes = _cluster(file, hosts, on_cpu=on_cpu)
-    job_checks.check_machines(file, hosts, cluster, needs_gpus=machines.is_local(hosts) and not on_cpu)
+    job_checks.check_machines(file, hosts, cluster, needs_gpus=is_local and not on_cpu)
     job_checks.check_combinations(file, model, cluster)
     return model, cluster, [*notes, *link_notes]
 

@@ -22,7 +22,7 @@ from dstrain.facts.this_machine import ACCELERATOR
 from dstrain.launch.prepare.resume import SavedCheckpoint, weights_of
 from dstrain.paths import python, shown
 from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART
-from dstrain.units import format_bytes, format_seconds
+from dstrain.units import counted, format_bytes, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +97,9 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
         broken.append(f"sp {saved.sp} under ZeRO-{saved.zero_stage}")
     if broken:
         raise InvalidConfig(
-            f"{name} was written by {saved.world_size} ranks; DeepSpeed cannot convert it for {num_ranks} with "
-            + ", ".join(broken),
-            hint=f"Run on {saved.world_size} GPUs, or {weights_of(name)}.",
+            f"{name} was written by {counted(saved.world_size, 'rank')}; DeepSpeed cannot convert it for {num_ranks} "
+            f"with {', '.join(broken)}",
+            hint=f"Run on {counted(saved.world_size, 'GPU')}, or {weights_of(name)}.",
         )
     return Resize(checkpoint=saved.folder, from_ranks=saved.world_size, to_ranks=num_ranks)
 
@@ -122,7 +122,7 @@ def convert(resize: Resize, environment: Mapping[str, str], tell: Callable[[str]
     if (folder / UNIVERSAL).is_file():
         return
     _check_disk(folder)
-    tell(f"converting {folder.name} of {resize.from_ranks} ranks for {resize.to_ranks}, once")
+    tell(f"converting {folder.name} of {counted(resize.from_ranks, 'rank')} for {resize.to_ranks}, once")
     begin = time.monotonic()
     line = python("-m", "dstrain.train.checkpoints.universal_checkpoint", str(folder))
     on_cpu = {**environment, ACCELERATOR: "cpu"}
@@ -151,9 +151,9 @@ def _check_disk(folder: Path) -> None:
 def _failed(resize: Resize, code: int, output: str) -> EnvironmentProblem | InvalidConfig:
     """Returns the error of a failed conversion."""
     name = shown(str(resize.checkpoint))
-    hint = f"Run on {resize.from_ranks} GPUs, or {weights_of(name)}."
+    hint = f"Run on {counted(resize.from_ranks, 'GPU')}, or {weights_of(name)}."
     kind = InvalidConfig if code == InvalidConfig.exit_code else EnvironmentProblem
     lines = output.strip().splitlines() or [f"it ended with exit code {code}"]
     ours = next((number for number, line in enumerate(lines) if line.startswith("Error: ")), None)
     last = lines[-10:] if ours is None else lines[ours:]
-    return kind("\n".join([f"{name} cannot be converted for {resize.to_ranks} ranks:", *last]), hint=hint)
+    return kind("\n".join([f"{name} cannot be converted for {counted(resize.to_ranks, 'rank')}:", *last]), hint=hint)

@@ -13,6 +13,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
 from dstrain.paths import shown
 from dstrain.rundir import RunDir, damage, lacks_states, read_record
+from dstrain.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +103,9 @@ def _require_optimizer(job: Job, saved: SavedCheckpoint, *, num_ranks: int) -> N
         )
     if saved.optimizer == Optimizer.ADAMW_8BIT and saved.world_size != num_ranks and saved.zero_stage:
         raise InvalidConfig(
-            f"{name} holds 8-bit states of {saved.world_size} ranks, which cannot be converted for {num_ranks}",
-            hint=f"Run on {saved.world_size} GPUs, or {weights_of(name)}.",
+            f"{name} holds 8-bit states of {counted(saved.world_size, 'rank')}, "
+            f"which cannot be converted for {num_ranks}",
+            hint=f"Run on {counted(saved.world_size, 'GPU')}, or {weights_of(name)}.",
         )
 
 
@@ -175,7 +177,7 @@ def _notes(job: Job, kept: Job, saved: SavedCheckpoint, *, num_ranks: int) -> tu
         for name in ("micro_batch", "grad_accum")
         if getattr(job, name) != getattr(kept, name)
     ]
-    ranks = "" if saved.world_size == num_ranks else f" of {saved.world_size} ranks on {num_ranks}"
+    ranks = "" if saved.world_size == num_ranks else f" of {counted(saved.world_size, 'rank')} on {num_ranks}"
     if not changes and not ranks:
         return ()
     by = f" by {', '.join(changes)}" if changes else ""

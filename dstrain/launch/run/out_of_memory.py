@@ -27,7 +27,7 @@ from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.search.out_of_memory import Shortage, evaluated_at_once, fixes, shortage
 from dstrain.records import load_json, to_data, to_json
 from dstrain.rundir import RunDir, read_record
-from dstrain.units import GIB, format_bytes
+from dstrain.units import GIB, counted, format_bytes
 
 _UNEXPLAINED_BYTES = GIB
 """Memory outside of PyTorch and beyond the plan's that is worth a word: another process, or a context."""
@@ -108,7 +108,7 @@ def _remedies(prepared: PreparedRun, workload: Workload, estimate: Estimate, sho
         size = evaluated_at_once(short, estimate, job.eval_micro_batch or job.micro_batch)
         if size is None:
             return ()
-        return (Remedy(words=f"{size} rows evaluated at once", overrides=(f"eval_micro_batch={size}",)),)
+        return (Remedy(words=f"{counted(size, 'row')} evaluated at once", overrides=(f"eval_micro_batch={size}",)),)
     written = jsonc.read(read_text(Path(job.ds_config)), job.ds_config).value
     moe = workload.model.moe if job.ep == 1 else None  # AutoEP has blocks of its own
     stages = _stages(prepared.run_dir)

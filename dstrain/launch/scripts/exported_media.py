@@ -19,7 +19,7 @@ from dstrain.job.schema import Job
 from dstrain.job.task_limits import PARTS
 from dstrain.launch.prepare.job_checks import CHECKED_DATA_BYTES
 
-_LIMITS = ("max_pixels", "video_max_pixels", "video_fps", "video_maxlen")
+_LIMITS = ("max_pixels", "min_pixels", "video_max_pixels", "video_fps", "video_maxlen")
 THEIR_LIMITS = {row.target: row.key for row in ROWS.values() if row.target in (*_LIMITS, *PARTS)}
 """Key of a job → LLaMA-Factory's, by the table of the import."""
 
@@ -69,6 +69,7 @@ def media_settings(job: Job, columns: Mapping[str, str]) -> dict[str, Any]:
     settings |= {THEIR_LIMITS[key]: getattr(job, key) for key in _LIMITS if getattr(job, key) is not None}
     unlimited = {"images": "max_pixels", "videos": "video_max_pixels"}
     sizes = {THEIR_LIMITS[key]: job.max_pixels or NO_LIMIT for column, key in unlimited.items() if column in columns}
+    sizes |= {THEIR_LIMITS["min_pixels"]: 1} if "images" in columns else {}
     folder = {"media_dir": str(Path(str(job.data)).parent)} if columns and looks_local(str(job.data)) else {}
     return sizes | settings | folder
 

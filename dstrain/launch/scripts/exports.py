@@ -62,7 +62,7 @@ _PLAIN = (
     *("sp", "tp", "ep", "streaming", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
     *("task", "grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample"),
     *("adapter", "freeze", "train_only", "new_tokens"),
-    *("max_pixels", "video_fps", "video_maxlen", "video_max_pixels", "audio_max_seconds"),
+    *("max_pixels", "min_pixels", "video_fps", "video_maxlen", "video_max_pixels", "audio_max_seconds"),
     *("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
 )
 """Keys that change the training or its memory, and that Transformers' Trainer alone does not have."""

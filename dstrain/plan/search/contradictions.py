@@ -11,6 +11,7 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import DEGREES
 from dstrain.plan.request import Request
 from dstrain.plan.search.rule import Rule
+from dstrain.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +55,7 @@ def contradiction(request: Request, broken: Iterable[Sequence[Rule]]) -> Unsatis
 
 def _is_given(request: Request, name: str) -> bool:
     value = getattr(request, name)
-    return value is not None and (name not in DEGREES or value > 1)
+    return value is not None and (name not in (*DEGREES, "hpz") or value > 1)
 
 
 _OPTIONS = {"state_dtypes": "states"}
@@ -69,7 +70,7 @@ def _option(request: Request, name: str) -> str:
 def no_batch(cluster: Cluster, request: Request, ranks: int) -> Unsatisfiable:
     """Returns the error of a global batch that no way keeps, in numbers; `ranks` are data-parallel at most."""
     wanted = request.global_batch or 0
-    groups = f"{cluster.num_gpus} GPUs" if ranks == cluster.num_gpus else f"{ranks} groups of {cluster.num_gpus} GPUs"
+    groups = f"{ranks} groups of {cluster.num_gpus} GPUs" if ranks != cluster.num_gpus else counted(ranks, "GPU")
     unit = ranks * (request.micro_batch or 1) * (request.grad_accum or 1)
     options = [str(size) for size in (wanted // unit * unit, (wanted // unit + 1) * unit) if size]
     hint = f"Write --global-batch {' or '.join(options)}."

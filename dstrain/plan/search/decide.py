@@ -151,7 +151,9 @@ def _settled(
         return (first, None) if first.fits or not small.fits else (small, TIGHT)
     if not first.fits or request.is_one_configuration:
         return first, rung
-    return sized_to_room(model, least_offloaded(first, assess=assess), rung, assess=assess)
+    if request.offload_ratio is None:
+        first = least_offloaded(first, assess=assess)
+    return sized_to_room(model, first, rung, assess=assess)
 
 
 def check(workload: Workload, request: Request) -> None:

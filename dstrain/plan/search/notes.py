@@ -25,7 +25,7 @@ from dstrain.plan.search.infeasible import gpu_assumed, gpu_guessed, ram_assumed
 from dstrain.plan.search.reasons import percent
 from dstrain.plan.search.search_space import batch_words, global_batch
 from dstrain.plan.speed.step_time import forward_s
-from dstrain.units import format_bytes, format_count
+from dstrain.units import counted, format_bytes, format_count
 
 WORTH_LIGER = 0.05
 """Gain from which a plan without Liger's kernels says what they would gain, as a ratio."""
@@ -106,7 +106,7 @@ def _packed_images(model: ModelFacts, c: Configuration) -> str | None:
     samples = seen_samples(c.batch.seq_len, c.batch.image_patches, per_token, is_packed=True)
     patches = samples * c.batch.image_patches
     return (
-        f"a packed row has room for the images of {samples:,} samples ({patches:,} patches, "
+        f"a packed row has room for the images of {counted(samples, 'sample')} ({patches:,} patches, "
         f"{format_count(patches * side**2)} pixels): memory counts all of them, time too unless the data are known"
     )
 

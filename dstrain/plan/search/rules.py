@@ -151,7 +151,7 @@ RULES: tuple[Rule, ...] = (
          says="without DeepSpeed, parameters and optimizer leave the GPU together",
          breaks=lambda m, k, c: not c.model.is_deepspeed and c.zero.offload not in (Offload.NONE, Offload.PARAMS),
          source="torch 2.13 distributed/fsdp/api.py: CPUOffload(offload_params)"),
-    Rule(name="PyTorch has no Ulysses, no hpZ, no ratio", options=("sp", "state_dtypes"),
+    Rule(name="PyTorch has no Ulysses, no hpZ, no ratio", options=("sp", "hpz", "offload_ratio", "state_dtypes"),
          says="sequence parallelism, hpZ and partial offload are DeepSpeed's",
          breaks=lambda m, k, c: not c.model.is_deepspeed
          and (c.parallel.sp > 1 or c.zero.hpz > 1 or c.zero.offload_ratio < 1),

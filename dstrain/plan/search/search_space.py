@@ -215,8 +215,8 @@ def _mechanisms(workload: Workload, request: Request, start: Configuration) -> I
         for offload in _given(request.offload, tuple(Offload)):
             ratios = RATIOS if offload is Offload.OPTIMIZER and stage == 3 and is_divided else (1.0,)
             copies = (1, cluster.gpus_per_node) if stage == 3 and cluster.num_nodes > 1 and not is_one else (1,)
-            for ratio in ratios:
-                for hpz in dict.fromkeys(copies):
+            for ratio in _given(request.offload_ratio, ratios):
+                for hpz in _given(request.hpz, tuple(dict.fromkeys(copies))):
                     zero = replace(start.zero, stage=stage, offload=offload, offload_ratio=ratio, hpz=hpz)
                     for checkpointing in recomputations:
                         yield replace(start, zero=zero, checkpointing=checkpointing)

@@ -13,6 +13,7 @@ from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.model_changes import RopeScaling
 from dstrain.paths import write_atomic
 from dstrain.rundir import COMPLETE, PART, UNIVERSAL, RunDir, damage, is_whole, lacks_states, mark_whole, read_record
+from dstrain.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,7 @@ def choose(run_dir: RunDir, wanted: str, *, world_size: int, is_apart: bool = Fa
     record = _record(folder)
     if reads_universal(folder, world_size=world_size) and not is_converted(folder):
         raise InvalidConfig(
-            f"{folder} was written by {record['world_size']} ranks and must be converted for {world_size}",
+            f"{folder} was written by {counted(record['world_size'], 'rank')} and must be converted for {world_size}",
             hint=f"dstrain run converts it; by hand: python -m dstrain.train.checkpoints.universal_checkpoint {folder}",
         )
     return Resume(checkpoint=folder, step=record["step"], world_size=record["world_size"], data=record.get("data"))

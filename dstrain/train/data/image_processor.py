@@ -24,6 +24,8 @@ from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.videos import videos_of
 from dstrain.train.tokenizer import cannot_load
 
+_LOAD: Any = AutoProcessor.from_pretrained
+
 
 class _NoVideos(PushToHubMixin):
     """Stands for the part of a processor that reads videos and needs torchvision."""
@@ -83,8 +85,7 @@ def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | No
     has_videos = family in TRAINS_VIDEOS and find_spec("torchvision") is not None
     try:
         with nullcontext() if has_videos else _without_videos():
-            load: Any = AutoProcessor.from_pretrained
-            processor = load(source, trust_remote_code=job.trust_remote_code)
+            processor = _LOAD(source, trust_remote_code=job.trust_remote_code)
     except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
         raise cannot_load("processor", job, error) from error
     if not hears and getattr(processor, "image_processor", None) is None:
@@ -95,6 +96,7 @@ def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | No
         family=family,
         processor=processor,
         max_pixels=job.max_pixels,
+        min_pixels=job.min_pixels,
         videos=videos_of(processor, job) if has_videos else None,
         audios=audios_of(family, processor, job) if hears else None,
         positions=positions_of(config),

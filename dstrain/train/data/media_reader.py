@@ -20,7 +20,7 @@ from dstrain.facts.model.vision_towers import require_media
 from dstrain.train.data.audios import Audios
 from dstrain.train.data.chat import Span
 from dstrain.train.data.image_positions import ImagePositions
-from dstrain.train.data.resize import BLANK_SIDE, shrunk
+from dstrain.train.data.resize import BLANK_SIDE, resized
 from dstrain.train.data.token_files import AUDIOS, IMAGES, MEDIA, VIDEOS
 from dstrain.train.data.videos import Videos
 
@@ -55,6 +55,8 @@ class MediaReader:
     """A processor of Transformers; None if a package lacks."""
     max_pixels: int | None
     """Larger images are made smaller, to this many pixels; None: as the processor has it."""
+    min_pixels: int | None = None
+    """Smaller images are made larger, to this many pixels; None: as the processor has it."""
     videos: Videos | None = None
     """Reads videos; None: the family does not train on them, or a package lacks."""
     audios: Audios | None = None
@@ -71,7 +73,8 @@ class MediaReader:
         """Changes with the tokens of an image, a video or an audio."""
         readers = [self.processor.image_processor.to_json_string()] if self.sees else []
         readers += [reader.identity for reader in (self.videos, self.audios) if reader is not None]
-        return " ".join([type(self.processor).__name__, str(self.max_pixels), *readers])
+        limits = [str(self.max_pixels), *([] if self.min_pixels is None else [f"from {self.min_pixels}"])]
+        return " ".join([type(self.processor).__name__, *limits, *readers])
 
     @property
     def sees(self) -> bool:
@@ -177,7 +180,7 @@ class MediaReader:
         return {key: value for key, value in made.items() if key not in unused}
 
     def _opened(self, path: str) -> Any:
-        return shrunk(images.opened(path), self.max_pixels)
+        return resized(images.opened(path), self.max_pixels, self.min_pixels)
 
 
 def _ids(out: Mapping[str, Any]) -> list[int]:

@@ -25,7 +25,7 @@ from dstrain.train.data import packing
 from dstrain.train.data.counts import counted
 from dstrain.train.data.mixture import Indices, drawn, numbers_of, split
 from dstrain.train.data.packing import PackedRows
-from dstrain.train.data.sources import rows_of
+from dstrain.train.data.sources import Rows, rows_of
 from dstrain.train.data.token_files import MEDIA
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.data.tokenized import SEQUENCES, Form, Report, Said, cache_folder, tokenized
@@ -94,7 +94,8 @@ def prepare(
     sources = job.train_sources if training or not has_own else job.eval_sources
     settings: dict[str, Any] = {"loss_on": form.loss_on or job.loss_on, "thinking": job.thinking}
     encoder = Encoder(tokenizer=tokenizer, seq_len=job.seq_len, media_reader=form.media_reader, **settings)
-    tokens = [_tokens(source, encoder, job, report, form, training=training or not has_own) for source in sources]
+    data = _rows(job, sources, training=training or not has_own)
+    tokens = [_tokens(rows, encoder, job, report, form) for rows in data]
     chosen = _chosen(job, sources, tokens, training=training)
     dataset = datasets.concatenate_datasets(list(map(_selected, tokens, chosen)))
     dataset = form.whole(dataset.select_columns([*form.columns, "length"]))
@@ -122,9 +123,23 @@ def prepare(
     )
 
 
-def _tokens(source: DataSource, encoder: Encoder, job: Job, report: Report, form: Form, *, training: bool) -> _Tokens:
+def _rows(job: Job, sources: Sequence[DataSource], *, training: bool) -> list[Rows]:
+    """Returns the rows of each data set.
+
+    Raises InvalidConfig for weights that only some of them have, and for a `val_split` that leaves no sample even if
+    all rows are usable. Those of files have been counted by the launcher; here are those of a hub.
+    """
+    weights_of(sources)
+    data = [rows_of(source, job, training=training) for source in sources]
+    if job.val_split is not None and all(origin.path is None for rows in data for origin in rows.origins):
+        sizes = [sum(part.num_rows for origin in rows.origins for part in origin.parts()) for rows in data]
+        most = [min(size, rows.max_samples or size) for size, rows in zip(sizes, data, strict=True)]
+        held_out_counts(most, job.val_split)
+    return data
+
+
+def _tokens(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) -> _Tokens:
     """Returns the tokens of a data set. Raises InvalidConfig if no sample of it can be trained on."""
-    rows = rows_of(source, job, training=training)
     dataset, said = tokenized(rows, encoder, job, report, form)
     if media := [name for name in MEDIA if _figure(dataset, f"num_{name}").any()]:
         packs = form.media_reader is not None and form.media_reader.packs

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields
 from itertools import groupby, islice
 from typing import Any
 
+from dstrain import units
 from dstrain.choices import DataFormat, LossOn, OnBadRow
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.data.datafile import Refuse
@@ -85,7 +86,8 @@ def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit:
         tally.add(read)
         tally.chosen = read if number == sample else tally.chosen
     if tally.chosen is None:
-        raise InvalidConfig(f"{rows.name} has {tally.num_samples:,} usable samples, none of number {sample:,}")
+        has = units.counted(tally.num_samples, "usable sample")
+        raise InvalidConfig(f"{rows.name} has {has}, none of number {sample:,}")
     names = SIDES if len(tally.chosen.sides) > 1 else ("",)
     notes = [*counted(tally.counts, job), *([unused_text(rows.unused)] if rows.unused else [])]
     notes += [f"{unusable(len(skipped))} skipped; the first: {skipped[0]}"] if skipped else []
@@ -135,6 +137,8 @@ def pieces(
     So are the tokens of an image, a video or an audio, as its name of `names` and their number; `media_of` has the
     index of it for each token, None of text.
 
+    The first token is never predicted, so it has no loss, whatever its label.
+
     A piece is what it adds to the text before it: alone, a first token would lose its space in some tokenizers.
     """
     added = tokenizer.added_tokens_decoder
@@ -142,7 +146,7 @@ def pieces(
     media_of = media_of or [None] * len(input_ids)
     kinds = [
         (
-            label != IGNORED,
+            label != IGNORED and index > 0,
             image is None and token in special,
             image,
             index if image is None and token in special else -1,
@@ -154,7 +158,7 @@ def pieces(
         num_tokens = len(list(group))
         end += num_tokens
         text = tokenizer.decode(input_ids[:end], clean_up_tokenization_spaces=False)
-        added_text = text[len(before) :] if image is None else f"[{names[image]}, {num_tokens:,} tokens]"
+        added_text = text[len(before) :] if image is None else f"[{names[image]}, {units.counted(num_tokens, 'token')}]"
         yield Piece(text=added_text, is_learned=is_learned, is_special=is_special or image is not None)
         before = text
 

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from dstrain import units
 from dstrain.choices import OnLongSample
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.data.row_values import unusable
@@ -114,7 +115,8 @@ def said(of_ranks: Sequence[tuple[Counter[str], list[str]]], job: Job) -> list[s
     counts = sum((counts for counts, _ in of_ranks), Counter[str]())
     problems = [problem for _, problems in of_ranks for problem in problems][:_SHOWN_PROBLEMS]
     samples, tokens = counts["samples"], counts["tokens"]
-    parts = [f"read {samples:,} samples, {tokens:,} tokens ({tokens / max(1, samples):.0f} on average)"]
+    read = f"{units.counted(samples, 'sample')}, {units.counted(tokens, 'token')}"
+    parts = [f"read {read} ({tokens / max(1, samples):.0f} on average)"]
     parts.append(f"{counts['learned']:,} ({counts['learned'] / max(1, tokens):.1%}) with loss")
     if counts["long"]:
         done = "dropped (on_long_sample)" if job.on_long_sample is OnLongSample.DROP else "truncated"

@@ -21,6 +21,7 @@ from dstrain.train.data.streamed_samples import EndlessRows, Text, endless_rows
 from dstrain.train.data.token_files import MEDIA
 from dstrain.train.data.tokenize import Encoded, Encoder
 from dstrain.train.data.tokenized import fingerprint
+from dstrain.units import counted
 
 if TYPE_CHECKING:
     from dstrain.train.data.media_reader import MediaReader
@@ -86,7 +87,8 @@ def _media(data: Sequence[EndlessRows]) -> frozenset[str]:
 def _note(job: Job, data: Sequence[EndlessRows]) -> str:
     sets = ", ".join(one.name for one in data[0].sets)
     number = sum(len(rows.chunks) for rows in data)
-    return f"{sets}: streamed in {number:,} parts; every reader shuffles {job.shuffle_buffer:,} samples at a time"
+    shuffled = f"every reader shuffles {job.shuffle_buffer:,} samples at a time"
+    return f"{sets}: streamed in {counted(number, 'part')}; {shuffled}"
 
 
 def _digest(job: Job, encoder: Encoder, data: Sequence[EndlessRows]) -> str:

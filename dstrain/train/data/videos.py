@@ -12,7 +12,7 @@ from transformers.video_utils import VideoMetadata
 from dstrain.facts.data import videos
 from dstrain.facts.data.media import Files, name_of
 from dstrain.job.schema import Job
-from dstrain.train.data.resize import BLANK_SIDE, shrunk
+from dstrain.train.data.resize import BLANK_SIDE, resized
 
 _FPS = 2.0
 """Frames per second of a processor that names none. Source: qwen-vl-utils 0.0.14 vision_process.py: FPS."""
@@ -58,7 +58,7 @@ class Videos:
     def _read(self, video: Files) -> tuple[Any, VideoMetadata]:
         """Returns the chosen frames of a video, (frames, height, width, channels), and which these are."""
         header, indices = self._sampled(video)
-        frames = [np.asarray(shrunk(frame, self.max_pixels)) for frame in videos.frames_of(video, indices)]
+        frames = [np.asarray(resized(frame, self.max_pixels)) for frame in videos.frames_of(video, indices)]
         metadata = VideoMetadata(
             total_num_frames=header.num_frames, fps=header.fps or self.processor.fps, frames_indices=indices
         )

@@ -19,6 +19,7 @@ from dstrain.train.tasks.figures import Figures
 from dstrain.train.tasks.objective import ComparesLogProbs, Objective
 from dstrain.train.tasks.samples import REFERENCE, Samples, without_targets
 from dstrain.train.trainer import Trainer
+from dstrain.units import counted
 
 
 class TaskTrainer(Trainer):
@@ -120,7 +121,8 @@ class TaskTrainer(Trainer):
         elif checkpoint is not None:
             raise reference.missing(file, checkpoint)
         else:
-            self._rank.say(f"computing reference log-probabilities of the {words} data: {len(samples):,} samples")
+            many = counted(len(samples), "sample")
+            self._rank.say(f"computing reference log-probabilities of the {words} data: {many}")
             samples.reference = store.write(self._computed(samples))
 
     def _computed(self, samples: Samples) -> reference.Array:

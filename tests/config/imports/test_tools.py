@@ -10,6 +10,7 @@ import pytest
 
 from dstrain.config.imports.read import TOOLS, import_file
 from dstrain.config.imports.rows import Fate
+from dstrain.config.imports.strategy import HYBRID
 from dstrain.config.imports.walk import Imported
 from dstrain.errors import InvalidConfig
 
@@ -172,6 +173,8 @@ def test_llamafactorys_data_with_images_have_its_limit_of_pixels(here: Path, tex
     (here / "data" / "dataset_info.json").write_text(json.dumps(info | {"texts": {"file_name": "texts.jsonl"}}))
     found = imported(f"{LLAMAFACTORY}dataset: cats\nmedia_dir: data\n{text}\n")
     assert (value(found, "max_pixels"), notes(found, Fate.MISSING)) == (expected, {})
+    least = imported(f"{LLAMAFACTORY}dataset: cats\nmedia_dir: data\nimage_min_pixels: 64\n")
+    assert (value(found, "min_pixels"), value(least, "min_pixels")) == (1024, 64)
     assert value(imported(f"{LLAMAFACTORY}dataset: texts\n"), "max_pixels") is None
     elsewhere = imported(f"{LLAMAFACTORY}dataset: cats\nmedia_dir: pictures\n")
     assert "media_dir" in notes(elsewhere, Fate.MISSING)
@@ -292,6 +295,28 @@ def test_accelerate_says_where_and_its_deepspeed_configuration_says_the_numbers(
     assert imported(ACCELERATE + zero).of("plan") == {"zero_stage": 3, "offload": "params"}
     fsdp = "fsdp_config:\n  fsdp_version: 2\n  fsdp_reshard_after_forward: false\n"
     assert imported(f"distributed_type: FSDP\n{fsdp}").of("plan") == {"zero_stage": 2}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "plan", "says"),
+    [
+        ("HYBRID_SHARD", {"zero_stage": 3, "hpz": HYBRID}, "ZeRO-3 shards the same states over the GPUs of all nodes"),
+        ("_HYBRID_SHARD_ZERO2", {"zero_stage": 2}, "ZeRO-2 shards the same states over the GPUs of all nodes"),
+        ("FULL_SHARD", {"zero_stage": 3}, "ZeRO-3 shards the same states"),
+    ],
+)
+def test_what_is_sharded_inside_nodes_alone_is_told(strategy: str, plan: dict[str, Any], says: str) -> None:
+    key = "fsdp_config.fsdp_sharding_strategy"
+    found = imported(f"distributed_type: FSDP\nfsdp_config:\n  fsdp_sharding_strategy: {strategy}\n")
+    assert found.of("plan") == plan
+    assert notes(found, Fate.CHANGED)[key].startswith(says)
+    assert ("not of each node" in notes(found, Fate.CHANGED)[key]) is (strategy != "FULL_SHARD")
+
+
+def test_experts_that_axolotl_quantizes_are_imported_and_the_cost_is_told() -> None:
+    found = imported(f"{AXOLOTL}adapter: qlora\nload_in_4bit: true\nquantize_moe_experts: true\n")
+    assert (found.stops, value(found, "method")) == ((), "qlora")
+    assert "four times the bytes" in notes(found, Fate.MISSING)["quantize_moe_experts"]
 
 
 def test_a_launcher_takes_accelerates_file_and_its_options(here: Path) -> None:

@@ -43,6 +43,7 @@ ODD = {
     "warmup_steps": ("warmup_steps: 50", "max_steps: 10", "max_steps: 100"),
     "new_tokens": ("new_tokens: [<a>, <a>]", "seed: 1", None),
     "samples.max_new_tokens": ("samples: {prompts: [a], max_new_tokens: 999999}", "seq_len: 64", "seq_len: 1000000"),
+    "min_pixels": ("min_pixels: 5000", "max_pixels: 4096", "max_pixels: 5000"),
     "learning_rate": ("learning_rate: 5", "seed: 1", None),
 }
 """Key → its line, a line with which it makes no sense, and one with which it does."""

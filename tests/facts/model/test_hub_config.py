@@ -16,7 +16,7 @@ from cases import TINY_CONFIG as CONFIG
 
 from dstrain.choices import Hub
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.model.hub_config import cached_file, fetch_config, is_hub_id, parse_config
+from dstrain.facts.model.hub_config import cached_file, fetch_config, is_hub_id, is_reached, parse_config
 from dstrain.facts.probe import read_model
 
 
@@ -257,6 +257,20 @@ def test_the_cache_comes_before_the_hub_even_offline(
 
     assert fetch_config("org/model", Hub.HF)["num_hidden_layers"] == 3
     assert hub.requests == []
+
+
+def test_a_hub_that_is_not_reached_is_told_from_the_cache(
+    own_home: Path, hub: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_reached(str(own_home), Hub.HF)  # a folder
+    write_config(own_home / ".cache/huggingface/hub/models--org--model" / "snapshots" / "abc")
+    assert is_reached("org/model", Hub.HF)  # the hub answers 404
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    assert not is_reached("org/model", Hub.HF)
+    with pytest.raises(EnvironmentProblem, match="connection failed"):
+        is_reached("org/other", Hub.HF)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert is_reached("org/model", Hub.HF)
 
 
 def test_of_cached_commits_the_one_that_main_names_counts(own_home: Path) -> None:

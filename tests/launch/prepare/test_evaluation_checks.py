@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dstrain.choices import Interval
 from dstrain.errors import InvalidConfig, Place
+from dstrain.job.data_source import DataSource
 from dstrain.job.file import JobFile
 from dstrain.job.monitor import Samples
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import require_for_media
-from dstrain.launch.prepare.evaluation_checks import check_evaluation, unplanned
+from dstrain.launch.prepare.evaluation_checks import check_evaluation, unplanned, without_evaluation
 
 DATA = {"eval_data": "b.jsonl"}
 EPOCH = Interval.EPOCH
@@ -71,9 +73,30 @@ def test_what_has_its_evaluations_is_accepted(values: dict[str, Any]) -> None:
     check_evaluation(file(**values))
 
 
+@pytest.mark.parametrize(
+    ("val_split", "says"),
+    [
+        (5.0, None),
+        (6.0, "val_split is 6, which holds out 6 of 6 samples"),
+        (0.05, "val_split is 0.05, which holds out 0 of 6 samples"),
+    ],
+)
+def test_a_split_that_leaves_nothing_is_refused_before_any_work(
+    tmp_path: Path, val_split: float, says: str | None
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 3 + '{"text": "b"}')  # the last line is not ended
+    (tmp_path / "b.json").write_text('[{"text": "a"}, {"text": "b"}, {"text": "c"}]')
+    data = (str(tmp_path / "*.jsonl"), DataSource(path=str(tmp_path / "b.json"), max_samples=2))
+    found = list(without_evaluation(file(data=data, val_split=val_split)))
+    assert [error.text for error in found] == ([says] if says else [])
+    assert all(error.place and error.place.file == "job.yaml: val_split" for error in found)
+    elsewhere = (*data, str(tmp_path / "missing.jsonl"))
+    assert list(without_evaluation(file(data=elsewhere, val_split=val_split))) == []
+
+
 def test_a_run_that_may_end_early_is_told_once() -> None:
     (note,) = unplanned(file(early_stopping=2).job)
-    assert "planned times are upper bounds, and the learning rate (cosine) is scheduled for all steps" in note
+    assert "planned times are those of all steps, for which the learning rate (cosine) is scheduled, too" in note
     assert unplanned(file(load_best=True).job) == []
     assert unplanned(file(samples=TEXTS).job) == [
         "the time of generated samples is not planned; the log has what they take"

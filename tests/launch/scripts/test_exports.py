@@ -157,7 +157,13 @@ def with_rows(tmp_path: Path, *rows: dict[str, Any], **values: Any) -> Job:
 @pytest.mark.parametrize("target", [target for target in Target if target is not Target.LLAMAFACTORY])
 @pytest.mark.parametrize(
     "changes",
-    [{"max_pixels": 4096}, {"video_fps": 1.0}, {"audio_max_seconds": 10.0}, {"freeze_vision_tower": False}],
+    [
+        {"max_pixels": 4096},
+        {"min_pixels": 64},
+        {"video_fps": 1.0},
+        {"audio_max_seconds": 10.0},
+        {"freeze_vision_tower": False},
+    ],
     ids=str,
 )
 def test_what_limits_or_trains_images_is_not_left_out(tmp_path: Path, target: Target, changes: dict[str, Any]) -> None:
@@ -172,6 +178,7 @@ def test_what_limits_or_trains_images_is_not_left_out(tmp_path: Path, target: Ta
     [
         {
             "max_pixels": 4096,
+            "min_pixels": 1024,
             "video_max_pixels": 1024,
             "video_fps": 1.5,
             "video_maxlen": 16,

@@ -12,8 +12,9 @@ from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, P
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.traced_activations import ActivationProfile, Traced
 from dstrain.job.model_changes import Lora, RopeScaling
-from dstrain.plan.configuration import DEFAULTS, changed
+from dstrain.plan.configuration import DEFAULTS, changed, flat
 from dstrain.plan.request import Request
+from dstrain.plan.search.decide import choice
 from dstrain.plan.search.rules import RULES, broken
 from dstrain.plan.search.search_space import batches, global_batch, space, ways
 
@@ -181,6 +182,20 @@ def test_no_candidate_breaks_a_rule() -> None:
     assert {way.parallel.tp for way in found} == {1, 2, 4, 8}
     assert {way.zero.hpz for way in found} == {1, 8}
     assert {way.zero.offload_ratio for way in found} == {1.0, 0.75, 0.5, 0.25}
+
+
+@pytest.mark.parametrize("given", [{"hpz": 1}, {"hpz": 8}, {"offload_ratio": 1.0}, {"offload_ratio": 0.5}])
+def test_what_zero_3_adds_can_be_asked_for_and_forbidden(given: dict[str, Any]) -> None:
+    asked = ask(model="qwen3-8b", gpus=16)
+    found = ways(asked.workload, replace(asked.request, **given)).allowed
+    assert found
+    assert {flat(way)[name] for way in found for name in given} == set(given.values())
+
+
+def test_a_share_of_the_optimizer_that_was_asked_for_stays() -> None:
+    asked = ask(model="qwen3-32b", gpus=8, gpu="a100-80gb", zero_stage=3, offload="optimizer")
+    free, whole = (choice(asked.workload, replace(asked.request, offload_ratio=ratio)) for ratio in (None, 1.0))
+    assert free.configuration.zero.offload_ratio < whole.configuration.zero.offload_ratio == 1
 
 
 def test_experts_are_shared_inside_a_node() -> None:

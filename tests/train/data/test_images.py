@@ -110,6 +110,14 @@ def test_max_pixels_makes_an_image_smaller(folder: Path, tokenizer: Any) -> None
     assert sample.input_ids.count(image_id) == 2 * 2  # 20 × 12 pixels, which the processor rounds to 16 × 16
 
 
+def test_min_pixels_makes_an_image_larger(folder: Path, tokenizer: Any) -> None:
+    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    (sample,) = encoder(folder, tokenizer, min_pixels=32 * 48).encode([("here", talk(folder, "red"))])
+    assert sample.input_ids.count(image_id) == 4 * 6  # 16 × 24 pixels, made 32 × 48
+    plain, other = (media_reader_of(folder, tokenizer, **options) for options in ({}, {"min_pixels": 9}))
+    assert plain.identity != other.identity
+
+
 def test_a_sample_whose_images_seq_len_would_cut_teaches_nothing_and_is_counted(folder: Path, tokenizer: Any) -> None:
     (sample,) = encoder(folder, tokenizer, seq_len=20).encode([("here", talk(folder, "white"))])
     assert not sample.teaches

@@ -16,6 +16,7 @@ from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.train import demo
+from dstrain.train.data import hub_datasets
 from dstrain.train.data.hub_datasets import from_hub
 from dstrain.train.data.prepare import PreparedData, prepare
 
@@ -319,6 +320,17 @@ def test_held_out_samples_are_those_that_training_lacks(tmp_path: Path, tokenize
         }
     with pytest.raises(InvalidConfig, match="val_split is 40, which holds out 40 of 40 samples"):
         prepare(replace(job, val_split=40.0), tokenizer, training=True)
+
+
+def test_rows_of_a_hub_are_counted_before_they_are_tokenized(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    monkeypatch.setattr(hub_datasets, "from_hub", lambda source, hub, **_: (source.path, rows))
+    monkeypatch.setattr("dstrain.train.data.prepare.tokenized", lambda *_: pytest.fail("it tokenizes"))
+    job = Job(model="m", output_dir="o", data="some/data", val_split=2.0)
+    with pytest.raises(InvalidConfig, match="val_split is 2, which holds out 2 of 2 samples"):
+        prepare(job, tokenizer, training=True)
 
 
 def test_only_some_weights_are_refused(tmp_path: Path, tokenizer: Any) -> None:

@@ -14,6 +14,7 @@ from dstrain.config.lint.rule import REFUSES, Rule, when
 from dstrain.config.lint.rules.no_effect import above
 from dstrain.config.lint.subject import ABSENT, Subject, is_count, shown
 from dstrain.config.resolve_auto import filled
+from dstrain.units import counted
 
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TRAINER_STOPS = "the Trainer ends the run after loading the model"
@@ -92,7 +93,8 @@ def _identity(subject: Subject) -> Iterator[Fault]:
     if batch == per_step or (batch % per_step == 0 and (ranks is None or not is_complete)):
         return
     relation = " ≠" if ranks is not None and is_complete else ", not a multiple of"
-    product = " × ".join(map(str, factors)) + (f" × {ranks} data-parallel ranks" if ranks is not None else "")
+    last = [] if ranks is None else [counted(ranks, "data-parallel rank")]
+    product = " × ".join([*map(str, factors), *last])
     yield Fault(
         pointer=("train_batch_size",),
         problem=f"train_batch_size is {batch}{relation} {product}",

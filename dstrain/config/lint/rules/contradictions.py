@@ -14,6 +14,7 @@ from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules.batch import FOLLOW_JOB, TRAINER_STOPS
 from dstrain.config.lint.subject import Subject, is_count, is_number, params_of, type_of
 from dstrain.config.resolve_auto import filled
+from dstrain.units import counted
 
 _SAMPLING = "data_efficiency.data_sampling."
 _LTD = "data_efficiency.data_routing.random_ltd."
@@ -116,7 +117,7 @@ def _longer_than_the_run(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             pointer=("scheduler", "params", key),
             severity=Severity.WARNING if name == "CosineAnnealingLR" else None,
-            problem=f"{name} ends after {length} steps, but {place}: max_steps is {steps}",
+            problem=f"{name} ends after {counted(length, 'step')}, but {place}: max_steps is {steps}",
             effect=_AFTER_END.get(name, "the learning rate is then 0"),
             fix=f"write {steps}",
         )

@@ -108,6 +108,13 @@ BOUNDS = (
         fix="write seq_len at most",
     ),
     Bound(
+        key="min_pixels",
+        is_odd=lambda job: (job.min_pixels or 0) > (job.max_pixels or job.min_pixels or 0),
+        than=lambda job: f"max_pixels is {job.max_pixels}",
+        effect="images are made smaller, then larger again",
+        fix="write max_pixels at most",
+    ),
+    Bound(
         key="learning_rate",
         is_odd=lambda job: job.learning_rate > LARGEST_RATE,
         than=lambda job: f"rates above {LARGEST_RATE} are of no use to {job.optimizer}",

@@ -22,7 +22,7 @@ from dstrain.plan.named_parts import unknown, unknown_experts, untargeted
 
 _STOPS = "the run stops before it loads the model"
 _STOPS_LOADED = "the run stops once the model is loaded"
-_OF_IMAGES = ("max_pixels", "image_patches")
+_OF_IMAGES = ("max_pixels", "min_pixels", "image_patches")
 _OF_VIDEOS = ("video_max_pixels", "video_fps", "video_maxlen")
 _OF_AUDIOS = ("audio_max_seconds",)
 _MAY_STOP = "the run stops once the model is loaded if it has no such names"
