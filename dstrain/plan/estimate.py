@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from dstrain.choices import Offload, Optimizer, Precision
+from dstrain.choices import Method, Offload, Optimizer, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
@@ -16,6 +16,7 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.memory import memory
 from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.peak import Detail
+from dstrain.plan.named_parts import require_targets
 from dstrain.plan.request import Request
 from dstrain.plan.speed.flops import flops_per_token
 from dstrain.plan.speed.step_time import delayed, speed
@@ -80,7 +81,12 @@ def moved(base: Estimate, count: int) -> Estimate:
 
 
 def estimate(workload: Workload, request: Request, ds_config: Mapping[str, Any]) -> Estimate:
-    """Returns the estimate of any DeepSpeed configuration under a complete request, ours or not."""
+    """Returns the estimate of any DeepSpeed configuration under a complete request, ours or not.
+
+    Raises InvalidConfig for what no plan can have, such as an adapter of modules that the model does not have.
+    """
+    if request.method is not Method.FULL:
+        require_targets(workload.model, request.lora)
     return assess(workload, effective(workload.model, request, ds_config))
 
 

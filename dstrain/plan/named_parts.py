@@ -9,12 +9,13 @@ from difflib import SequenceMatcher
 from itertools import accumulate
 
 from dstrain.choices import Method
-from dstrain.errors import nearest
+from dstrain.errors import InvalidConfig, nearest
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.parameter_names import names_of
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.model_changes import ALL_EXPERTS, Lora
 from dstrain.job.schema import Job
-from dstrain.plan.memory.params import adapted, adapted_experts, linear_names
+from dstrain.plan.memory.params import adapted, adapted_experts, linear_names, stacked_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,11 @@ def unknown_modules(lora: Lora, names: Sequence[str]) -> Iterator[Unknown]:
     """Yields what an adapter names that no module of the model is named, as `unknown` does."""
     language = modules(name for name in names if part_of(name) is Part.LANGUAGE_MODEL)
     heads = () if "score" in language else ("lm_head",)  # a tied head has no parameter of its own
-    if lora.targets != Lora().targets:
+    whole = Lora().targets[0]
+    if whole in lora.targets and len(lora.targets) > 1:
+        problem = f"lora: targets has {whole} beside other names, which PEFT takes alone"
+        yield Unknown(keys=("lora", "targets"), problem=problem, fix=f"write {whole} alone, or the ends of all names")
+    elif lora.targets != Lora().targets:
         yield from _missing("targets", lora.targets, (*language, *heads), dot=".")
     yield from _missing("modules_to_save", lora.modules_to_save, (*modules(names), *heads), dot="")
 
@@ -75,6 +80,15 @@ def untargeted(model: ModelFacts, lora: Lora) -> Unknown | None:
     problem = problem if lora.targets else "lora: targets is empty, so that nothing gets an adapter"
     fix = f"write some of {', '.join(linear_names(model))}, or all-linear"
     return Unknown(keys=("lora", "targets"), problem=problem, fix=fix)
+
+
+def require_targets(model: ModelFacts, lora: Lora) -> None:
+    """Raises InvalidConfig for a target of an adapter that the model does not have."""
+    names = names_of(model, model.source)
+    none = untargeted(model, lora)
+    experts = unknown_experts(lora, [group.name for group in stacked_experts(model)])
+    for missing in (*(unknown_modules(lora, names) if names else ()), *experts, *((none,) if none else ())):
+        raise InvalidConfig(missing.problem, hint=f"{missing.fix[0].upper()}{missing.fix[1:]}.")
 
 
 def modules(names: Iterator[str] | Sequence[str]) -> tuple[str, ...]:

@@ -68,6 +68,10 @@ def test_a_pattern_in_no_name_is_found_with_the_closest_names(model: str, key: s
             [('lora: targets has "roj", but no module of the model is named so', "write ")],
         ),
         (
+            Lora(targets=("all-linear", "lm_head")),
+            [("lora: targets has all-linear beside other names, which PEFT takes alone", "write all-linear alone, or")],
+        ),
+        (
             Lora(targets=("dense",)),
             [('lora: targets has "dense", but no module of the model is named so', "write the end of a module's")],
         ),

@@ -11,14 +11,11 @@ from dstrain.facts.attention_kernels import runs_on
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.cpu import QGZ, QWZ, limits_of
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.parameter_names import names_of
 from dstrain.facts.workload import Workload
-from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
-from dstrain.plan.memory.params import stacked_experts
-from dstrain.plan.named_parts import unknown_experts, unknown_modules, untargeted
+from dstrain.plan.named_parts import require_targets
 from dstrain.plan.request import Request
 from dstrain.plan.search import learning_rate
 from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, neighbours
@@ -177,16 +174,7 @@ def check(workload: Workload, request: Request) -> None:
         why = f" does not run on {gpu.name}"
         raise unsatisfied(request, "attn", why, hint="Write --attn auto, the best that runs there.")
     if request.method is not Method.FULL:
-        _require_targets(model, request.lora)
+        require_targets(model, request.lora)
     if request.offload is Offload.NVME and cluster.nvme_path is None:
         why = " needs a folder on an NVMe drive"
         raise unsatisfied(request, "offload", why, hint="Add --nvme /path/on/nvme.")
-
-
-def _require_targets(model: ModelFacts, lora: Lora) -> None:
-    """Raises InvalidConfig for a target of an adapter that the model does not have."""
-    names = names_of(model, model.source)
-    none = untargeted(model, lora)
-    experts = unknown_experts(lora, [group.name for group in stacked_experts(model)])
-    for missing in (*(unknown_modules(lora, names) if names else ()), *experts, *((none,) if none else ())):
-        raise InvalidConfig(missing.problem, hint=f"{missing.fix[0].upper()}{missing.fix[1:]}.")
