@@ -63,6 +63,11 @@ class RunTime:
     """Part of a step that is padding, or a rank's wait for the longest row of all, 0…1."""
     padded_ratio: float
     """Tokens of rows of one sample each, with padding and waiting, over those of the rows of this run."""
+    packed_ratio: float
+    """Tokens of the rows of this run, with padding and waiting, over those of rows that samples share, or would if they
+    can."""
+    packed_steps: int
+    """Optimizer steps of such rows."""
     seconds: float | None
     """Seconds of all steps, evaluations and checkpoints; None if the GPU's speed is unknown."""
     evaluations: int = 0
@@ -132,8 +137,7 @@ def _keeps_apart(model: ModelFacts, lengths: Lengths) -> bool:
 def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job, *, eval_samples: int = 0) -> RunTime:
     """Returns the steps of a job, its evaluations on so many samples and its checkpoints, and their time.
 
-    All ranks wait for the longest row, so that a step takes as long as one of rows of that length. An evaluation takes
-    the forward part of a step for each of its micro-batches, whose rows are as long as those of the training data.
+    A step takes as long as one of the longest row of all ranks, an evaluation the forward part of steps on such rows.
     """
     c = estimate.configuration
     items = _rows(lengths, c.batch.seq_len, is_packed=c.batch.packing)
@@ -147,11 +151,11 @@ def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job,
     step_s = _step_s(workload, estimate, longest)
     evaluations = max(_times(job.eval_strategy, job.eval_steps, steps, per_epoch), 1) + job.eval_on_start
     evaluated = eval_samples * rows / lengths.num_samples / c.batch.micro_batch / ranks
-    passes = evaluations * math.ceil(evaluated) * c.batch.task.forward_passes
-    evaluation_s = passes * _forward_share(workload, c) * (step_s or 0.0)
+    evaluation_s = evaluations * math.ceil(evaluated) * _forward_share(workload, c) * (step_s or 0.0)
     checkpoints = _times(job.save_strategy, job.save_steps, steps, per_epoch)
     checkpoint_bytes = estimate.saved_bytes(only_model=job.save_only_model)
     checkpoint_s = checkpoints * checkpoint_bytes / workload.cluster.num_nodes / CHECKPOINT_BYTES_PER_S
+    packed = _packed(workload.model, c, lengths) or items
     return RunTime(
         steps=round(steps),
         epochs=steps / per_epoch,
@@ -160,6 +164,8 @@ def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job,
         cut_share=lengths.share_longer(c.batch.seq_len),
         idle_share=1 - c.batch.micro_batch * sum(items) / len(items) / longest,
         padded_ratio=_largest_micro_batch(cut, c.batch.micro_batch, ranks) * len(cut) / longest / len(items),
+        packed_ratio=longest * len(items) / _largest_micro_batch(packed, c.batch.micro_batch, ranks) / len(packed),
+        packed_steps=round(job.max_steps or steps * len(packed) / len(items)),
         seconds=None if step_s is None else steps * step_s + evaluation_s + checkpoint_s,
         evaluations=evaluations if eval_samples else 0,
         evaluation_s=evaluation_s,
@@ -184,9 +190,10 @@ def _times(strategy: Interval, interval: float | None, steps: float, per_epoch: 
 
 
 def _forward_share(workload: Workload, configuration: Configuration) -> float:
-    """Returns the time of a forward pass of a micro-batch over that of a step."""
+    """Returns the time of the forward passes of a micro-batch over that of a step."""
     alone, whole = forward_s(workload, configuration), speed(workload, configuration)
-    return alone / whole.step_s if alone is not None and whole is not None else 0.0
+    passes = configuration.batch.task.forward_passes
+    return passes * alone / whole.step_s if alone is not None and whole is not None else 0.0
 
 
 def _rows(lengths: Lengths, seq_len: int, *, is_packed: bool) -> list[int]:
@@ -195,6 +202,13 @@ def _rows(lengths: Lengths, seq_len: int, *, is_packed: bool) -> list[int]:
     if not is_packed:
         return cut
     return [kind.num_tokens for kind in best_fit(Counter(cut), seq_len) for _ in range(kind.num_rows)]
+
+
+def _packed(model: ModelFacts, c: Configuration, lengths: Lengths) -> list[int]:
+    """Returns the tokens of each row that samples would share; none if they do already, or cannot."""
+    if c.batch.packing or c.batch.task.has_own_loss or not _keeps_apart(model, lengths):
+        return []
+    return _rows(lengths, c.batch.seq_len, is_packed=True)
 
 
 def _largest_micro_batch(items: Sequence[int], micro_batch: int, ranks: int) -> float:

@@ -447,6 +447,8 @@ def test_lengths_of_the_data_choose_packing_and_tell_the_time(
     done = dstrain(*tuned, "--global-batch", "8")
     assert re.search(r"data     400 samples; tokens: half ≤ \d+, 95 % ≤ \d+, longest \d+\n", done.stderr), done.stderr
     assert "of a step is padding, or waiting for the longest sample" in done.stderr
+    told = r"         --packing computes \d\.\d × fewer tokens, in \d+ steps in place of 150\n"
+    assert re.search(told, done.stderr), done.stderr
     assert re.search(r"         longer than (\d+: \d+ %(, )?)+\n", done.stderr), done.stderr
     assert re.search(r"time     [\d.]+ s ± \d+ %, 0.0 GPU-hours: 150 steps, 3 epochs of", done.stderr), done.stderr
     job = (tmp_path / "job.yaml").read_text()

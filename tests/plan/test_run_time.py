@@ -109,6 +109,8 @@ def test_what_packing_saves_is_the_padding_of_rows_of_one_sample_each() -> None:
     alone, packed = (trained(lengths(SHORT), packing=packing, micro_batch=2) for packing in (False, True))
     assert packed.padded_ratio == pytest.approx((1 - packed.idle_share) / (1 - alone.idle_share), rel=0.02)
     assert alone.padded_ratio == pytest.approx(1)
+    assert alone.packed_ratio == pytest.approx(packed.padded_ratio, rel=0.02)
+    assert (alone.packed_steps, packed.packed_ratio) == (packed.steps, 1.0)
 
 
 def test_equal_samples_take_the_step_of_the_plan() -> None:

@@ -16,6 +16,8 @@ from dstrain.units import counted, format_bytes, format_count, format_seconds
 
 _LOST_SHARE = 0.005
 """Share of cut samples from which a longer row is named."""
+_WORTH_PACKING = 1.2
+"""How many times fewer tokens a run that shares no rows says that it would compute with packing, at least."""
 
 
 _LONG_S = 3600
@@ -63,6 +65,9 @@ def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str
         lines.append(f"         rows of one sample each, padded, would have {run.padded_ratio:.1f} × as many tokens")
     elif run.idle_share >= _LOST_SHARE:
         lines.append(f"         {percent(run.idle_share)} of a step is padding, or waiting for the longest sample")
+        if run.packed_ratio >= _WORTH_PACKING:
+            steps = f"{counted(run.packed_steps, 'step')} in place of {run.steps:,}"
+            lines.append(f"         --packing computes {run.packed_ratio:.1f} × fewer tokens, in {steps}")
     if run.cut_share >= _LOST_SHARE:
         whole = 1 << (lengths.at(1 - _LOST_SHARE) - 1).bit_length()
         lines.append(f"         {percent(run.cut_share)} of the samples are cut: --seq-len {whole} keeps them whole")
