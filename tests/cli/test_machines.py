@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from nvml import Gpu, Machine
 
 from dstrain.cli.main import main
+from dstrain.facts.model import aliases
 
 Said = Callable[..., tuple[int, str]]
 
@@ -67,6 +69,12 @@ def test_machines_that_are_said_stand_in_for_a_missing_hostfile(said: Said) -> N
 @pytest.mark.parametrize("verb", ["gen-config", "plan", "lint", "run", "script"])
 def test_a_gpu_that_is_not_in_the_table_is_planned_for_by_every_verb(said: Said, machine: Machine, verb: str) -> None:
     machine(Gpu())
+    entry = aliases.resolve("qwen3-0.6b")
+    assert entry is not None
+    cache = Path(".cache", "huggingface", "hub", "models--Qwen--Qwen3-0.6B")  # `run` looks for the model
+    for name, content in (("refs/main", "1"), ("snapshots/1/config.json", json.dumps(dict(entry[1].config)))):
+        (cache / name).parent.mkdir(parents=True)
+        (cache / name).write_text(content)
     planning = ("gen-config", *PLANNED, "--data", "train.jsonl")
     if verb not in ("gen-config", "plan"):
         assert said(*planning)[0] == 0

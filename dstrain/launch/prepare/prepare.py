@@ -141,12 +141,12 @@ def _known(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[ModelFacts | N
     """Returns the model, the machines, and notes. Raises InvalidConfig or EnvironmentProblem for a job that they cannot
     run."""
     is_local = machines.is_local(hosts)
+    cluster, link_notes = _cluster(file, hosts, on_cpu=on_cpu)
+    job_checks.check_machines(file, hosts, cluster, needs_gpus=is_local and not on_cpu)
     is_reached = not is_local or hub_config.is_reached(file.job.model, file.job.hub)
     model, notes = _model_of(file.job)
     if not is_reached:
         notes.append(f"{hub_config.offline_note(file.job.model)}; {_RETRIES}")
-    cluster, link_notes = _cluster(file, hosts, on_cpu=on_cpu)
-    job_checks.check_machines(file, hosts, cluster, needs_gpus=is_local and not on_cpu)
     job_checks.check_combinations(file, model, cluster)
     return model, cluster, [*notes, *link_notes]
 
