@@ -52,6 +52,8 @@ class Recipe:
     """What is written after `gen-config`, and names the recipe."""
     data: str = "text"
     """Kind of rows."""
+    rows: int = 2
+    """Rows of a step: one micro-batch."""
 
     @property
     def name(self) -> str:
@@ -63,10 +65,9 @@ class Recipe:
         """All options of `gen-config` but the model and the data."""
         task = [] if "--task" in self.words or self.data == "images" else ["--task", "pretrain"]
         seen = ["--image-patches", str((SIDE // 16) ** 2)] if self.data == "images" else []
-        rows = "1" if "--micro-batch 1" in self.words else "2"
         length = [] if "--seq-len" in self.words else ["--seq-len", str(SEQ_LEN)]
-        size = ["--micro-batch", rows, "--global-batch", rows]
-        return ["--gpus", "1", *task, *seen, *length, *size, *self.words.replace("--micro-batch 1", "").split()]
+        size = ["--micro-batch", str(self.rows), "--global-batch", str(self.rows)]
+        return ["--gpus", "1", *task, *seen, *length, *size, *self.words.split()]
 
 
 _SMALL = "qwen3-1.7b"
@@ -101,11 +102,11 @@ RECIPES = (
             f"{_WHOLE} --optimizer adamw_bf16",
             "--zero-stage 3 --no-grad-ckpt",
             "--zero-stage 3 --grad-ckpt --offload params",
-            f"{_CKPT} --tiled-mlp --seq-len 32768 --micro-batch 1",
         )
     ),
-    Recipe(model=_SMALL, words=f"--task dpo --method lora {_WHOLE} --micro-batch 1", data="pairs"),
-    Recipe(model="qwen3-vl-4b", words=f"{_CKPT} --no-freeze-vision-tower --micro-batch 1", data="images"),
+    Recipe(model=_SMALL, words=f"{_CKPT} --tiled-mlp --seq-len 32768", rows=1),
+    Recipe(model=_SMALL, words=f"--task dpo --method lora {_WHOLE}", data="pairs", rows=1),
+    Recipe(model="qwen3-vl-4b", words=f"{_CKPT} --no-freeze-vision-tower", data="images", rows=1),
     Recipe(model="qwen3-8b", words=f"{_CKPT} --optimizer adamw_bf16"),
     Recipe(model="qwen3-8b", words="--method lora --zero-stage 3 --grad-ckpt"),
     Recipe(model="qwen3-8b", words="--method qlora --zero-stage 3 --grad-ckpt"),
