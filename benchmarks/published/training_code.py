@@ -143,11 +143,13 @@ INTERNEVO = TrainingCode(
     skips_packed_masks=True,
     has_linear_experts=True,
     wide_logits=_SHIFT,
+    attention_speed=0.5,
     fused=FusedParts(loss=LossKernel.IN_PLACE),
 )
-"""InternEvo: Apex's RMSNorm, flash-attn's rotary embedding and loss, SiLU and product scripted into one kernel. Where
-all ranks share the states (`zero1=-1`), each broadcasts its part. Source: internlm/solver/optimizer/
-hybrid_zero_optim.py: broadcast_params; configs/7B_sft.py (overlap_sync_grad)."""
+"""InternEvo: Apex's RMSNorm, flash-attn's rotary embedding and loss, SiLU and product scripted into one kernel. Of
+the ranks that share the states (`zero1`), each broadcasts its part. Its tables of throughput are of July 2023, when
+doc/en/install.md asked for flash-attention 1.0.5, which FlashAttention-2 doubles (arXiv 2307.08691, abstract). Source:
+internlm/solver/optimizer/hybrid_zero_optim.py: broadcast_params; configs/7B_sft.py (overlap_sync_grad)."""
 
 COMPILED = FusedParts(loss=LossKernel.FULL)
 """What torch.compile makes of a layer: one kernel each for norm, rotary embedding, and activation with product."""

@@ -137,8 +137,17 @@ def _code(row: Row) -> TrainingCode:
     if row.publisher is Publisher.LLM_FOUNDRY:
         return LLM_FOUNDRY
     if row.publisher is Publisher.INTERNEVO:
-        return replace(INTERNEVO, broadcasts_shards=row.says("zero1=-1"))
+        return replace(INTERNEVO, broadcast_ranks=_sharers(row))
     return LITGPT if row.publisher is Publisher.LITGPT else TRANSFORMERS_5
+
+
+def _sharers(row: Row) -> int | None:
+    """Returns how many ranks share InternEvo's optimizer states: `zero1` of them, or all with the same weights."""
+    match = re.search(r"zero1=(-?\d+)", row.notes)
+    if match is None:
+        return None
+    size = int(match.group(1))
+    return size if size > 0 else row.num_gpus // parallel(row, "tp")
 
 
 def state_dtypes(row: Row) -> StateDtypes:

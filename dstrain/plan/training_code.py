@@ -66,8 +66,9 @@ class TrainingCode:
     """Bytes that the plain loss moves for each logit beyond those of Transformers 5."""
     attention_speed: float = 1.0
     """Speed of its flash attention over that of FlashAttention-2."""
-    broadcasts_shards: bool = False
-    """Whether ranks broadcast the parameters that each has updated, one rank after the other, in place of a gather."""
+    broadcast_ranks: int | None = None
+    """Ranks that share the optimizer states and broadcast what each has updated, one after the other; None: all ranks
+    share the states and gather at once."""
     fused: FusedParts = PLAIN
     """Parts that run on fused kernels without Liger."""
     adapter_costs: tuple[Cost, Cost] | None = None

@@ -149,7 +149,8 @@ def _replicated(c: Configuration, part: _Part, work: Work) -> list[Collective]:
         when, is_hidden = Phase.STEP, False
     messages = 1 + part.trainable / max(1, c.zero.reduce_bucket_size)
     reduced = part.send(when, size, messages, passes=2, is_hidden=is_hidden)
-    gathered = part.send(Phase.STEP, size, part.ranks if c.code.broadcasts_shards else 1)
+    sharers = c.code.broadcast_ranks
+    gathered = part.send(Phase.STEP, size, sharers or 1, ranks=sharers or part.ranks)
     return [reduced, gathered] if is_deepspeed and stage > 0 else [reduced]
 
 

@@ -34,11 +34,11 @@ class ErrorRange:
 
 
 ERROR_RANGES = (
-    ErrorRange(extent=Extent.ONE_GPU, is_full=False, ratio=0.08, runs=25, tables=3),
-    ErrorRange(extent=Extent.ONE_GPU, is_full=True, ratio=0.07, runs=17, tables=3),
+    ErrorRange(extent=Extent.ONE_GPU, is_full=False, ratio=0.1, runs=23, tables=2),
+    ErrorRange(extent=Extent.ONE_GPU, is_full=True, ratio=0.07, runs=12, tables=2),
     ErrorRange(extent=Extent.ONE_NODE, is_full=False, ratio=0.09, runs=48, tables=2),
-    ErrorRange(extent=Extent.ONE_NODE, is_full=True, ratio=0.09, runs=70, tables=6),
-    ErrorRange(extent=Extent.SEVERAL_NODES, is_full=True, ratio=0.32, runs=56, tables=4),
+    ErrorRange(extent=Extent.ONE_NODE, is_full=True, ratio=0.08, runs=68, tables=5),
+    ErrorRange(extent=Extent.SEVERAL_NODES, is_full=True, ratio=0.1, runs=47, tables=3),
 )
 """Source: `python benchmarks/predict.py --ranges`; tests/test_published.py compares."""
 
