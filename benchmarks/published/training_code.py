@@ -63,9 +63,10 @@ _EXPERT_LOOP = ExpertLoop(kernels=(11.0, 20.0), modules=3)
 modeling_mixtral.py of Transformers 4.44."""
 _SHIFT = partial(shifted_logits, is_returned=True, drops_last=False)
 
-TRANSFORMERS_5 = TrainingCode(splits_packed_rows=False, masks_padding=True)
+TRANSFORMERS_5 = TrainingCode(has_early_states=False, splits_packed_rows=False, masks_padding=True)
 """What others run on Transformers 5."""
 TRANSFORMERS_4 = TrainingCode(
+    has_early_states=False,
     stops_early=False,
     is_reentrant=True,
     splits_packed_rows=False,
@@ -82,6 +83,7 @@ TRANSFORMERS_4 = TrainingCode(
 experts are linear layers, one after the other. Source: modeling_llama.py of Transformers 4.44:
 LlamaForCausalLM.forward."""
 TRANSFORMERS_4_45 = TrainingCode(
+    has_early_states=False,
     stops_early=False,
     is_reentrant=True,
     splits_packed_rows=False,
@@ -137,6 +139,7 @@ LLM_FOUNDRY = TrainingCode(
 Triton, which has 0.5 to 0.6 of FlashAttention-2's speed on an A100 (arXiv 2307.08691, figure 5, from memory; the A100s
 of 80 GB at 16k to 64k come to 0.6). Source: llm-foundry models/layers/norm.py: LPLayerNorm; models/mpt."""
 INTERNEVO = TrainingCode(
+    has_early_states=False,
     stops_early=False,
     is_reentrant=True,
     splits_packed_rows=False,

@@ -49,6 +49,7 @@ ENGINE = "deepspeed/runtime/engine.py"
         ([STEP, ("compute_loss", "transformers/trainer.py")], Phase.FORWARD),
         ([STEP, ("backward", "accelerate/accelerator.py"), ("backward", ENGINE)], Phase.BACKWARD),
         ([STEP, ("backward", "accelerate/accelerator.py"), ("step", ENGINE)], Phase.STEP),
+        ([("allocate_states", "dstrain/train/preflight/passes.py")], Phase.STEP),
         ([("reserved_for_first_step", "dstrain/train/preflight/passes.py")], Phase.STEP),
         ([("evaluation_loop", "dstrain/train/tasks/trainer.py")], Phase.EVALUATION),
         ([("_save_checkpoint", "dstrain/train/saving.py")], Phase.SAVE),
@@ -64,7 +65,7 @@ def test_the_functions_are_those_of_the_installed_packages() -> None:
 
     for function, file, _ in _PHASES:
         classes: tuple[Any, ...] = Trainer.__mro__ if "deepspeed" not in file else (engine.DeepSpeedEngine,)
-        classes = (passes.reserved_for_first_step,) if "preflight" in file else classes
+        classes = (getattr(passes, function),) if "preflight" in file else classes
         sources = {inspect.getsourcefile(owner): inspect.getsource(owner) for owner in classes if owner is not object}
         assert any(str(path).endswith(file) and f"def {function}(" in text for path, text in sources.items()), function
 

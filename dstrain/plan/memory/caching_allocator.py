@@ -78,6 +78,11 @@ class Allocator:
         self._live = live
         return True
 
+    def empty_cache(self) -> None:
+        """Returns everything that is free, in whole segments or pages, to the driver."""
+        for pool in self._pools.values():
+            pool.release()
+
     def _allocate(self, nbytes: int, stream: int) -> Block | None:
         """Returns a block of at least `nbytes`, or None if memory does not suffice.
 
@@ -91,8 +96,7 @@ class Allocator:
             pool = self._pools[stream, is_small] = self._kind(self.driver, is_small=is_small)
         block = pool.allocate(size)
         if block is None and not self._gives_up:
-            for stream_pool in self._pools.values():
-                stream_pool.release()
+            self.empty_cache()
             self.retries += 1
             block = pool.allocate(size)
         return block

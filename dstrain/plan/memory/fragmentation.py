@@ -55,9 +55,8 @@ FIXED_HOLES = 0.10
 def quick_ratio(model: ModelFacts, configuration: Configuration, num_ranks: int, peak: Peak) -> float:
     """Returns reserved over live bytes at most, with `peak` the live peak of one rank of `num_ranks`.
 
-    In draws of configurations the replay is more than 2 % above it in 4 of 250 under DeepSpeed, 2 of 150 of PyTorch
-    alone and 2 of 100 where segments cannot grow, nearly all with less than 10 GiB live; it is on average 8 %, 8 % and
-    18 % above the replay.
+    In draws of configurations the replay is more than 2 % above it in 9 of 250 under DeepSpeed, 2 of 150 of PyTorch
+    alone and 2 of 100 where segments cannot grow; it is on average 6 %, 8 % and 18 % above the replay.
     """
     item = configuration.model.item
     kind = _kind(configuration)

@@ -23,6 +23,12 @@ EIGHT_BIT_STATE = 1 + 4 / 256
 optim/optimizer.py: Optimizer2State.init_state."""
 
 
+def are_early(configuration: Configuration) -> bool:
+    """Returns whether the optimizer states are there before the first step: those of PyTorch's AdamW."""
+    adamw = (Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.ADAMW_BF16)
+    return configuration.code.has_early_states and configuration.step.optimizer in adamw
+
+
 def master_item(optimizer: Optimizer) -> int:
     """Returns the bytes of an element of master weights, and of the gradients and moments that step them.
 

@@ -6,10 +6,10 @@ to `caching_allocator`. `outside` has what lies outside of PyTorch's allocator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import tee
 
 from dstrain.facts.cluster.gpus import Gpu
@@ -21,17 +21,17 @@ from dstrain.plan.memory.deepspeed import allocations
 from dstrain.plan.memory.deepspeed.settings import micro_batches_played
 from dstrain.plan.memory.fragmentation import most_of_streams, quick_ratio
 from dstrain.plan.memory.layers.activations import has_layer_code
+from dstrain.plan.memory.optimizer_states import are_early
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.peak import Detail, Peak
 from dstrain.plan.memory.traces import fsdp, unsharded
 from dstrain.units import MIB
 
 STEPS_REPLAYED = 2
-"""Replayed steps: in the second, optimizer states and workspaces occupy memory that was free in the first."""
+"""Replayed steps: the second works around what the first has left: optimizer states, workspaces. Under ZeRO-3 with
+states that were there before, it changes 0.0-0.4 % in a grid of replays, and is left out."""
 STEPS_AFTER_RETRY = 4
 """The same if memory ran out: all cached segments were returned, and blocks get new places."""
-SHARDED_STEPS_REPLAYED = 1
-"""The same under ZeRO-3, whose states are there from the beginning: a second changes 0.0-0.4 % in a grid of replays."""
 EVENTS_KEPT = 2
 """Configurations whose events are kept: one is replayed with several limits, one after the other."""
 AMPERE_WORKSPACE_BYTES = round(8.125 * MIB)
@@ -77,8 +77,8 @@ def reserved(
     Where it would hold more than `most_bytes`, the replay ends as one that runs out of memory.
     With context and NCCL, published nvidia-smi figures of 136 runs on A100 (fms-acceleration: one GPU and
     FSDP, segments that cannot grow) are met to 3.2 % on average, 1.8 % on one GPU. Furthest off, up to -30 %, are
-    4-bit Mixtrals under FSDP, perhaps as one rank loads the whole model. Five runs of DeepSpeed on one H200 are met to
-    -1.5 to +4.9 % (docs/accuracy.md). The model's layer code has to be on the tape.
+    4-bit Mixtrals under FSDP, perhaps as one rank loads the whole model. Fourteen runs of DeepSpeed on one H200 are
+    met to -1.6 to +4.9 % (docs/accuracy.md). The model's layer code has to be on the tape.
     """
     shared = replace(
         configuration,
@@ -100,13 +100,17 @@ def _reserved(
 ) -> Reserved:
     """Replays what differs only in choices that the GPU does not see once: all the micro-batches of a step but two, and
     whether host memory is page-locked."""
-    allocator = Allocator(expandable_segments=expandable_segments, capacity_bytes=capacity_bytes, most_bytes=most_bytes)
-    is_sharded_engine = configuration.model.is_deepspeed and configuration.zero.stage == 3
-    count = SHARDED_STEPS_REPLAYED if is_sharded_engine else STEPS_REPLAYED
+    new = partial(
+        Allocator, expandable_segments=expandable_segments, capacity_bytes=capacity_bytes, most_bytes=most_bytes
+    )
     steps = copy(_steps(model, configuration, num_ranks, workspace_bytes))
-    is_enough, highest, settled, before = True, 0, 0, 0
-    for index in range(1 + STEPS_AFTER_RETRY):
-        if index > count and not allocator.retries:
+    allocator, is_enough = _begun(new, next(steps), is_deepspeed=configuration.model.is_deepspeed)
+    highest = settled = allocator.driver.peak_bytes
+    before = 0
+    is_steady = configuration.model.is_deepspeed and configuration.zero.stage == 3
+    count = 1 if is_steady and are_early(configuration) else STEPS_REPLAYED
+    for index in range(STEPS_AFTER_RETRY if is_enough else 0):
+        if index >= count and not allocator.retries:
             break
         allocator.driver.forget_peak()
         before = allocator.retries
@@ -122,6 +126,24 @@ def _reserved(
         settled_retries=allocator.retries - before,
         out_of_memory=not is_enough,
     )
+
+
+def _begun(new: Callable[[], Allocator], events: list[Event], *, is_deepspeed: bool) -> tuple[Allocator, bool]:
+    """Returns the allocator before the first step, and whether memory sufficed.
+
+    DeepSpeed flattens parameters in RAM where the GPU has no room for both copies. `dstrain run` gives free memory back
+    after the checks before the first step.
+    """
+    allocator = new()
+    if not is_deepspeed:
+        return allocator, allocator.feed(events)
+    is_enough = allocator.feed(events)
+    if not is_enough:
+        allocator = new()
+        is_enough = allocator.feed(event for event in events if event[0] != allocations.LOADED)
+    allocator.empty_cache()
+    allocator.driver.forget_peak()
+    return allocator, is_enough
 
 
 @lru_cache(EVENTS_KEPT)

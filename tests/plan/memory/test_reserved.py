@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, S
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin
-from dstrain.facts.model import families
+from dstrain.facts.model import aliases, families
 from dstrain.facts.model.model_facts import ModelFacts, with_head_of
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
@@ -26,7 +28,7 @@ from dstrain.plan.memory.layers.record_pass import Passes, record
 from dstrain.plan.memory.layers.recording import Recording
 from dstrain.plan.memory.layers.tensor import GradRelease
 from dstrain.plan.memory.outside import context_bytes, nccl_bytes
-from dstrain.plan.memory.reserved import AMPERE_WORKSPACE_BYTES, Reserved, reserved
+from dstrain.plan.memory.reserved import AMPERE_WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES, Reserved, reserved
 from dstrain.plan.memory.traces import fsdp
 from dstrain.units import GIB, MIB
 
@@ -249,3 +251,51 @@ def test_the_ranks_of_fsdp_share_every_tensor_once() -> None:
     configuration = changed(ONE_GPU, method=Method.FULL, zero_stage=3)
     pieces = [fsdp._Run(MISTRAL, configuration, 4).pieces(rank) for rank in range(4)]
     assert sum(sum(sum(group) for group in groups) for groups in pieces) == MISTRAL.num_params
+
+
+_ALIKE: dict[str, Any] = {
+    "micro_batch": 2,
+    "task": Task.PRETRAIN,
+    "zero_stage": 2,
+    "loss": LossKernel.FUSED,
+    "reduce_bucket_size": 61_449_106,
+}
+_ON_H200: dict[str, dict[str, Any]] = {
+    "no-grad-ckpt": {},
+    "no-grad-ckpt liger": {"liger": True},
+    "no-grad-ckpt optimizer adamw_8bit": {"optimizer": Optimizer.ADAMW_8BIT},
+    "no-grad-ckpt optimizer muon": {"optimizer": Optimizer.MUON},
+    "grad-ckpt activation-offload": {"grad_ckpt": True, "activation_offload": True},
+    "grad-ckpt offload optimizer": {
+        "grad_ckpt": True,
+        "offload": Offload.OPTIMIZER,
+        "reduce_bucket_size": 4_194_304,
+    },
+}
+"""Runs of Qwen3-1.7B under ZeRO-2 in benchmarks/results/recipes-h200.json, whose states the first step made."""
+
+
+def on_h200(configuration: Configuration, *, has_early_states: bool) -> int:
+    """Returns what is reserved of one H200 for Qwen3-1.7B."""
+    found = aliases.resolve("qwen3-1.7b")
+    assert found is not None
+    model = families.from_config(found[1].config, name=found[0], source=found[0])
+    chosen = replace(configuration, code=replace(configuration.code, has_early_states=has_early_states))
+    return reserved(
+        model, chosen, 1, capacity_bytes=None, expandable_segments=True, workspace_bytes=HOPPER_WORKSPACE_BYTES
+    ).reserved_bytes
+
+
+@pytest.mark.parametrize("words", _ON_H200)
+def test_under_deepspeed_the_allocator_holds_what_was_measured_on_a_gpu(words: str) -> None:
+    results = json.loads((Path(__file__).parents[3] / "benchmarks/results/recipes-h200.json").read_text())["results"]
+    ((_, measured),) = (
+        one["reserved_bytes_per_gpu"] for one in results if one["name"] == f"qwen3-1.7b zero-stage 2 {words}"
+    )
+    chosen = changed(DEFAULTS, **_ALIKE | _ON_H200[words])
+    assert on_h200(chosen, has_early_states=False) == pytest.approx(measured, rel=0.015)
+
+
+def test_states_that_are_there_before_the_first_step_leave_the_free_memory_in_one_piece() -> None:
+    chosen = changed(DEFAULTS, **_ALIKE, liger=True)
+    assert on_h200(chosen, has_early_states=True) < 0.95 * on_h200(chosen, has_early_states=False)

@@ -28,6 +28,8 @@ STREAMS = {Part.GRADS: MAIN, Part.BUFFERS: REDUCE, Part.GATHERED: UNSHARD}
 """The streams that allocate if communication overlaps."""
 ENGINE_IDS = -(1 << 40)
 """First id of the engine's blocks, which are written once for all micro-batches on the tape."""
+LOADED = 1 << 40
+"""The id of the parameters as the model was loaded with them."""
 REPLAYS_KEPT = 4
 """Replays whose events are kept; those of one are a few megabytes."""
 
@@ -35,10 +37,17 @@ REPLAYS_KEPT = 4
 def steps(
     model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
 ) -> Iterator[list[Event]]:
-    """Yields the events of the first rank before the first step, then those of each step."""
+    """Yields the events of the first rank before the first step, then those of each step.
+
+    ZeRO-1 and 2 flatten the parameters that the model was loaded with, which leave their place to what comes later.
+    """
     engine, recording = engine_of(model, configuration, num_ranks), recorded(model, configuration)
     script, between = Script(), engine.resident
-    script.allocate_all((between.params, between.grads, between.optimizer, between.buffers, between.gathered))
+    if between.flat:
+        script.events.append((LOADED, between.flat))
+    script.allocate(between.params)
+    script.free(LOADED)
+    script.allocate_all((between.optimizer - between.late, between.grads, between.buffers, between.gathered))
     script.allocate(workspace_bytes)
     yield script.take()
     first = _step(script, engine, recording, workspace_bytes, overlaps=configuration.zero.overlap_comm)
@@ -48,16 +57,35 @@ def steps(
 
 
 def _step(script: Script, engine: Engine, recording: Recording, workspace_bytes: int, *, overlaps: bool) -> list[Event]:
-    """Returns the events of a step; all but a workspace, which its first micro-batch allocates, go with it."""
+    """Returns the events of the first step; all but a workspace and the optimizer states go with it."""
     replay = engine.replays[0]
     micro_batches, last = _written(replay, overlaps)
     for actions, written in zip(replay.micro_batches, micro_batches, strict=True):
         _write(script, recording, actions, written, workspace_bytes)
         workspace_bytes = 0
-    for grads, buffers, _ in engine.steps[0]:
-        script.free(script.allocate(max(0, grads - replay.kept)), script.allocate(buffers))
+    _write_step(script, engine, replay.kept)
     script.events += last
     return script.take()
+
+
+def _write_step(script: Script, engine: Engine, kept: int) -> None:
+    """Writes the optimizer step: blocks that the next instant has not go, then it gets its others."""
+    held: list[tuple[int, int]] = []
+    late = engine.resident.late
+    for grads, buffers, states in engine.first_rank_step:
+        sizes = [max(0, grads - kept), *buffers]
+        before, held = held, []
+        for size, key in before:
+            if size in sizes:
+                sizes.remove(size)
+                held.append((size, key))
+            else:
+                script.free(key)
+        held += [(size, script.allocate(size)) for size in sizes]
+        for size in states:
+            script.allocate(min(size, late))
+            late -= min(size, late)
+    script.free(*(key for _, key in held))
 
 
 def _write(

@@ -14,7 +14,7 @@ from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.host_memory import Host, host
 from dstrain.plan.memory.deepspeed.instants import Engine, Instant, highest, instants_of
 from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Modules, Shape, modules
-from dstrain.plan.memory.deepspeed.optimizer_step import step_bytes
+from dstrain.plan.memory.deepspeed.optimizer_step import step_instants
 from dstrain.plan.memory.deepspeed.program import Passes, Program, program
 from dstrain.plan.memory.deepspeed.replay import replays
 from dstrain.plan.memory.deepspeed.resident import Resident, resident
@@ -103,14 +103,9 @@ def _engine(model: ModelFacts, micro_batch: Program, settings: Settings, ranks: 
     played = replays(micro_batch, settings, ranks)
     # small parameters of ZeRO-3 are given back before the step
     gathered = between.secondary - between.gathered
-    steps = tuple(
-        tuple(
-            (grads, buffers, gathered)
-            for grads, buffers in step_bytes(micro_batch.modules, settings, ranks, replay.rank, replay.kept)
-        )
-        for replay in played
-    )
-    return Engine(between, played, steps)
+    steps = [tuple(step_instants(micro_batch.modules, settings, ranks, replay.rank, replay.kept)) for replay in played]
+    held = tuple(tuple((at.grads, sum(at.buffers), gathered) for at in step) for step in steps)
+    return Engine(between, played, held, steps[0])
 
 
 def _secondary_elsewhere(micro_batch: Program, settings: Settings, ranks: int) -> int:

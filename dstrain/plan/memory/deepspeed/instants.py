@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from dstrain.plan.memory.deepspeed.byte_account import Action, Part, Parts
+from dstrain.plan.memory.deepspeed.optimizer_step import StepInstant
 from dstrain.plan.memory.deepspeed.replay import Replay
 from dstrain.plan.memory.deepspeed.resident import Resident
 from dstrain.plan.memory.layers.recording import Key, Recording
@@ -72,6 +73,8 @@ class Engine:
     """Forward and backward on the ranks that may have the highest peak; the first rank comes first."""
     steps: tuple[tuple[Parts, ...], ...]
     """Bytes at the instants of the optimizer step, on the same ranks."""
+    first_rank_step: tuple[StepInstant, ...]
+    """The blocks of these instants on the first of the ranks."""
 
 
 _Span = tuple[int, int, Parts, Parts, bool]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dstrain.choices import Offload, Optimizer, Precision
@@ -28,10 +28,14 @@ class Resident:
 
     params: int
     """This rank's parameters."""
+    flat: int = 0
+    """Of these, what ZeRO-1 and 2 copy into flat tensors before the first step."""
     grads: int = 0
     """Gradients that are never freed."""
     optimizer: int = 0
     """Master copy and states."""
+    late: int = 0
+    """Of these, the states that the first step allocates; `dstrain run` has AdamW's before."""
     buffers: int = 0
     """Buckets and staging buffers."""
     gathered: int = 0
@@ -68,16 +72,23 @@ def is_wide(settings: Settings) -> bool:
     )
 
 
-def state_bytes(numel: int, optimizer: Optimizer) -> int:
-    """Returns the bytes of the optimizer states of that many elements, without the master copy."""
+def state_sizes(numel: int, optimizer: Optimizer) -> tuple[int, ...]:
+    """Returns the bytes of each optimizer state of that many elements, without the master copy."""
     if optimizer is Optimizer.ADAMW_8BIT:
-        return 2 * rounded(round(EIGHT_BIT_STATE * numel))
-    return STATES[optimizer] * rounded(master_item(optimizer) * numel)
+        return (rounded(round(EIGHT_BIT_STATE * numel)),) * 2
+    return (rounded(master_item(optimizer) * numel),) * STATES[optimizer]
 
 
-def stepped_bytes(sizes: Iterable[int], optimizer: Optimizer) -> int:
-    """Returns the bytes of master copies and optimizer states of partitions."""
-    return sum(rounded(master_item(optimizer) * size) + state_bytes(size, optimizer) for size in sizes)
+def _stepped(sizes: Sequence[int], settings: Settings, saved: int) -> dict[str, int]:
+    """Returns the bytes of master copies and optimizer states of partitions, and those that the first step allocates.
+
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py, stage3.py: initialize_optimizer_states, which leave it to
+    the optimizer.
+    """
+    optimizer = settings.step.optimizer
+    states = sum(sum(state_sizes(size, optimizer)) for size in sizes) - saved
+    masters = sum(rounded(master_item(optimizer) * size) for size in sizes)
+    return {"optimizer": masters + states, "late": 0 if settings.has_early_states else max(0, states)}
 
 
 def _saved_by_muon(modules: Modules, settings: Settings, ranks: int) -> int:
@@ -128,17 +139,17 @@ def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
     trainable = [weight.numel for weight in weights if weight.trains]
     if settings.zero.stage == 0:
         master = FP32 if has_master(settings.model, settings.zero) else 0
-        states = sum(rounded(master * n) + state_bytes(n, settings.step.optimizer) for n in trainable)
+        states = sum(rounded(master * n) + sum(state_sizes(n, settings.step.optimizer)) for n in trainable)
         return Resident(params=frozen + sum(rounded(item * n) for n in trainable), optimizer=states - less)
     flat = layout(modules, ranks)
-    params = frozen + sum(rounded(item * size) for size in flat.whole)
+    copied = sum(rounded(item * size) for size in flat.whole)
+    params = frozen + copied
     if settings.zero.is_offloaded:
-        return Resident(params=params, buffers=rounded(item * max(trainable, default=0)))
-    states = stepped_bytes(flat.partitions, settings.step.optimizer)
+        return Resident(params=params, flat=copied, buffers=rounded(item * max(trainable, default=0)))
     grads = 0
     if is_wide(settings):
         grads = sum(rounded(FP32 * size) for size in flat.whole)
-    return Resident(params=params, grads=grads, optimizer=states - less)
+    return Resident(params=params, flat=copied, grads=grads, **_stepped(flat.partitions, settings, less))
 
 
 def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
@@ -161,7 +172,7 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
     return Resident(
         params=(rounded(trainable * item) + frozen) if on_gpu else 0,
         grads=grads,
-        optimizer=stepped_bytes(stay, settings.step.optimizer) - _saved_by_muon(modules, settings, ranks),
+        **_stepped(stay, settings, _saved_by_muon(modules, settings, ranks)),
         buffers=rounded(settings.zero.reduce_bucket_size * communication_item(settings)),
         gathered=whole if is_copied else 0,
         secondary=secondary,

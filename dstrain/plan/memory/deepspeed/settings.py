@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from dstrain.plan.configuration import Checkpointing, Configuration, OptimizerStep, Parallel, TrainedModel, Zero
+from dstrain.plan.memory.optimizer_states import are_early
 
 MICRO_BATCHES_PLAYED = 2
 """Micro-batches of a step that differ: the first, and the last, which finds gradients. Under ZeRO-3, which has room for
@@ -21,6 +22,8 @@ class Settings:
     zero: Zero
     parallel: Parallel
     checkpointing: Checkpointing
+    has_early_states: bool
+    """Whether the optimizer states are allocated before the first step."""
 
     @property
     def is_reentrant(self) -> bool:
@@ -39,6 +42,7 @@ def settings_of(configuration: Configuration) -> Settings:
         zero=configuration.zero,
         parallel=configuration.parallel,
         checkpointing=configuration.checkpointing,
+        has_early_states=are_early(configuration),
     )
 
 
