@@ -73,7 +73,6 @@ class Toolchain:
     has_cuda_toolkit: bool
     installer: str | None
     """The system's package manager: `apt-get`, `dnf` …"""
-    folder: str
     built: tuple[str, ...]
     locks: tuple[Lock, ...]
     """Locks of extensions that no visible process holds."""
@@ -87,7 +86,6 @@ class RdmaPort:
 
     device: str
     """Name of the device, such as `mlx5_0`."""
-    port: int
     state: str
     """Such as `ACTIVE` or `DOWN`."""
     gbits_per_s: float

@@ -19,7 +19,6 @@ class GpuState:
     """Programs that use it."""
     is_persistent: bool | None = None
     has_ecc: bool | None = None
-    ecc_after_reboot: bool | None = None
     uncorrectable_now: int = 0
     """Uncorrectable memory errors since the driver was loaded."""
     uncorrectable_ever: int = 0
