@@ -110,6 +110,11 @@ class Network:
     port_user: str | None
     """The program that listens on the port of rank 0; None if it is free, or was not checked."""
 
+    @property
+    def active_ports(self) -> list[RdmaPort]:
+        """The RDMA ports that work."""
+        return [port for port in self.rdma if port.state == "ACTIVE"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:

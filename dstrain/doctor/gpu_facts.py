@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -59,6 +60,11 @@ class Gpus:
     cuda: str | None = None
     """The newest CUDA that the driver runs."""
     gpus: tuple[GpuState, ...] = ()
+
+    @property
+    def kinds(self) -> str:
+        """The GPUs by name, such as `8 × NVIDIA H100`."""
+        return ", ".join(f"{count} × {name}" for name, count in Counter(gpu.name for gpu in self.gpus).items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
