@@ -102,6 +102,21 @@ class Interrupted(DstrainError):
     exit_code = 130
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error that is not blank, or its type if it has no message."""
+    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def type_and_line(error: BaseException) -> str:
+    """Returns an error of a library in one line, for messages that go on: its type, and the first line of its text.
+
+    >>> type_and_line(ValueError("no\\nmore"))
+    'ValueError: no'
+    """
+    return f"{type(error).__name__}: {error}".split("\n")[0]
+
+
 def nearest(word: str, legal: Iterable[str]) -> str | None:
     """Returns the closest legal word, or None if none is close."""
     folded = {candidate.lower().replace("-", "_"): candidate for candidate in legal}

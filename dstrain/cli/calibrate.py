@@ -21,6 +21,7 @@ from dstrain.monitor.shared_run import read_shared
 from dstrain.paths import shown
 from dstrain.plan.calibration.fit import Fit, fit
 from dstrain.plan.estimate import assess
+from dstrain.units import counted
 
 
 @click.command("calibrate")
@@ -46,7 +47,7 @@ def command(run_dirs: tuple[Path, ...], output: Path | None, dry_run: bool, as_j
     """
     present = calibration.read(str(output) if output is not None and output.exists() else None)
     runs = _read(run_dirs, present)
-    fits = [_fit(runs, gpu) for gpu in dict.fromkeys(run.observed.workload.cluster.gpu.name for run in runs)]
+    fits = _fits(runs)
     path = Path(output or calibration.DEFAULT_PATH).expanduser()
     answer_json(document(fits, runs, path)) if as_json else answer(text(fits, runs))
     if not any(one.changed for one in fits):
@@ -54,7 +55,7 @@ def command(run_dirs: tuple[Path, ...], output: Path | None, dry_run: bool, as_j
     elif dry_run:
         say_lines([f"nothing was written: --dry-run; without it, the new values go to {shown(str(path))}"])
     else:
-        _save([one for one in fits if one.changed], present, path)
+        _save(fits, present, path)
         say_lines([f"wrote {shown(str(path))}{'' if output is None else ', which plans do not read there'}"])
         say("next: dstrain plan")
 
@@ -88,16 +89,20 @@ def keep(run_dirs: Sequence[Path]) -> bool:
     Raises InvalidConfig with the problems of all runs together, such as that they trained on a CPU.
     """
     present = calibration.read()
-    runs = _read(run_dirs, present)
-    fits = [_fit(runs, gpu) for gpu in dict.fromkeys(run.observed.workload.cluster.gpu.name for run in runs)]
-    changed = [one for one in fits if one.changed]
-    _save(changed, present, Path(calibration.DEFAULT_PATH).expanduser())
-    return bool(changed)
+    fits = _fits(_read(run_dirs, present))
+    _save(fits, present, Path(calibration.DEFAULT_PATH).expanduser())
+    return any(one.changed for one in fits)
 
 
 def _save(fits: Sequence[Fit], present: Calibration, path: Path) -> None:
     for one in fits:
-        calibration.save(one.gpu, one.applied(present.of(one.gpu)), str(path))
+        if one.changed:
+            calibration.save(one.gpu, one.applied(present.of(one.gpu)), str(path))
+
+
+def _fits(runs: Sequence[ObservedRun]) -> list[Fit]:
+    """Returns what the runs say, by kind of GPU."""
+    return [_fit(runs, gpu) for gpu in dict.fromkeys(run.observed.workload.cluster.gpu.name for run in runs)]
 
 
 def _fit(runs: Sequence[ObservedRun], gpu: str) -> Fit:
@@ -108,5 +113,5 @@ def _fit(runs: Sequence[ObservedRun], gpu: str) -> Fit:
     machines = ", ".join(f"{count} x {gpu}" for count in sizes)
     versions = " or ".join(sorted({run.versions or "unknown releases" for run in with_gpu}))
     day = time.strftime("%Y-%m-%d")
-    count = "1 run" if len(own) == 1 else f"{len(own)} runs"
-    return fit(own, source=f"dstrain calibrate {__version__}, {count} on {machines}, {versions}, {day}")
+    runs_here = counted(len(own), "run")
+    return fit(own, source=f"dstrain calibrate {__version__}, {runs_here} on {machines}, {versions}, {day}")

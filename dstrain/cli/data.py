@@ -22,7 +22,7 @@ from dstrain.facts.data.shown import ShowAnswer, ShowQuestion
 from dstrain.facts.model import hub_config
 from dstrain.heartbeat import Phase
 from dstrain.job.data_source import DataSource
-from dstrain.job.file import job_of, looks_local, read_job
+from dstrain.job.file import is_local, job_of, read_job
 from dstrain.job.schema import Job
 from dstrain.launch.prepare import inputs
 from dstrain.launch.prepare.evaluation_checks import check_evaluation
@@ -190,4 +190,4 @@ def _job(file: str | None, path: Path | None, model: str | None, overrides: tupl
 
 def _absolute(name: str) -> str:
     """Returns a local path as an absolute one; an id on a hub stays as it is."""
-    return str(Path(name).expanduser().resolve()) if looks_local(name) or Path(name).exists() else name
+    return str(Path(name).expanduser().resolve()) if is_local(name) else name

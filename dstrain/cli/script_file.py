@@ -12,6 +12,7 @@ from dstrain.config.edits.lock import beside_unused
 from dstrain.errors import Conflict
 from dstrain.launch.scripts.script_context import ScriptContext
 from dstrain.paths import write_atomic, write_together
+from dstrain.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +49,7 @@ def finish(script: Script, context: ScriptContext, typed: dict[str, Any]) -> boo
     say_lines(script.notes)
     if typed["dry_run"]:
         return False
-    nodes, gpus = context.nodes, context.gpus
-    count = f"{nodes} node{'s' if nodes > 1 else ''} of {gpus} GPU{'s' if gpus > 1 else ''}"
-    say(f"wrote {out}: {count}")
+    say(f"wrote {out}: {counted(context.nodes, 'node')} of {counted(context.gpus, 'GPU')}")
     say(f"next: read it, then {submit}")
     return True
 

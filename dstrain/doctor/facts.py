@@ -73,7 +73,6 @@ class Toolchain:
     has_cuda_toolkit: bool
     installer: str | None
     """The system's package manager: `apt-get`, `dnf` …"""
-    folder: str
     built: tuple[str, ...]
     locks: tuple[Lock, ...]
     """Locks of extensions that no visible process holds."""
@@ -87,7 +86,6 @@ class RdmaPort:
 
     device: str
     """Name of the device, such as `mlx5_0`."""
-    port: int
     state: str
     """Such as `ACTIVE` or `DOWN`."""
     gbits_per_s: float
@@ -111,6 +109,11 @@ class Network:
     rdma: tuple[RdmaPort, ...]
     port_user: str | None
     """The program that listens on the port of rank 0; None if it is free, or was not checked."""
+
+    @property
+    def active_ports(self) -> list[RdmaPort]:
+        """The RDMA ports that work."""
+        return [port for port in self.rdma if port.state == "ACTIVE"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

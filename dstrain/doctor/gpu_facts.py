@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 
@@ -19,7 +20,6 @@ class GpuState:
     """Programs that use it."""
     is_persistent: bool | None = None
     has_ecc: bool | None = None
-    ecc_after_reboot: bool | None = None
     uncorrectable_now: int = 0
     """Uncorrectable memory errors since the driver was loaded."""
     uncorrectable_ever: int = 0
@@ -60,6 +60,11 @@ class Gpus:
     cuda: str | None = None
     """The newest CUDA that the driver runs."""
     gpus: tuple[GpuState, ...] = ()
+
+    @property
+    def kinds(self) -> str:
+        """The GPUs by name, such as `8 × NVIDIA H100`."""
+        return ", ".join(f"{count} × {name}" for name, count in Counter(gpu.name for gpu in self.gpus).items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

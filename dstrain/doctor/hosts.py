@@ -149,8 +149,7 @@ def _driver(facts: Facts) -> str | None:
 def _gpu_kinds(facts: Facts) -> str | None:
     if facts.gpus is None or not facts.gpus.gpus:
         return None
-    counts = Counter(gpu.name for gpu in facts.gpus.gpus)
-    return ", ".join(f"{count} × {name}" for name, count in counts.items())
+    return facts.gpus.kinds
 
 
 def _mtu(facts: Facts) -> str | None:
@@ -161,7 +160,7 @@ def _mtu(facts: Facts) -> str | None:
 def _rdma(facts: Facts) -> str | None:
     if facts.network is None:
         return None
-    rates = [port.gbits_per_s for port in facts.network.rdma if port.state == "ACTIVE"]
+    rates = [port.gbits_per_s for port in facts.network.active_ports]
     return f"{len(rates)} ports, {sum(rates):g} Gb/s together"
 
 

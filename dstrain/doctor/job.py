@@ -20,6 +20,7 @@ from dstrain.facts.cluster.machines import resolve_hosts
 from dstrain.facts.this_machine import trains_on_cpu
 from dstrain.job.file import JobFile
 from dstrain.paths import shown
+from dstrain.units import counted
 
 if TYPE_CHECKING:
     from dstrain.config.lint.subject import Subject
@@ -86,7 +87,7 @@ def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]
         return first_needs(file, hosts), notes.findings
     count = len(engine.errors(linted.findings))
     if count or linted.subject is None:
-        notes.bad(f"{name} has {count} error{'s' if count > 1 else ''}", f"dstrain lint {name}")
+        notes.bad(f"{name} has {counted(count, 'error')}", f"dstrain lint {name}")
         return first_needs(file, hosts), notes.findings
     estimate, config = linted.subject.estimate, linted.subject.config
     if estimate is None:

@@ -60,7 +60,6 @@ def _gpu(gpu: Element) -> GpuState:
         users=_users(gpu),
         is_persistent=_switch(gpu, "persistence_mode"),
         has_ecc=_switch(gpu, "ecc_mode/current_ecc"),
-        ecc_after_reboot=_switch(gpu, "ecc_mode/pending_ecc"),
         uncorrectable_now=_uncorrectable(gpu, "volatile"),
         uncorrectable_ever=_uncorrectable(gpu, "aggregate"),
         repairs=tuple(path.rpartition("/")[2] for path in _REPAIRS if _text(gpu, path) == "Yes"),

@@ -16,7 +16,7 @@ from dstrain.facts.data.datafile import found
 from dstrain.facts.deepspeed_ops import needed_ops
 from dstrain.facts.ports import DEFAULT_PORT
 from dstrain.facts.this_machine import ACCELERATOR
-from dstrain.job.file import looks_local
+from dstrain.job.file import is_local
 from dstrain.job.schema import Job
 from dstrain.launch.environment import is_forwarded, is_secret
 from dstrain.rundir import RunDir
@@ -133,8 +133,8 @@ def of_job(
         num_checkpoints=_num_checkpoints(job),
         nvme_bytes=memory.nvme_bytes_per_node if memory else 0,
         folders=folders | ({"nvme": nvme} if nvme else {}),
-        paths=tuple(name for name in _read_by_ranks(job) if _is_local(name)),
-        hubs=() if all(map(_is_local, _read_by_ranks(job))) else (HUBS[job.hub],),
+        paths=tuple(name for name in _read_by_ranks(job) if is_local(name)),
+        hubs=() if all(map(is_local, _read_by_ranks(job))) else (HUBS[job.hub],),
         wants_swanlab=SinkName.SWANLAB in job.monitor.sinks,
         swanlab_mode=job.monitor.mode,
         environment=_without_secrets(merged),
@@ -215,8 +215,3 @@ def _nvme_path(ds_config: Mapping[str, Any]) -> str | None:
 
 def _read_by_ranks(job: Job) -> list[str]:
     return [job.model, *(path for data in job.data_paths for path in found(data))]
-
-
-def _is_local(name: str) -> bool:
-    """Returns whether a model or data set is a path here, not an id on a hub."""
-    return looks_local(name) or Path(name).exists()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from dstrain.doctor.finding import listed
 from dstrain.doctor.gpu_facts import Topology
+from dstrain.units import counted
 
 COLUMNS = 72
 """Width of the picture."""
@@ -57,14 +58,10 @@ def nvlink_text(topology: Topology) -> str:
     for members in cliques:
         widths = {links.get((a, b), 0) for a in members for b in members if a < b}
         if len(members) > 1 and len(widths) == 1:
-            texts.append(f"GPU {listed(members)}, every pair by {_links(widths.pop())}")
+            texts.append(f"GPU {listed(members)}, every pair by {counted(widths.pop(), 'link')}")
         elif len(members) > 1:
             texts += [text for gpu in members if (text := _from_one(gpu, members, links))]
     return "; ".join(texts)
-
-
-def _links(count: int) -> str:
-    return f"{count} link{'s' if count > 1 else ''}"
 
 
 def _from_one(gpu: int, members: Sequence[int], links: dict[tuple[int, int], int]) -> str:

@@ -193,6 +193,11 @@ def _shortened(name: str) -> str:
     return f'"{name}"' if len(name) <= 80 else f'"{name[:40]}…{name[-20:]}" ({len(name)} characters)'
 
 
+def is_local(name: str) -> bool:
+    """Returns whether a model or data set is a path, as seen from the current folder, not an id on a hub."""
+    return looks_local(name) or Path(name).exists()
+
+
 def looks_local(name: str) -> bool:
     """Returns whether a name can only be a path, not an id on a hub.
 

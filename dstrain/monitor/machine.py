@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
+import psutil
 import torch
 
 _NAN = float("nan")
@@ -66,8 +66,8 @@ def power_limit_w() -> float:
 
 def resident_bytes() -> float:
     """Returns the resident memory of this process; NaN if it is not known."""
-    with suppress(OSError, ValueError, IndexError):
-        return float(int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(psutil.Error, OSError):
+        return float(psutil.Process().memory_info().rss)
     return _NAN
 
 
@@ -78,8 +78,7 @@ def ram_bytes() -> int:
 
 def used_share() -> float:
     """Returns the share of this machine's RAM that no process could have."""
-    with suppress(OSError, ValueError, KeyError):
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        sizes = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-        return 1 - sizes["MemAvailable"] / sizes["MemTotal"]
+    with suppress(psutil.Error, OSError):
+        memory = psutil.virtual_memory()
+        return 1 - memory.available / memory.total
     return _NAN

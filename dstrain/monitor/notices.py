@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 from urllib.parse import parse_qs, quote_plus, unquote, urlsplit
 
-from dstrain.errors import EnvironmentProblem
+from dstrain.errors import EnvironmentProblem, type_and_line
 from dstrain.job.monitor import NotifyService
 
 TIMEOUT_S = 10.0
@@ -266,7 +266,7 @@ class Notifier:
 
 def reason(error: Exception, target: Target) -> str:
     """Returns why a notice was not sent, without the target's address and secret."""
-    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    text = type_and_line(error)
     for private in filter(None, (target.url, target.secret)):
         text = text.replace(private, "…")
     return text

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
@@ -101,13 +101,13 @@ def read_run(run_dir: RunDir, calibration: Calibration) -> ObservedRun:
         reserved_bytes=max(reserved) if reserved and not (is_short or is_compiled or is_full) else None,
         outside_bytes=round(median(outside)) if outside and not is_shared else None,
     )
-    return ObservedRun(observed=observed, measurement=found, left_out=tuple(left_out), versions=_versions(facts))
+    versions = recorded if isinstance(recorded := facts.get("versions"), dict) else {}
+    return ObservedRun(observed=observed, measurement=found, left_out=tuple(left_out), versions=releases(versions))
 
 
-def _versions(facts: dict[str, Any]) -> str | None:
-    recorded = facts.get("versions")
-    releases = recorded if isinstance(recorded, dict) else {}
-    return ", ".join(f"{name} {releases[name]}" for name in VERSIONED if name in releases) or None
+def releases(recorded: Mapping[str, Any]) -> str | None:
+    """Returns the releases that decide memory and speed, in words; None if none is recorded."""
+    return ", ".join(f"{name} {recorded[name]}" for name in VERSIONED if name in recorded) or None
 
 
 def _facts(run_dir: RunDir) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.monitor.measured import Measurement
-from dstrain.monitor.observed_run import COMPILED, VERSIONED, ObservedRun
+from dstrain.monitor.observed_run import COMPILED, ObservedRun, releases
 from dstrain.paths import shown
 from dstrain.plan.calibration.observed import Observed
 from dstrain.plan.configuration import Configuration
@@ -147,8 +147,8 @@ def read_shared(path: Path, calibration: Calibration) -> ObservedRun:
         alloc_retries=0.0,
         ranks=(),
     )
-    versions = ", ".join(f"{package} {run.versions[package]}" for package in VERSIONED if package in run.versions)
-    return ObservedRun(observed=observed, measurement=measurement, left_out=left_out, versions=versions or None)
+    versions = releases(run.versions)
+    return ObservedRun(observed=observed, measurement=measurement, left_out=left_out, versions=versions)
 
 
 def _workload(run: SharedRun, name: str, calibration: Calibration) -> Workload:

@@ -73,8 +73,8 @@ def model_state_bytes(engine: Any) -> StateBytes:
         grads=grads,
         optimizer=optimizer,
         host=counter.host,
-        trainable=sum(_numel(p) for p in parameters if p.requires_grad),
-        frozen=sum(_numel(p) for p in parameters if not p.requires_grad),
+        trainable=sum(numel(p) for p in parameters if p.requires_grad),
+        frozen=sum(numel(p) for p in parameters if not p.requires_grad),
     )
 
 
@@ -82,7 +82,8 @@ def _is_offloaded(config: Any) -> bool:
     return config is not None and str(getattr(config.device, "value", config.device)) != "none"
 
 
-def _numel(parameter: Any) -> int:
+def numel(parameter: Any) -> int:
+    """Returns the elements of a parameter, of which a rank may hold a part under ZeRO-3."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from dstrain.monitor.health.nonfinite import Finding
 from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.rank import of_all_ranks
 from dstrain.units import counted
 
 RULE = "nonfinite_step"
@@ -58,10 +59,7 @@ class Evidence:
         If no rank had one, it arose in backward passes, and the micro-batch with the largest loss is named.
         """
         worst = self._worst(tokenizer, 0 if group is None else dist.get_rank())
-        gathered = [worst] if group is None else [None] * dist.get_world_size(group)
-        if group is not None:
-            dist.all_gather_object(gathered, worst, group=group)
-        known = [batch for batch in gathered if batch is not None]
+        known = [batch for batch in of_all_ranks(worst, group) if batch is not None]
         broken = [batch for batch in known if not math.isfinite(batch.loss)]
         if broken:
             return [_finding(step, batch, "in the forward pass of") for batch in broken]

@@ -24,10 +24,9 @@ from dstrain.train.checkpoints import checkpoints, universal_checkpoint
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.isolation import Trial, packed_masks, sees_padding
 from dstrain.train.data.packing import PackedRows, row_of
-from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.evaluation import Share, loss_of, mean_loss, without_targets
-from dstrain.train.loss import asked_loss, computes_own_loss
+from dstrain.train.loss import asked_loss, computes_own_loss, targets_of
 from dstrain.train.loss_trials import is_mean_of_logits, is_that_of_logits, sums_of, takes_targets
 from dstrain.train.preflight import passes
 from dstrain.train.preflight.checks import Checks
@@ -153,7 +152,7 @@ class Trainer(StreamingTrainer):
         if self._job.loss is LossKernel.FUSED:  # spares the logits
             return sums_of(engine, inputs)
         labels, shifted = inputs.pop("labels"), inputs.pop("shift_labels", None)
-        return loss_of(engine(**inputs).logits, shift(labels) if shifted is None else shifted)
+        return loss_of(engine(**inputs).logits, targets_of(labels, shifted))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
         """Trains; a checkpoint of another number of ranks is loaded from its universal copy."""

@@ -64,7 +64,6 @@ def toolchain(**changes: Any) -> Toolchain:
         has_numactl=True,
         has_cuda_toolkit=True,
         installer="apt-get",
-        folder="/home/me/.cache/torch_extensions/py312_cu128",
         built=(),
         locks=(),
     )
@@ -72,7 +71,7 @@ def toolchain(**changes: Any) -> Toolchain:
 
 
 def rdma(name: str = "mlx5_0", **changes: Any) -> RdmaPort:
-    port = RdmaPort(device=name, port=1, state="ACTIVE", gbits_per_s=400.0, link_layer="InfiniBand", interface=None)
+    port = RdmaPort(device=name, state="ACTIVE", gbits_per_s=400.0, link_layer="InfiniBand", interface=None)
     return replace(port, **changes)
 
 

@@ -47,7 +47,7 @@ def text(verdict: Verdict, steps: FirstSteps) -> str:
 def test_a_run_that_goes_as_planned_has_no_cause(tmp_path: Path) -> None:
     verdict, step, steps = judged(gpu_run(tmp_path / "run", slower=1.05))
     assert (verdict.cause, verdict.advice, step) == (None, None, 20)
-    expected = "as planned: nothing differs by more than the range of the plan, time ± 9 %, memory ± 10 %"
+    expected = "as planned: nothing differs by more than the range of the plan, time ± 8 %, memory ± 10 %"
     assert expected in text(verdict, steps)
     assert {Quantity.STEP_S, Quantity.PEAK, Quantity.STATES} <= {one.quantity for one in verdict.comparisons}
 

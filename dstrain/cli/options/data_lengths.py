@@ -21,7 +21,7 @@ from dstrain.facts.model.hub_config import tokenizer_file
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.data_source import weights_of
-from dstrain.job.file import looks_local, read_job
+from dstrain.job.file import is_local, read_job
 from dstrain.job.schema import Job
 from dstrain.paths import shown
 from dstrain.plan import run_time
@@ -191,8 +191,7 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
 
 def _without_tokenizer(job: Job, model: ModelFacts) -> TrainingData:
     """Returns what rows say without their lengths."""
-    is_folder = looks_local(model.source) or Path(model.source).exists()
-    download = "" if is_folder else f": hf download {model.source}"
+    download = "" if is_local(model.source) else f": hf download {model.source}"
     return TrainingData(
         has_media=any(media_in(source.path, reading_for(source, job)) for source in job.train_sources),
         unknown=f"the tokenizer of {model.source} is not here{download}",

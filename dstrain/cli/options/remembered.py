@@ -12,7 +12,7 @@ import click
 from dstrain.cli.options.typed import typed
 from dstrain.config.edits.lock import LOCK, Lock
 from dstrain.errors import InvalidConfig
-from dstrain.job.file import looks_local
+from dstrain.job.file import is_local, looks_local
 
 PATHS = ("model", "data", "eval_data", "hostfile", "template_dir")
 """Options that may name a file or a folder; the lock has them relative to the generated files."""
@@ -63,7 +63,7 @@ def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> Resolv
 
 def relative(name: str | None, folder: Path) -> str | None:
     """Returns a local path as files in `folder` must name it; a hub id stays as it is."""
-    if name is None or not (Path(name).exists() or looks_local(name)):
+    if name is None or not is_local(name):
         return name
     path, folder = Path(name).resolve(), folder.resolve()
     return str(path.relative_to(folder)) if path.is_relative_to(folder) else str(path)

@@ -15,7 +15,7 @@ from dstrain.plan.estimate_records import Estimate, Limit, Reason, Topic
 from dstrain.plan.labels import arithmetic, label, short_label
 from dstrain.plan.search.decide import Proposal, Survey
 from dstrain.plan.search.reasons import percent
-from dstrain.units import GIB, format_bytes, format_count
+from dstrain.units import GIB, counted, format_bytes, format_count
 
 UNKNOWN = "-"
 """The cell of an unknown figure."""
@@ -52,7 +52,7 @@ def subject_lines(workload: Workload) -> list[str]:
     model, cluster, gpu = workload.model, workload.cluster, workload.cluster.gpu
     origin = {Origin.GIVEN: "", Origin.MEASURED: ", found here", Origin.ASSUMED: ", assumed"}[cluster.gpu_origin]
     active = f", {format_count(model.num_active_params)} active" if model.moe else ""
-    nodes = f"{cluster.num_nodes} node{'s' if cluster.num_nodes > 1 else ''} of {cluster.gpus_per_node}"
+    nodes = f"{counted(cluster.num_nodes, 'node')} of {cluster.gpus_per_node}"
     return [
         f"model    {model.name}: {model.num_params:,} parameters{active}",
         f"cluster  {cluster.num_gpus} × {gpu.name} ({format_bytes(gpu.memory_bytes)}{origin}), {nodes}",

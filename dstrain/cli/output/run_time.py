@@ -99,14 +99,10 @@ def _time_lines(run: RunTime, cluster: Cluster) -> list[str]:
     if run.checkpoints:
         size, rate = format_bytes(run.checkpoint_bytes), CHECKPOINT_BYTES_PER_S / 1e9
         written = f"{format_seconds(run.checkpoint_s)} at {rate:g} GB/s of each node"
-        parts.append(f"{_times(run.checkpoints, 'checkpoint')} of {size} ({written})")
+        parts.append(f"{counted(run.checkpoints, 'checkpoint')} of {size} ({written})")
     if run.evaluations:
-        parts.append(f"{_times(run.evaluations, 'evaluation')} ({format_seconds(run.evaluation_s)})")
+        parts.append(f"{counted(run.evaluations, 'evaluation')} ({format_seconds(run.evaluation_s)})")
     if run.seconds >= _LONG_S:
         end = datetime.now().astimezone() + timedelta(seconds=run.seconds)
         lines.append(f"         started now, it ends on {end:%Y-%m-%d} at {end:%H:%M}")
     return [*lines, f"         of it {' and '.join(parts)}"] if parts else lines
-
-
-def _times(count: int, word: str) -> str:
-    return f"{count} {word}{'s' if count != 1 else ''}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -160,10 +159,8 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
 
 
 def _names(smi: Gpus, needs: Needs, notes: Notes) -> None:
-    counts = Counter(gpu.name for gpu in smi.gpus)
-    kinds = ", ".join(f"{count} × {name}" for name, count in counts.items())
-    what = f"{kinds}, driver {smi.driver} (CUDA up to {smi.cuda})"
-    if len(counts) > 1:
+    what = f"{smi.kinds}, driver {smi.driver} (CUDA up to {smi.cuda})"
+    if len({gpu.name for gpu in smi.gpus}) > 1:
         notes.warn(f"{what}: the slowest sets the pace", "export CUDA_VISIBLE_DEVICES=…  with GPUs of one kind")
     else:
         notes.ok(what)

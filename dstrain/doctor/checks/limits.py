@@ -30,7 +30,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
         return []
     ranks = needs.slots or max(1, len(facts.gpus.gpus) if facts.gpus else 1)
     fine = [*_shm(limits, ranks, needs, notes), *_files(limits, needs, notes)]
-    has_rdma = facts.network is not None and any(port.state == "ACTIVE" for port in facts.network.rdma)
+    has_rdma = facts.network is not None and bool(facts.network.active_ports)
     fine += _memlock(limits, needs, notes, has_rdma=has_rdma)
     if fine:
         notes.ok(", ".join(fine))

@@ -26,7 +26,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
         _rdma(net, chosen, needs, notes)
     elif not needs.is_quick:
         way = f"{_described(chosen)} leads to the internet" if chosen else "no interface has a route to the internet"
-        ports = _up(net)
+        ports = net.active_ports
         notes.ok(way + (f"; RDMA: {_ports(ports)}" if ports else "") + "; on one host no variable is needed")
     if needs.is_first:
         _port(net, needs, notes)
@@ -86,10 +86,6 @@ def _ways(net: Network, chosen: Interface | None, needs: Needs, notes: Notes) ->
     notes.warn(f"{what}, not through one real interface", f"ip route get OTHER_HOST; export {NCCL}==NAME")
 
 
-def _up(net: Network) -> list[RdmaPort]:
-    return [port for port in net.rdma if port.state == "ACTIVE"]
-
-
 def _ports(ports: Sequence[RdmaPort]) -> str:
     """Returns ports by kind, such as `mlx5_0-7, 400 Gb/s InfiniBand`."""
     kinds: dict[str, list[str]] = {}
@@ -99,7 +95,7 @@ def _ports(ports: Sequence[RdmaPort]) -> str:
 
 
 def _rdma(net: Network, chosen: Interface | None, needs: Needs, notes: Notes) -> None:
-    up = _up(net)
+    up = net.active_ports
     if needs.on_cpu:
         return
     if not up:

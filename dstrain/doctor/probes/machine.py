@@ -12,6 +12,7 @@ import psutil
 
 from dstrain.doctor.facts import Folder, Limits, Question, Space
 from dstrain.facts.probe import host_memory_bytes
+from dstrain.launch.prepare.preflight import existing
 
 _SHM = Path("/dev/shm")
 _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv", "/var/run/secrets/kubernetes.io")
@@ -48,8 +49,6 @@ def look_space(question: Question, environment: Mapping[str, str]) -> Space:
 
 def folder(path: Path) -> Folder:
     """Returns a folder, or its nearest parent that is there, with what is free."""
-    there = path.expanduser()
-    while not there.exists() and there != there.parent:
-        there = there.parent
+    there = existing(path.expanduser())
     free = shutil.disk_usage(there).free
     return Folder(path=str(path.expanduser()), free_bytes=free, is_writable=os.access(there, os.W_OK))

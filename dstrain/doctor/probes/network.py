@@ -44,7 +44,6 @@ def rdma_ports(root: Path) -> tuple[RdmaPort, ...]:
         ports.append(
             RdmaPort(
                 device=device.name,
-                port=int(port.name) if port.name.isdigit() else 0,
                 state=_read(port / "state").rpartition(":")[2].strip(),
                 gbits_per_s=float(rate[0]) if rate else 0.0,
                 link_layer=_read(port / "link_layer"),

@@ -23,8 +23,7 @@ def look(question: Question, environment: Mapping[str, str]) -> Toolchain:
     path = environment.get("PATH")
     # Source: torch 2.13 utils/cpp_extension.py: get_cxx_compiler
     compiler = shutil.which(environment.get("CXX", "c++").split()[0], path=path) or shutil.which("g++", path=path)
-    folder = extension_folder(environment)
-    locked = sorted(lock.parent.name for lock in folder.glob("*/lock"))
+    locked = sorted(lock.parent.name for lock in extension_folder(environment).glob("*/lock"))
     unbuilt = missing_ops(OPS, environment)
     return Toolchain(
         compiler=compiler,
@@ -34,7 +33,6 @@ def look(question: Question, environment: Mapping[str, str]) -> Toolchain:
         has_numactl=shutil.which("numactl", path=path) is not None,
         has_cuda_toolkit=nvcc_path(environment) is not None,
         installer=next((name for name in _INSTALLERS if shutil.which(name, path=path)), None),
-        folder=str(folder),
         built=tuple(op for op in OPS if op not in unbuilt),
         locks=tuple(unheld_locks(locked, environment)),
         architectures=environment.get("TORCH_CUDA_ARCH_LIST", ""),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 _START = "Traceback (most recent call last):"
@@ -63,15 +63,6 @@ def _blocks(lines: Sequence[str]) -> list[tuple[int, int]]:
 def _is_chained(between: Sequence[str]) -> bool:
     words = [line for line in between if line]
     return bool(words) and all(line.startswith(_CHAIN) for line in words)
-
-
-def first_traceback(rank_logs: Mapping[int, str], order: Iterable[int]) -> tuple[int, str] | None:
-    """Returns the first rank in `order` whose log ends with a traceback, and that traceback."""
-    for rank in order:
-        traceback = traceback_of(rank_logs.get(rank, ""))
-        if traceback is not None:
-            return rank, traceback
-    return None
 
 
 _LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|remote process exited")

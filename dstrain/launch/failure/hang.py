@@ -61,7 +61,8 @@ def hang_lines(hang: Hang, texts: Mapping[int, str], hosts: Hosts) -> tuple[list
     odd = min(places.values(), key=len)[0] if places else 0
     shown = slow[0] if slow and len(slow) < len(hang.steps) else odd
     if hang.start is not None:
-        shown = min(hang.start.phases, key=lambda rank: (_order(hang.start, rank), rank))
+        phases = hang.start.phases
+        shown = min(phases, key=lambda rank: (_order(phases[rank]), rank))
     said = stacks_of.get(shown) or texts.get(shown, "").strip().splitlines()[-_SHOWN_FRAMES:] or ["It wrote nothing."]
     lines += [f"rank {shown}:", *said[:_SHOWN_FRAMES], "The stacks of each rank are in its log."]
     return lines, shown
@@ -81,9 +82,8 @@ _WORDS: Mapping[Phase | None, str] = MappingProxyType(
 )
 
 
-def _order(start: Start | None, rank: int) -> int:
-    """Returns the progress of a rank: 0 if it has not reported."""
-    phase = start.phases[rank] if start is not None else None
+def _order(phase: Phase | None) -> int:
+    """Returns the progress of a rank by its last phase: 0 if it has not reported."""
     return list(_WORDS).index(phase) if phase in _WORDS else len(_WORDS)
 
 

@@ -18,7 +18,6 @@ from dstrain.launch.failure.first_failure import (
     Death,
     advice,
     failing_order,
-    first_traceback,
     is_consequence,
     traceback_of,
 )
@@ -179,11 +178,12 @@ def _is_traceback_first(rank: int, deaths: tuple[Death, ...]) -> bool:
 
 
 def _evidence(rank: int, outcome: Outcome, texts: Mapping[int, str]) -> list[str]:
-    traceback = first_traceback(texts, [rank])
+    text = texts.get(rank, "")
+    traceback = traceback_of(text)
     if traceback is not None:
-        lines = traceback[1].split("\n")
+        lines = traceback.split("\n")
         return lines if len(lines) <= _SHOWN_LINES else ["…", *lines[-_SHOWN_LINES:]]
-    return _last_lines(texts.get(rank, "")) or ["Its log is empty."]
+    return _last_lines(text) or ["Its log is empty."]
 
 
 def _last_lines(text: str) -> list[str]:

@@ -15,6 +15,7 @@ from dstrain.facts.this_machine import is_this_machine
 from dstrain.facts.this_machine import names as machine_names
 from dstrain.job.file import JobFile
 from dstrain.launch.prepare.job_context import hosts_of
+from dstrain.units import counted
 
 HOSTFILE = "DS805"
 """The rule about hostfiles."""
@@ -93,7 +94,7 @@ def of_hosts(hosts: Hosts, num_planned: int | None) -> list[Finding]:
         line, effect = hosts.placeholder_lines[0], "dstrain run refuses it"
         findings.append(_of_line(HOSTFILE, hosts, line, unnamed[0].text, effect, "write your nodes there"))
     elif num_planned is not None and hosts.num_slots != num_planned:
-        problem = f"{_counted(hosts.num_slots, 'slot')} in total, but the plan is for {_counted(num_planned, 'GPU')}"
+        problem = f"{counted(hosts.num_slots, 'slot')} in total, but the plan is for {counted(num_planned, 'GPU')}"
         effect = "the global batch changes with the number of ranks"
         fix = f"dstrain gen-config --gpus {hosts.num_slots} plans for these"
         findings.append(_of_line(SLOTS, hosts, 1, problem, effect, fix))
@@ -124,12 +125,3 @@ def _same_machines(hosts: Hosts) -> list[Finding]:
             finding = _of_line(HOSTFILE, hosts, host.line or order, problem, effect, "remove one of the two lines")
             findings.append(replace(finding, severity=Severity.ERROR))
     return findings
-
-
-def _counted(count: int, noun: str) -> str:
-    """Returns a number with its noun.
-
-    >>> _counted(1, "slot"), _counted(8, "GPU")
-    ('1 slot', '8 GPUs')
-    """
-    return f"{count} {noun}" + ("" if count == 1 else "s")

@@ -20,6 +20,7 @@ from dstrain.job.file import JobFile
 from dstrain.launch.prepare import hostfile_findings, job_checks
 from dstrain.launch.prepare.hostfile_findings import OUTSIDE
 from dstrain.launch.prepare.job_context import job_context, request_of, workload_of
+from dstrain.launch.prepare.preflight import existing
 from dstrain.paths import shown
 
 if TYPE_CHECKING:
@@ -56,37 +57,17 @@ def lint_job(
     Trainer reads a configuration that has a job or an "auto". Known faults are those of a `deepspeed`, by default of
     the installed one. Raises InvalidConfig if the configuration does not exist.
     """
-    if file is None:
-        return lint(JobContext(), path, is_trainers=is_trainers, ignored=ignored, fix=fix, deepspeed=deepspeed)
-    planned = planned_cluster(path.parent)
-    context = job_context(file, planned)
-    findings = hostfile_findings.findings(file, planned)
-    findings += job_checks.findings(file, context, opens_images=opens_images)
-    result = lint(context, path, is_trainers=is_trainers, ignored=ignored, fix=fix, deepspeed=deepspeed)
+    context, beside = JobContext(), list[Finding]()
+    if file is not None:
+        planned = planned_cluster(path.parent)
+        context = job_context(file, planned)
+        beside += hostfile_findings.findings(file, planned)
+        beside += job_checks.findings(file, context, opens_images=opens_images)
+    options: dict[str, Any] = {"is_trainers": is_trainers, "ignored": ignored, "fix": fix, "deepspeed": deepspeed}
+    result = lint_text(context, read_text(path), shown(str(path)), **options)
     if result.subject is None:
         return result
-    return replace(result, findings=[*result.findings, *(f for f in findings if f.rule not in ignored)])
-
-
-def lint(
-    context: JobContext,
-    path: Path,
-    *,
-    is_trainers: bool | None = None,
-    ignored: Sequence[str] = (),
-    fix: bool = False,
-    deepspeed: str | None = None,
-) -> LintResult:
-    """Lints a configuration as `lint_job` does, without the hostfile and the data of the job."""
-    return lint_text(
-        context,
-        read_text(path),
-        shown(str(path)),
-        is_trainers=is_trainers,
-        ignored=ignored,
-        fix=fix,
-        deepspeed=deepspeed,
-    )
+    return replace(result, findings=[*result.findings, *(f for f in beside if f.rule not in ignored)])
 
 
 def lint_text(
@@ -99,7 +80,10 @@ def lint_text(
     fix: bool = False,
     deepspeed: str | None = None,
 ) -> LintResult:
-    """Lints the text of a configuration as `lint` does; `name` is its name in messages."""
+    """Lints the text of a configuration as `lint_job` does, without the hostfile and the data of the job.
+
+    `name` is its name in messages.
+    """
     document, problems = engine.read(text, name)
     if document is None:
         return LintResult(subject=None, findings=problems, mended=[])
@@ -175,11 +159,8 @@ def _free_bytes(subject: Subject, name: str | None) -> int | None:
     """Returns the free bytes on the disk of a folder, which may not exist yet; None unless this machine trains."""
     if not isinstance(name, str) or subject.cluster is None or subject.cluster.gpu_origin != "measured":
         return None
-    folder = Path(name)
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
     try:
-        return shutil.disk_usage(folder).free
+        return shutil.disk_usage(existing(Path(name))).free
     except OSError:
         return None
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Hub, Method, Optimizer, SinkName, SwanLabMode
@@ -14,7 +13,7 @@ from dstrain.errors import EnvironmentProblem
 from dstrain.facts.model.kernel_packages import LIGER_RELEASES, kernel_packages
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.releases import is_in_range
-from dstrain.job.file import JobFile, looks_local
+from dstrain.job.file import JobFile, is_local
 from dstrain.job.schema import Job
 from dstrain.records import Keys
 
@@ -64,10 +63,6 @@ def _is_silent(job: Job, name: SinkName) -> bool:
     return name is SinkName.SWANLAB and job.monitor.mode is SwanLabMode.DISABLED
 
 
-def _is_on_modelscope(name: str) -> bool:
-    return not looks_local(name) and not Path(name).exists()
-
-
 _PACKAGES = (
     _Package(key=("method",), value="qlora", modules=("bitsandbytes",), name="bitsandbytes",
         install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.method is Method.QLORA),
@@ -82,7 +77,7 @@ _PACKAGES = (
     _Package(key=("hub",), value="modelscope", modules=("modelscope",), name="modelscope",
         install="pip install 'dstrain[modelscope]'",
         is_wanted=lambda job: job.hub is Hub.MODELSCOPE
-        and any(map(_is_on_modelscope, (job.model, *job.data_paths)))),
+        and not all(map(is_local, (job.model, *job.data_paths)))),
     _sink(SinkName.SWANLAB, "pip install 'swanlab>=0.10,<0.11'"),
     _sink(SinkName.TENSORBOARD, "pip install 'dstrain[tensorboard]'"),
     _sink(SinkName.WANDB, "pip install 'dstrain[wandb]'"),

@@ -21,11 +21,16 @@ def check(run_dir: RunDir, *, resume: str, needed_bytes: int) -> None:
 def check_dry(run_dir: RunDir, *, resume: str, needed_bytes: int) -> None:
     """Raises the errors of `check` that can be detected without creating the folder."""
     check_checkpoints(run_dir, resume=resume)
-    folder = run_dir.path
-    while not folder.exists():
-        folder = folder.parent
+    folder = existing(run_dir.path)
     check_writable(folder, name=run_dir.path)
     check_disk(folder, needed_bytes=needed_bytes)
+
+
+def existing(folder: Path) -> Path:
+    """Returns a folder, or its nearest parent that exists."""
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    return folder
 
 
 def check_checkpoints(run_dir: RunDir, *, resume: str) -> None:

@@ -36,7 +36,7 @@ class Batch:
     reservation: str | None = None
 
 
-def parse_time(text: str, what: str = "--time") -> int:
+def parse_time(text: str) -> int:
     """Returns seconds. Raises InvalidConfig for an invalid time, or one too short for a run to save before its end.
 
     >>> parse_time("1d12h"), parse_time("90m"), parse_time("04:00:00"), parse_time("2-00:00:00")
@@ -50,10 +50,10 @@ def parse_time(text: str, what: str = "--time") -> int:
     elif words:
         total_s = sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
     else:
-        raise InvalidConfig(f'{what} "{text}" is not a time', hint="Write 24h, 90m, 1d12h or 04:00:00.")
+        raise InvalidConfig(f'--time "{text}" is not a time', hint="Write 24h, 90m, 1d12h or 04:00:00.")
     if total_s < 2 * WARNING_S:
         raise InvalidConfig(
-            f"{what} {text}: a job is asked to save {WARNING_S} s before its end",
+            f"--time {text}: a job is asked to save {WARNING_S} s before its end",
             hint=f"Give it {4 * WARNING_S}s or more.",
         )
     return total_s
@@ -98,10 +98,8 @@ def logs(asked: ScriptContext) -> Path:
 
 def _values(asked: ScriptContext, batch: Batch, time: str, options: Mapping[str, str | None]) -> dict[str, Any]:
     cpus = batch.cpus or CPUS_PER_GPU * asked.gpus
-    return {
+    return asked.values | {
         "name": directive("--name", asked.name),
-        "nodes": asked.nodes,
-        "gpus": asked.gpus,
         "cpus": cpus,
         "slots": asked.nodes * cpus,
         "memory_mib": batch.memory_bytes // 2**20 if batch.memory_bytes else None,
@@ -110,13 +108,6 @@ def _values(asked: ScriptContext, batch: Batch, time: str, options: Mapping[str,
         "run_s": batch.time_s - WARNING_S,
         "directives": [(name, directive(_WORDS[name], value)) for name, value in options.items() if value is not None],
         "logs": directive_path("output_dir", logs(asked)),
-        "run_dir": str(asked.run_dir),
-        "job": str(asked.job),
-        "folder": str(asked.job.parent),
-        "python": asked.python,
-        "bin": str(Path(asked.python).parent),
-        "words": asked.words,
-        "secrets": asked.secrets,
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import datafile, sample_formats
-from dstrain.job.file import looks_local
+from dstrain.job.file import is_local
 from dstrain.job.schema import Job
 
 TRAINING, EVALUATION = "train", "eval"
@@ -49,7 +49,7 @@ def _data_set(name: str, entry: Mapping[str, Any], media: Mapping[str, str]) -> 
     """Returns an entry of dataset_info.json: a file by its path, or an id on the hub."""
     columns = {**entry.get("columns", {}), **media}
     return {
-        "file_name" if looks_local(name) or Path(name).exists() else "hf_hub_url": name,
+        "file_name" if is_local(name) else "hf_hub_url": name,
         **entry,
         **({"columns": columns} if columns else {}),
     }

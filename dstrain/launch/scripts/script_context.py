@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dstrain.config.edits.lock import planned_cluster
 from dstrain.errors import InvalidConfig
@@ -50,6 +51,21 @@ class ScriptContext:
     def words(self) -> list[str]:
         """The overrides as words of a command line."""
         return [word for override in self.overrides for word in ("--set", override)]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The values that every script takes under the same names."""
+        return {
+            "nodes": self.nodes,
+            "gpus": self.gpus,
+            "run_dir": str(self.run_dir),
+            "job": str(self.job),
+            "folder": str(self.job.parent),
+            "python": self.python,
+            "bin": str(Path(self.python).parent),
+            "words": self.words,
+            "secrets": self.secrets,
+        }
 
 
 def describe(

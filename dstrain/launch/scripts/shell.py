@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from dstrain.config.templates.templates import render_script
@@ -31,20 +30,11 @@ def _values(asked: ScriptContext, port: int | None) -> dict[str, Any]:
     master = asked.hosts[0].rpartition("@")[2] if asked.hosts else ""
     if asked.nodes == 1:
         master = "127.0.0.1"
-    return {
+    return asked.values | {
         "name": asked.name,
-        "nodes": asked.nodes,
-        "gpus": asked.gpus,
         "all_gpus": asked.nodes * asked.gpus,
         "master": master,
         "port": port or DEFAULT_PORT,
-        "run_dir": str(asked.run_dir),
-        "job": str(asked.job),
-        "folder": str(asked.job.parent),
-        "python": asked.python,
-        "bin": str(Path(asked.python).parent),
-        "words": asked.words,
-        "secrets": asked.secrets,
         "unset": RANK_NAMES,
         "exports": sorted(asked.exports.items()),
     }

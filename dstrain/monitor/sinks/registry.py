@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
-from dstrain.errors import DstrainError, InvalidConfig, did_you_mean
+from dstrain.errors import DstrainError, InvalidConfig, did_you_mean, type_and_line
 from dstrain.monitor.sinks import swanlab, tensorboard, wandb
 from dstrain.monitor.sinks.sink import End, Opener, Say, Setup, Sink, Table
 
@@ -48,8 +48,8 @@ class Guarded:
             act()
         except Exception as error:
             self._has_failed = True
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
-            self._say(f"{self.name}: {what} failed ({reason}); training continues without it, see metrics.jsonl")
+            why = f"{what} failed ({type_and_line(error)})"
+            self._say(f"{self.name}: {why}; training continues without it, see metrics.jsonl")
 
 
 def open_sinks(names: Sequence[str], setup: Setup, say: Say) -> list[Guarded]:
@@ -68,8 +68,8 @@ def open_sinks(names: Sequence[str], setup: Setup, say: Say) -> list[Guarded]:
         except DstrainError:
             raise
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
-            say(f"{name}: failed to start ({reason}); training continues without it, see metrics.jsonl")
+            why = f"failed to start ({type_and_line(error)})"
+            say(f"{name}: {why}; training continues without it, see metrics.jsonl")
             continue
         if sink is not None:
             say(sink.place)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import SwanLabMode
-from dstrain.errors import EnvironmentProblem
+from dstrain.errors import EnvironmentProblem, type_and_line
 from dstrain.monitor.mode import upload_command
 from dstrain.paths import write_atomic
 
@@ -113,13 +113,12 @@ def open_sink(setup: Setup, say: Callable[[str], None]) -> SwanlabSink | None:
             to_upload = _note_part(setup, part.name if mode is SwanLabMode.OFFLINE else None)
             return SwanlabSink(swanlab, mode=mode, folder=part, run_id=run_id, to_upload=to_upload)
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".split("\n")[0]
             rest = (
                 "continuing offline"
                 if mode is not SwanLabMode.OFFLINE
                 else "training continues without it, see metrics.jsonl"
             )
-            say(f"SwanLab: {mode} failed to start ({reason}); {rest}")
+            say(f"SwanLab: {mode} failed to start ({type_and_line(error)}); {rest}")
     return None
 
 

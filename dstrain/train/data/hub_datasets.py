@@ -8,7 +8,7 @@ from typing import Any
 import datasets  # type: ignore[import-untyped]
 
 from dstrain.choices import Hub
-from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.errors import EnvironmentProblem, InvalidConfig, first_line
 from dstrain.job.data_source import DataSource
 
 EVAL_SPLITS = ("validation", "valid", "dev", "eval", "test")
@@ -26,16 +26,16 @@ def from_hub(source: DataSource, hub: Hub, *, training: bool, streaming: bool = 
         splits = _from_modelscope(source, streaming) if hub is Hub.MODELSCOPE else _from_hugging_face(source, streaming)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise InvalidConfig(
-            f'data is "{data}", which is neither a file nor a data set on the hub: {_first_line(error)}',
+            f'data is "{data}", which is neither a file nor a data set on the hub: {first_line(error)}',
             hint="Check the name; for a gated data set, set HF_TOKEN.",
         ) from error
     except (ConnectionError, TimeoutError) as error:
         raise EnvironmentProblem(
-            f'the data set "{data}" cannot be loaded: {_first_line(error)}',
+            f'the data set "{data}" cannot be loaded: {first_line(error)}',
             hint="Use a local file, or set HF_ENDPOINT to a reachable mirror.",
         ) from error
     except ValueError as error:
-        raise InvalidConfig(f'the data set "{data}" cannot be loaded: {_first_line(error)}') from error
+        raise InvalidConfig(f'the data set "{data}" cannot be loaded: {first_line(error)}') from error
     split = source.split or _choose(data, list(splits), training=training)
     return f"{data} ({split})", splits[split]
 
@@ -83,7 +83,3 @@ def _from_modelscope(source: DataSource, streaming: bool) -> Mapping[str, Any]:
 
 def _plain(split: Any) -> Any:
     return split.to_hf_dataset() if hasattr(split, "to_hf_dataset") else split
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -47,10 +47,6 @@ class PreparedData:
     """Tokens of an epoch, without padding."""
     num_learned: int
     """Tokens with loss."""
-    num_truncated: int
-    """Samples longer than `seq_len`."""
-    num_dropped: int
-    """Samples without a token to learn, and with `on_long_sample: drop` those longer than `seq_len`."""
     notes: tuple[str, ...]
     """Lines for the log."""
     digest: str
@@ -71,7 +67,6 @@ class _Tokens:
     dataset: datasets.Dataset
     kept: Indices
     """Samples that are trained on."""
-    num_long: int
     notes: list[str]
     num_made: int
     folder: Path
@@ -113,8 +108,6 @@ def prepare(
         num_samples=len(lengths),
         num_tokens=int(lengths.sum(dtype=np.int64)),
         num_learned=num_learned,
-        num_truncated=sum(one.num_long for one in tokens),
-        num_dropped=sum(len(one.dataset) - len(one.kept) for one in tokens),
         notes=tuple(notes),
         digest=digest,
         media=_media(tokens, chosen),
@@ -168,7 +161,6 @@ def _tokens(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) 
         name=rows.name,
         dataset=dataset,
         kept=kept,
-        num_long=num_long,
         notes=[*notes, *remarks],
         num_made=said.num_made,
         folder=said.folder,

@@ -166,8 +166,6 @@ def _evaluation(job: Job, samples: Sequence[Encoded], digest: str) -> PreparedDa
         num_samples=len(samples),
         num_tokens=sum(lengths),
         num_learned=learned,
-        num_truncated=sum(sample.num_cut > 0 for sample in samples),
-        num_dropped=0,
         notes=(note,),
         digest=digest,
         media=frozenset(name for sample in samples for name in MEDIA if getattr(sample, name)),

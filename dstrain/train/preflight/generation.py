@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, type_and_line
 from dstrain.train.generate import SamplesCallback
 from dstrain.train.loss_trials import trial
 from dstrain.train.preflight.found import Found
@@ -42,7 +42,7 @@ def try_generation(trainer: Trainer, samples: SamplesCallback, group: Any) -> Fo
         raise
     except Exception as caught:  # generation is code of the model's family
         error = caught
-    reasons = of_all_ranks(None if error is None else f"{type(error).__name__}: {error}".split("\n")[0], group)
+    reasons = of_all_ranks(None if error is None else type_and_line(error), group)
     if (reason := next((reason for reason in reasons if reason), None)) is not None:
         problem = f"samples: the model cannot generate: {reason}"
         return Found(passed=False, text=problem, ends=InvalidConfig(problem, hint="Remove samples from the job."))

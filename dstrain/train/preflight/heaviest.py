@@ -11,7 +11,7 @@ import numpy as np
 from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]
 
 from dstrain.train.data.packing import PackedRows
-from dstrain.train.tasks.samples import Samples
+from dstrain.train.tasks.samples import Samples, column
 
 
 def heaviest(data: Any, count: int, among: Sequence[int] | None = None) -> list[int]:
@@ -30,18 +30,13 @@ def heaviest(data: Any, count: int, among: Sequence[int] | None = None) -> list[
 def _sizes(data: Any) -> tuple[Any, Any]:
     """Returns the tokens of each row, and the sum of length² over its samples: (rows,) each."""
     if isinstance(data, PackedRows):
-        lengths = _column(data.samples, "length")
+        lengths = column(data.samples, "length")
         return data.rows.sums(lengths), data.rows.sums(lengths**2)
     if isinstance(data, Samples):
         lengths = data.lengths()  # each sequence is a row of its own
         return lengths.max(axis=1), (lengths**2).sum(axis=1)
-    lengths = _column(data, "length")
+    lengths = column(data, "length")
     return lengths, lengths**2
-
-
-def _column(dataset: Any, name: str) -> Any:
-    values: Any = np.asarray(dataset.with_format("numpy")[name][:])
-    return (np.stack(values) if values.dtype == object else values).astype(np.int64)
 
 
 def drawn(batches: Any, count: int) -> list[int]:

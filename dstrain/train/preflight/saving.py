@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dstrain.choices import Interval
 from dstrain.errors import EnvironmentProblem
 from dstrain.job.schema import Job
 from dstrain.paths import flush
+from dstrain.train.measure_states import numel
 from dstrain.train.preflight.found import Found
 from dstrain.train.preflight.passes import can_discard
 from dstrain.train.rank import of_all_ranks
@@ -147,14 +146,10 @@ def _num_saves(trainer: Trainer) -> int:
 def _size(trainer: Trainer) -> int:
     """Returns the bytes of a checkpoint without a plan: at most 4 for each parameter that is saved, and 14 for one that
     trains: its master copy, two states, and the weight in DeepSpeed's files. The base of an adapter is not saved."""
-    every = [(_numel(each), each.requires_grad) for each in trainer.model_wrapped.parameters()]
+    every = [(numel(each), each.requires_grad) for each in trainer.model_wrapped.parameters()]
     trained = sum(count for count, is_trained in every if is_trained)
     saved = trained if trainer._is_adapter() else sum(count for count, _ in every)
     return 4 * saved + (0 if trainer._job.save_only_model else 14 * trained)
-
-
-def _numel(parameter: torch.Tensor) -> int:
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dstrain.choices import LossOn
+from dstrain.errors import type_and_line
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.train.data.packing import row_of
@@ -112,7 +113,7 @@ def _pairs(trainer: Trainer) -> list[Pair] | str:
         chats = list(islice(_conversations(job), MOST_CONVERSATIONS))
         both = [_encoded(tokenizer, chats, job) for tokenizer in (trainer.processing_class, own)]
     except Exception as error:  # a template is a program of the model's author, and a hub may not answer
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return type_and_line(error)
     pairs = [(both[0][where], both[1][where]) for where in both[0] if where in both[1]]
     return [] if all(ours == theirs for ours, theirs in pairs) else pairs
 

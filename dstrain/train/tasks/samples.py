@@ -39,8 +39,7 @@ class Samples:
 
     def lengths(self) -> Any:
         """Returns the tokens of each sequence up to the end of its answer, with which it ends: (samples, sequences)."""
-        values = np.asarray(self.dataset.with_format("numpy")["ends"][:])
-        return (np.stack(list(values)) if values.dtype == object else values).astype(np.int64)
+        return column(self.dataset, "ends")
 
     def shown(self, index: int) -> list[dict[str, Any]]:
         """Returns the sequences of a sample that the log shows."""
@@ -52,6 +51,12 @@ class Samples:
             sequence_of(ids, start, end)
             for ids, start, end in zip(row["input_ids"], row["starts"], row["ends"], strict=True)
         ]
+
+
+def column(dataset: Any, name: str) -> Any:
+    """Returns the numbers of a column of a `datasets.Dataset`, int64; lists of one length become rows."""
+    values: Any = np.asarray(dataset.with_format("numpy")[name][:])
+    return (np.stack(list(values)) if values.dtype == object else values).astype(np.int64)
 
 
 def sequence_of(ids: Sequence[int], start: int, end: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.initialization import no_init_weights
 
 from dstrain.choices import Attention, LossKernel, Method, Precision
-from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.errors import DstrainError, InvalidConfig, first_line
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.train import scoring
 from dstrain.train.adapters import with_adapter
@@ -135,9 +135,3 @@ def _recompute(model: Any, question: Question) -> None:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
     except ValueError as error:
         raise InvalidConfig(f"Transformers cannot recompute this model: {first_line(error)}") from error
-
-
-def first_line(error: BaseException) -> str:
-    """Returns the first line of an error that is not blank, or its type if it has no message."""
-    lines = [line.strip() for line in str(error).split("\n") if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -11,7 +11,7 @@ from dstrain.errors import RunFailed
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.launch.again import words_of
 from dstrain.launch.failure.exit_codes import decode, signal_of
-from dstrain.launch.failure.first_failure import Death, advice, failing_order, first_traceback, traceback_of
+from dstrain.launch.failure.first_failure import Death, advice, failing_order, traceback_of
 from dstrain.launch.failure.outcome import Lost, Outcome
 from dstrain.launch.failure.report import explain
 from dstrain.rundir import COMPLETE, RunDir
@@ -50,10 +50,6 @@ def test_the_cause_comes_along_and_a_later_unrelated_traceback_does_not() -> Non
 
 def test_a_traceback_that_the_program_survived_is_not_it() -> None:
     assert traceback_of(TRACEBACK + "\n" + "\nstep" * 50) is None
-
-
-def test_the_first_rank_in_order_that_has_a_traceback_is_taken() -> None:
-    assert first_traceback({0: "fine", 1: TRACEBACK, 2: "x\n" + TRACEBACK}, [0, 2, 1]) == (2, TRACEBACK)
 
 
 def test_a_written_traceback_counts_from_when_it_was_written() -> None:

@@ -64,13 +64,13 @@ def test_both_sides_are_cut_at_their_end(tmp_path: Path, tokenizer: Any) -> None
     assert [len(side["input_ids"]) for side in cut["sequences"]] == [before + 2] * 2
     assert [len(learned(side)) for side in cut["sequences"]] == [2, 2]
     assert cut["sequences"][0]["input_ids"][:before] == cut["sequences"][1]["input_ids"][:before]
-    assert data.num_truncated == 1
+    assert data.notes[1].endswith(f"longer than seq_len {before + 2} and truncated: 1 sample (100.0%)")
 
 
 def test_pairs_without_anything_to_learn_are_dropped_and_said(tmp_path: Path, tokenizer: Any) -> None:
     rows = [PAIR, PAIR | {"rejected": PAIR["chosen"]}, PAIR | {"rejected": ""}, PAIR | {"prompt": "Why? " * 200}]
     data = prepared(tmp_path, tokenizer, *rows, seq_len=128)
-    assert (len(data.dataset), data.num_dropped) == (2, 2)
+    assert len(data.dataset) == 2
     said = "\n".join(data.notes)
     assert "1 pair has equal answers, of which nothing can be learned" in said
     assert "1 answer of a pair is empty" in said
