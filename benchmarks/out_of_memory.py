@@ -32,12 +32,12 @@ if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file
 
 from dstrain.choices import LossKernel, Method, Precision
-from dstrain.config.remedy import Remedy
+from dstrain.config.remedy import changes_in
 from dstrain.facts.cluster.gpus import gpu
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run.out_of_memory import diagnose
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
-from dstrain.oom import OutOfMemory, Phase
+from dstrain.oom import OutOfMemory, Phase, ProposedChange
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import USABLE_GPU_RATIO, assess
 from dstrain.plan.labels import label
@@ -224,16 +224,18 @@ def tried(space: Space, number: int, *, verbose: bool = False) -> Result:
     if diagnosis.remedies and record.phase is not Phase.EVALUATION:
         result = replace(result, is_cheapest=is_cheapest(prepared, diagnosis.remedies[0].step_ratio, record))
     for place, remedy in enumerate(diagnosis.remedies, 1):
-        if not any("offload" in str(change.pointer[-1]) for change in remedy.changes):
-            result = replace(result, change=remedy.words, place=place)
+        if not any("offload" in key.rpartition(".")[2] for key in remedy.ds_config):
+            result = replace(result, change=remedy.change, place=place)
             result = repeated(space, case, folder, remedy, result, verbose=verbose)
             break
     return replace(result, seconds=round(time.monotonic() - began, 1))
 
 
-def repeated(space: Space, case: Case, folder: Path, remedy: Remedy, result: Result, *, verbose: bool) -> Result:
+def repeated(
+    space: Space, case: Case, folder: Path, remedy: ProposedChange, result: Result, *, verbose: bool
+) -> Result:
     """Runs a case again with a change."""
-    again = write_run(folder, *overrides_of(space, case), *remedy.overrides, changes=remedy.changes)
+    again = write_run(folder, *overrides_of(space, case), *remedy.set, changes=changes_in(remedy))
     fits = trained(space, again, result.limit_bytes)
     if verbose and not fits:
         print((again.run_dir.path / "log.0").read_text()[-2000:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -153,25 +153,30 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposedChange:
-    """A change that fits."""
+    """A change that fits, as it is typed."""
 
     change: str
     """The change in words."""
     set: tuple[str, ...]
     """For `--set`: `key=value` of the job."""
-    ds_config: Mapping[str, Any]
+    ds_config: Mapping[str, Any] = field(default_factory=dict)
     """Dotted keys of ds_config.json with their values."""
-    device_bytes_per_gpu: int | None
+    device_bytes_per_gpu: int | None = None
     """Predicted memory of a GPU, the measured excess included; None if it was not planned."""
-    step_ratio: float | None
+    step_ratio: float | None = None
     """How much longer a step takes, as a share; None if that is unknown."""
-    keeps_batch: bool
+    keeps_batch: bool = True
     """Whether a step has the same tokens as before."""
 
     @property
     def keys(self) -> str:
         """The keys of ds_config.json with their values; empty if none changes."""
         return ", ".join(f"{key}: {json.dumps(value)}" for key, value in self.ds_config.items())
+
+    @property
+    def settings(self) -> str:
+        """The keys of job and ds_config.json that change, with their values."""
+        return ", ".join([*self.set, *([self.keys] if self.ds_config else [])])
 
     def typed(self, *, resumes: bool, command: str = "dstrain run") -> str:
         """Returns what to type, to go on from the newest checkpoint if there is one; `command` starts the run."""

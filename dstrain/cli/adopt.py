@@ -11,10 +11,11 @@ import click
 from dstrain import __version__
 from dstrain.cli.console import answer_json, say
 from dstrain.config.edits import edit
-from dstrain.config.edits.lock import GENERATED, LOCK, Lock, installed, read_lock, standing, write_files
+from dstrain.config.edits.lock import GENERATED, LOCK, Lock, read_lock, standing, write_files
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import lines
 from dstrain.errors import InvalidConfig
+from dstrain.facts.releases import installed
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.lint_job import lint_job, refused
 from dstrain.paths import alone
@@ -85,7 +86,7 @@ def _lock(before: Lock | None, files: dict[str, str]) -> Lock:
     """Returns the lock with the files added to its base."""
     if before is not None:
         return replace(before, base={**before.base, **files}, adopted=(*before.adopted, *files))
-    return Lock(dstrain=__version__, deepspeed=installed("deepspeed"), base=files, adopted=tuple(files))
+    return Lock(dstrain=__version__, deepspeed=installed("deepspeed") or "none", base=files, adopted=tuple(files))
 
 
 def _tell(folder: Path, names: list[str], *, dry_run: bool) -> None:

@@ -10,10 +10,11 @@ from dstrain.cli.options import remembered
 from dstrain.cli.options.question import PlanInputs
 from dstrain.cli.options.remembered import ResolvedOptions
 from dstrain.config.edits import edit
-from dstrain.config.edits.lock import Lock, installed
+from dstrain.config.edits.lock import Lock
 from dstrain.config.templates.files import generated
 from dstrain.config.templates.templates import template_hash
 from dstrain.config.templates.values import template_of
+from dstrain.facts.releases import installed
 from dstrain.job.task_limits import PARTS
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.request import Request
@@ -37,7 +38,7 @@ def lock_of(asked: ResolvedOptions, facts: PlanInputs, plan: Plan, out: Path, be
         del files["hostfile"]  # it is the user's own, comments and all
     return Lock(
         dstrain=__version__,
-        deepspeed=installed("deepspeed"),
+        deepspeed=installed("deepspeed") or "none",
         template=template,
         template_sha256=template_hash(template, override=template_dir),
         inputs=asked.inputs,

@@ -96,9 +96,9 @@ class _Parser:
         self.repeated: list[Repeated] = []
         self.extras: dict[str, int] = {"a BOM": 0} if text.startswith("\ufeff") else {}
 
-    def fail(self, problem: str, at: int | None = None) -> SyntaxProblem:
+    def fail(self, problem: str) -> SyntaxProblem:
         hint = merge_hint(self.text) if self.text.strip() else "Write {} for no settings, or remove the empty file."
-        return SyntaxProblem(problem, place=place_of(self.text, self.at if at is None else at, self.name), hint=hint)
+        return SyntaxProblem(problem, place=place_of(self.text, self.at, self.name), hint=hint)
 
     def skip(self) -> str:
         """Skips white space and comments; returns the next character, or "" at the end."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from dstrain.choices import Offload
-from dstrain.config.document import REMOVED, Change, dotted, lookup
+from dstrain.config.document import REMOVED, Change, lookup
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.oom import ProposedChange
 from dstrain.plan.configuration import Configuration, flat
@@ -21,50 +21,6 @@ _BATCH_KEYS = {"micro_batch": "train_micro_batch_size_per_gpu", "grad_accum": "g
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Remedy:
-    """A change that fits, as it is typed."""
-
-    words: str
-    """The change in words."""
-    overrides: tuple[str, ...]
-    """For `--set`: `key=value` of the job."""
-    changes: tuple[Change, ...] = ()
-    """Keys of ds_config.json."""
-    device_bytes_per_gpu: int | None = None
-    """Predicted memory of a GPU, the measured excess included; None if it was not planned."""
-    step_ratio: float | None = None
-    """How much longer a step takes, as a share; None if that is unknown."""
-    keeps_batch: bool = True
-    """Whether a step has the same tokens as before."""
-
-    @property
-    def price(self) -> str:
-        """What it costs, in words."""
-        return self.proposed.price
-
-    def typed(self, *, resumes: bool, command: str = "dstrain run") -> str:
-        """Returns what to type, to go on from the newest checkpoint if there is one."""
-        return self.proposed.typed(resumes=resumes, command=command)
-
-    @property
-    def settings(self) -> str:
-        """The keys of job and ds_config.json that change, with their values."""
-        return ", ".join([*self.overrides, *([self.proposed.keys] if self.changes else [])])
-
-    @property
-    def proposed(self) -> ProposedChange:
-        """The change as it is recorded."""
-        return ProposedChange(
-            change=self.words,
-            set=self.overrides,
-            ds_config={dotted(change.pointer): change.value for change in self.changes},
-            device_bytes_per_gpu=self.device_bytes_per_gpu,
-            step_ratio=None if self.step_ratio is None else round(self.step_ratio, 4),
-            keeps_batch=self.keeps_batch,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptation:
     """What a run overrides since it ran out of memory; files stay as they are."""
 
@@ -73,16 +29,21 @@ class Adaptation:
     changes: tuple[Change, ...] = ()
     """Keys of the DeepSpeed configuration."""
 
-    def also(self, further: Remedy) -> Adaptation:
+    def also(self, further: ProposedChange) -> Adaptation:
         """Returns it with a further change."""
-        return Adaptation(overrides=self.overrides + further.overrides, changes=self.changes + further.changes)
+        return Adaptation(overrides=self.overrides + further.set, changes=self.changes + changes_in(further))
 
 
 UNADAPTED = Adaptation()
 """No override."""
 
 
-def remedy(fix: Fix, current: Configuration, ds_config: Mapping[str, Any], *, moe_block: str | None) -> Remedy:
+def changes_in(proposed: ProposedChange) -> tuple[Change, ...]:
+    """Returns the keys of ds_config.json that a proposal changes."""
+    return tuple(Change(pointer=tuple(key.split(".")), value=value) for key, value in proposed.ds_config.items())
+
+
+def remedy(fix: Fix, current: Configuration, ds_config: Mapping[str, Any], *, moe_block: str | None) -> ProposedChange:
     """Returns what to type for a fix, given the configuration as its user wrote it.
 
     `moe_block` is the class of the model's MoE blocks, which ZeRO-3 gathers whole.
@@ -94,17 +55,16 @@ def remedy(fix: Fix, current: Configuration, ds_config: Mapping[str, Any], *, mo
         keys.append("grad_accum")
     if "grad_ckpt_every_n_layers" in keys and "grad_ckpt" in keys and values["grad_ckpt_every_n_layers"] == 1:
         keys.remove("grad_ckpt_every_n_layers")
-    literals = [
-        Change(pointer=(key,), value=values[name])
-        for name, key in _BATCH_KEYS.items()
-        if name in keys and isinstance(ds_config.get(key), int)
-    ]
-    return Remedy(
-        words=", ".join(_words(fix, after)),
-        overrides=tuple(f"{name}={_text(values[name])}" for name in sorted(keys, key=list(values).index)),
-        changes=(*literals, *_zero_changes(fix, current, after, ds_config, moe_block)),
+    literals = {
+        key: values[name] for name, key in _BATCH_KEYS.items() if name in keys and isinstance(ds_config.get(key), int)
+    }
+    zero = _zero_values(fix, current, after, ds_config, moe_block)
+    return ProposedChange(
+        change=", ".join(_words(fix, after)),
+        set=tuple(f"{name}={_text(values[name])}" for name in sorted(keys, key=list(values).index)),
+        ds_config=literals | {f"zero_optimization.{key}": value for key, value in zero.items()},
         device_bytes_per_gpu=fix.estimate.memory.device_bytes_per_gpu,
-        step_ratio=fix.step_ratio,
+        step_ratio=None if fix.step_ratio is None else round(fix.step_ratio, 4),
         keeps_batch=fix.keeps_batch,
     )
 
@@ -129,10 +89,10 @@ def _words(fix: Fix, after: Configuration) -> Iterator[str]:
         yield f"{after.batch.seq_len} tokens"
 
 
-def _zero_changes(
+def _zero_values(
     fix: Fix, current: Configuration, after: Configuration, ds_config: Mapping[str, Any], moe_block: str | None
-) -> Sequence[Change]:
-    """Returns the keys of `zero_optimization`, with defaults that depend on the stage as they were."""
+) -> dict[str, Any]:
+    """Returns the changed keys of `zero_optimization`, with defaults that depend on the stage as they were."""
     values: dict[str, Any] = {}
     if "zero_stage" in fix.levers:
         values["stage"] = after.zero.stage
@@ -146,4 +106,4 @@ def _zero_changes(
         values["offload_optimizer"] = device
         if after.zero.offload is Offload.PARAMS:
             values["offload_param"] = device
-    return [Change(pointer=("zero_optimization", key), value=value) for key, value in values.items()]
+    return values

@@ -7,7 +7,6 @@ import platform
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from dstrain.choices import Attention
 from dstrain.facts import probe
 from dstrain.facts.cluster.gpus import Gpu, from_nvml
 from dstrain.facts.deepspeed_ops import torch_build
-from dstrain.facts.releases import is_in_range, release
+from dstrain.facts.releases import installed, is_in_range, release
 
 LOADER, LOADER_RANGE = "kernels", ">=0.18.2,<0.19"
 """The package that loads kernels of the hub. Source: Transformers 5.23 utils/import_utils.py: KERNELS_MIN_VERSION."""
@@ -122,21 +121,14 @@ def here(capabilities: Collection[tuple[int, int]], environment: Mapping[str, st
 
 def _package(kernel: Kernel) -> str | None:
     """Returns the release of a kernel's package, if Transformers takes it; 2 and 4 share a module."""
-    version = _installed(kernel.distribution)
+    version = installed(kernel.distribution)
     is_usable = version is not None and is_in_range(version, kernel.spec) and find_spec(kernel.module) is not None
     return version if is_usable else None
 
 
 def _has_loader() -> bool:
-    version = _installed(LOADER)
+    version = installed(LOADER)
     return version is not None and is_in_range(version, LOADER_RANGE)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _is_offline(environment: Mapping[str, str]) -> bool:
@@ -146,7 +138,7 @@ def _is_offline(environment: Mapping[str, str]) -> bool:
 
 def repo_version(kernel: Kernel) -> int:
     """Returns the version of a kernel's repository that Transformers asks for with the installed PyTorch."""
-    is_new = release(_installed("torch") or "0") >= (2, 10)
+    is_new = release(installed("torch") or "0") >= (2, 10)
     return kernel.version + 1 if is_new and kernel.attn is Attention.FLASH_ATTENTION_2 else kernel.version
 
 
@@ -191,7 +183,7 @@ def _fits(build: str) -> bool:
     match, cuda = _BUILD.fullmatch(build), torch_build("cuda")
     if match is None or cuda is None or match["cpu"] != platform.machine():
         return False
-    torch, built = release(_installed("torch") or "0")[:2], (int(match["torch"][0]), int(match["torch"][1:]))
+    torch, built = release(installed("torch") or "0")[:2], (int(match["torch"][0]), int(match["torch"][1:]))
     here_cuda, built_cuda = release(cuda)[:2], (int(match["cuda"][:-1]), int(match["cuda"][-1]))
     is_of_torch = built <= torch if match["stable"] else built == torch
     return is_of_torch and built_cuda[0] == here_cuda[0] and built_cuda[1] <= here_cuda[1]

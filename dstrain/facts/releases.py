@@ -1,16 +1,25 @@
-"""Compares releases of packages with ranges of them."""
+"""The releases of installed packages, and ranges of releases."""
 
 from __future__ import annotations
 
 import operator
 import re
 from collections.abc import Callable, Mapping
+from importlib import metadata
 from types import MappingProxyType
 from typing import Any
 
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = MappingProxyType(
     {">=": operator.ge, "<=": operator.le, "<": operator.lt, ">": operator.gt, "==": operator.eq, "!=": operator.ne}
 )
+
+
+def installed(package: str) -> str | None:
+    """Returns the version of a package in this environment; None if it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def release(version: str) -> tuple[int, ...]:

@@ -7,12 +7,12 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from importlib import metadata
 
 import psutil
 
 import dstrain
 from dstrain.errors import EnvironmentProblem
+from dstrain.facts.releases import installed
 
 LOCAL = "localhost"
 """The host in the hostfile of a local run."""
@@ -24,14 +24,9 @@ SAME_PACKAGES = ("torch", "deepspeed", "transformers", "dstrain")
 
 def versions(also: Collection[str] = ()) -> dict[str, str | None]:
     """Returns the versions of Python, of `SAME_PACKAGES` and of others; None for packages that are not installed."""
-    installed: dict[str, str | None] = {"Python": platform.python_version()}
-    for name in (*SAME_PACKAGES, *also):
-        try:
-            installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            installed[name] = None
-    installed["dstrain"] = dstrain.__version__  # a checkout has no metadata
-    return installed
+    packages = {name: installed(name) for name in (*SAME_PACKAGES, *also)}
+    # a checkout has no metadata
+    return {"Python": platform.python_version(), **packages, "dstrain": dstrain.__version__}
 
 
 def usual_versions(machines: Sequence[Mapping[str, str | None]]) -> dict[str, str | None]:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from dstrain.config.remedy import Remedy, remedy
+from dstrain.config.remedy import remedy
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
@@ -213,7 +213,11 @@ def less_memory(run: Judged, estimate: Estimate) -> tuple[Advice | None, str]:
     with suppress(DstrainError):
         for fix in fixes(workload, estimate, short, stages=stages):
             block = run.model.moe.block_class if run.model.moe is not None and run.job.ep == 1 else None
-            return _advice(remedy(fix, estimate.configuration, run.ds_config, moe_block=block), tight), ""
+            change = remedy(fix, estimate.configuration, run.ds_config, moe_block=block)
+            gain = f"{', '.join(part for part in (change.change, change.price) if part)} ({tight} now)"
+            needed = change.device_bytes_per_gpu
+            advice = Advice(setting=change.settings, gain=gain, step_ratio=fix.step_ratio, device_bytes_per_gpu=needed)
+            return advice, ""
     return None, tight
 
 
@@ -235,12 +239,3 @@ def _shortage(windows: Sequence[Line], workload: Workload, estimate: Estimate) -
 def _most(windows: Sequence[Line], name: str) -> int | None:
     values = [value for window in windows for value in window.get(name) or () if isinstance(value, int | float)]
     return round(max(values)) if values else None
-
-
-def _advice(change: Remedy, why: str) -> Advice:
-    return Advice(
-        setting=change.settings,
-        gain=f"{', '.join(part for part in (change.words, change.price) if part)} ({why} now)",
-        step_ratio=change.step_ratio,
-        device_bytes_per_gpu=change.device_bytes_per_gpu,
-    )

@@ -9,11 +9,11 @@ import pytest
 
 from dstrain.config.edits import edit_json
 from dstrain.config.jsonc import read
-from dstrain.config.remedy import Remedy, remedy
+from dstrain.config.remedy import changes_in, remedy
 from dstrain.facts.workload import Workload
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.job_context import request_of
-from dstrain.oom import Phase
+from dstrain.oom import Phase, ProposedChange
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import assess, effective
 from dstrain.plan.memory.peak import Detail
@@ -59,22 +59,16 @@ def test_a_change_as_it_is_typed_is_the_one_that_was_planned(tmp_path: Path, dra
         estimate = assess(workload, planned, detail=Detail.QUICK)
         fix = Fix(estimate=estimate, levers=levers(current, candidate), step_ratio=None)
         typed = remedy(fix, current, read(text, NAME).value, moe_block=None)
-        changed = edit_json.apply(text, NAME, typed.changes)
-        assert configuration(tmp_path, changed, workload, *typed.overrides) == planned
+        changed = edit_json.apply(text, NAME, changes_in(typed))
+        assert configuration(tmp_path, changed, workload, *typed.set) == planned
         is_literal = read(changed, NAME).value["train_micro_batch_size_per_gpu"]
         assert is_literal == planned.batch.micro_batch
 
 
 def test_a_job_is_typed_and_keys_of_ds_config_are_named() -> None:
-    job_alone = Remedy(words="", overrides=("micro_batch=2", "grad_accum=4"), step_ratio=0.031)
+    job_alone = ProposedChange(change="", set=("micro_batch=2", "grad_accum=4"), step_ratio=0.031)
     assert job_alone.typed(resumes=True) == "dstrain run --set micro_batch=2 --set grad_accum=4 --set resume=auto"
     assert job_alone.price == "a step takes 3 % longer"
-    both = Remedy(words="", overrides=(), changes=edit("zero_optimization", "stage"), keeps_batch=False)
+    both = ProposedChange(change="", set=(), ds_config={"zero_optimization.stage": 3}, keeps_batch=False)
     assert both.typed(resumes=False) == f"in {NAME} zero_optimization.stage: 3; then dstrain run"
     assert both.price == "samples are cut"
-
-
-def edit(*pointer: str) -> tuple[Any, ...]:
-    from dstrain.config.document import Change
-
-    return (Change(pointer=pointer, value=3),)

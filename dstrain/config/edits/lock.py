@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +175,3 @@ def write_files(
         if path.name not in named:
             path.unlink()
     return [name for name in (*files, *named) if folder / name in changed]
-
-
-def installed(package: str) -> str:
-    """Returns the version of an installed package, or `none`."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"

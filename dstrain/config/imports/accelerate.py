@@ -96,19 +96,6 @@ def _stage(value: Any, source: Source) -> Any:
     return int(convert.number(value, source))
 
 
-def _number(value: Any, source: Source) -> Any:
-    """Returns a value of `deepspeed_config` that accelerate writes as `auto` or a number."""
-    return ABSENT if value == "auto" else convert.number(value, source)
-
-
-def _cpu(value: Any, source: Source) -> Any:
-    return "cpu" if convert.flag(value, source) else ABSENT
-
-
-def _hostfile(value: Any, source: Source) -> str:
-    return str(source.find(str(value)))
-
-
 _FSDP = "ZeRO takes the place of FSDP"
 _NODES = "`dstrain run` starts the ranks over ssh or the scheduler's hosts; see the hostfile"
 
@@ -117,15 +104,19 @@ ROWS = table(
     to("mixed_precision", "precision", _precision),
     to("num_processes", "machines.gpus", convert.count),
     to("num_machines", "machines.nodes", convert.count),
-    to("use_cpu", "machines.gpu", _cpu),
+    to("use_cpu", "machines.gpu", convert.always("cpu")),
     to("gradient_accumulation_steps", "grad_accum", convert.count),
     to("deepspeed_config.deepspeed_config_file", "plan.ds_config", _of("DEEPSPEED", ds_config)),
     to("deepspeed_config.zero_stage", "plan.zero_stage", _of("DEEPSPEED", _stage)),
     to("deepspeed_config.offload_optimizer_device", "plan.offload", _of("DEEPSPEED", offload)),
     to("deepspeed_config.offload_param_device", "plan.offload", _of("DEEPSPEED", offload_params)),
-    to("deepspeed_config.gradient_accumulation_steps", "grad_accum", _of("DEEPSPEED", _number)),
-    to("deepspeed_config.gradient_clipping", "max_grad_norm", _of("DEEPSPEED", _number)),
-    to("deepspeed_config.deepspeed_hostfile", "machines.hostfile", _hostfile),
+    to(
+        "deepspeed_config.gradient_accumulation_steps",
+        "grad_accum",
+        _of("DEEPSPEED", convert.number_unless_auto),
+    ),
+    to("deepspeed_config.gradient_clipping", "max_grad_norm", _of("DEEPSPEED", convert.number_unless_auto)),
+    to("deepspeed_config.deepspeed_hostfile", "machines.hostfile", convert.file),
     to("fsdp_config.fsdp_sharding_strategy", "plan.zero_stage", _of("FSDP", sharding)),
     to("fsdp_config.fsdp_reshard_after_forward", "plan.zero_stage", _of("FSDP", sharding)),
     to("fsdp_config.fsdp_offload_params", "", _fsdp_offload),

@@ -17,7 +17,6 @@ version offload_params auto_wrap_policy transformer_layer_cls_to_wrap state_dict
 cpu_ram_efficient_loading sync_module_states limit_all_gathers use_orig_params activation_checkpointing
 backward_prefetch mixed_precision_policy
 """
-_MODES = {"cloud": "online", "local": "local", "offline": "offline", "disabled": "disabled"}
 _ONE = (False, None, 1, "")
 
 ROWS = table(
@@ -34,15 +33,15 @@ ROWS = table(
     to("lora_alpha", "lora.alpha", convert.count),
     to("lora_dropout", "lora.dropout", convert.number, default=0.0),
     to("lora_target_modules", "lora.targets", values.targets),
-    to("lora_target_linear", "lora.targets", values.linear),
+    to("lora_target_linear", "lora.targets", convert.always(["all-linear"])),
     to("sequence_len", "seq_len", convert.count, default=512),
     to("excess_length_strategy", "on_long_sample", convert.drops, default="drop"),
     to("sample_packing", "packing", convert.flag, default=False),
     to("train_on_inputs", "loss_on", convert.always("all")),
     to("attn_implementation", "attn", convert.attention),
-    to("flash_attention", "attn", values.flag_of("flash_attention_2")),
-    to("sdp_attention", "attn", values.flag_of("sdpa")),
-    to("eager_attention", "attn", values.flag_of("eager")),
+    to("flash_attention", "attn", convert.always("flash_attention_2")),
+    to("sdp_attention", "attn", convert.always("sdpa")),
+    to("eager_attention", "attn", convert.always("eager")),
     to("micro_batch_size", "micro_batch", convert.count, default=1),
     to("gradient_accumulation_steps", "grad_accum", convert.count, default=1),
     to("gradient_checkpointing", "grad_ckpt", values.checkpointing, default=False),
@@ -81,11 +80,7 @@ ROWS = table(
     to("use_swanlab", "monitor.sinks", values.sinks("swanlab")),
     to("swanlab_project", "monitor.project"),
     to("swanlab_experiment_name", "monitor.name"),
-    to(
-        "swanlab_mode",
-        "monitor.mode",
-        convert.one_of(_MODES, "SwanLab's modes are online, offline, local and disabled"),
-    ),
+    to("swanlab_mode", "monitor.mode", convert.swanlab_mode),
     to("context_parallel_size", "sp", convert.count),
     to("sequence_parallel_degree", "sp", convert.count),
     to("tensor_parallel_size", "tp", convert.count),
@@ -196,14 +191,12 @@ ROWS = table(
     ),
     to("rl", "", values.task),
     to("reward_model", "", values.task),
-    to("rl_beta", "", preferences.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
-    to("dpo_beta", "", preferences.of_task(convert.number, "beta", Task.DPO)),
-    to("rpo_alpha", "", preferences.of_task(convert.number, "sft_weight", Task.DPO)),
-    to("kto_desirable_weight", "", preferences.of_task(convert.number, "desirable_weight", Task.KTO)),
-    to("kto_undesirable_weight", "", preferences.of_task(convert.number, "undesirable_weight", Task.KTO)),
-    to(
-        "center_rewards_coefficient", "", preferences.of_task(convert.number, "center_rewards_coefficient", Task.REWARD)
-    ),
+    to("rl_beta", "", preferences.of_task("beta", Task.DPO, Task.KTO)),
+    to("dpo_beta", "", preferences.of_task("beta", Task.DPO)),
+    to("rpo_alpha", "", preferences.of_task("sft_weight", Task.DPO)),
+    to("kto_desirable_weight", "", preferences.of_task("desirable_weight", Task.KTO)),
+    to("kto_undesirable_weight", "", preferences.of_task("undesirable_weight", Task.KTO)),
+    to("center_rewards_coefficient", "", preferences.of_task("center_rewards_coefficient", Task.REWARD)),
     stops("dpo_label_smoothing dpo_use_weighting", "another loss of preferences", unless=(None, False, 0, 0.0)),
     to("unfrozen_parameters", "train_only", values.unfrozen),
     to("lora_model_dir", "adapter", convert.adapter),

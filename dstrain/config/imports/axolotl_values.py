@@ -52,26 +52,12 @@ def experts(value: Any, source: Source) -> Any:
     return Converted(values=found)
 
 
-def linear(value: Any, source: Source) -> Any:
-    """Returns every linear layer, if the switch is on."""
-    return ["all-linear"] if convert.flag(value, source) else ABSENT
-
-
 def unfrozen(value: Any, source: Source) -> Any:
     """Returns the patterns of trained parameters, which axolotl matches from the beginning of a name."""
     patterns = convert.names(value, source) if value else []
     if any(re.search(r"\[\d*:\d*\]$", pattern) for pattern in patterns):
         raise OtherTraining("a part of a parameter is trained: dstrain trains or freezes whole ones")
     return [pattern if pattern.startswith("^") else f"^{pattern}" for pattern in patterns] or ABSENT
-
-
-def flag_of(name: str) -> Any:
-    """Returns the converter of an older switch of an attention implementation."""
-
-    def converted(value: Any, source: Source) -> Any:
-        return convert.ATTENTION[name] if convert.flag(value, source) else ABSENT
-
-    return converted
 
 
 def checkpointing(value: Any, _: Source) -> Any:

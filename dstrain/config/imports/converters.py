@@ -50,9 +50,33 @@ def flag(value: Any, _: Source) -> bool:
     return named[str(value).lower()]
 
 
-def set_flag(value: Any, source: Source) -> Any:
-    """Returns true, or writes nothing."""
-    return flag(value, source) or ABSENT
+def always(value: Any) -> Convert:
+    """Returns a converter of a switch that, when on, means one value."""
+    return lambda given, source: value if flag(given, source) else ABSENT
+
+
+set_flag = always(True)
+"""Returns true, or writes nothing."""
+
+
+def number_unless_auto(value: Any, source: Source) -> Any:
+    """Returns a number; "auto" writes nothing."""
+    return ABSENT if value == "auto" else number(value, source)
+
+
+def flag_unless_auto(value: Any, source: Source) -> Any:
+    """Returns a truth value; "auto" writes nothing."""
+    return ABSENT if value == "auto" else flag(value, source)
+
+
+def thinking(value: Any, source: Source) -> Any:
+    """Returns that no thoughts are kept, where a tool's switch is off."""
+    return ABSENT if flag(value, source) else "off"
+
+
+def file(value: Any, source: Source) -> str:
+    """Returns the path of a file that exists."""
+    return str(source.find(str(value)))
 
 
 def of_streaming(value: Any, source: Source) -> Any:
@@ -113,6 +137,10 @@ ATTENTION = {
 }
 """The attention implementation by the names of all tools."""
 attention = one_of(ATTENTION, "dstrain has auto, sdpa, eager and FlashAttention 2 to 4; auto is written")
+swanlab_mode = one_of(
+    {"cloud": "online", "local": "local", "offline": "offline", "disabled": "disabled"},
+    "SwanLab's modes are online, offline, local and disabled",
+)
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf"), "adamw"),
@@ -187,15 +215,6 @@ def adapter(value: Any, source: Source) -> Any:
     if len(folders) > 1:
         raise OtherTraining("several adapters: merge all but the last into the model")
     return str(Path(folders[0]).expanduser().resolve()) if folders else ABSENT
-
-
-def always(value: str) -> Convert:
-    """Returns a converter of a switch that, when on, means one value."""
-
-    def convert(given: Any, source: Source) -> Any:
-        return value if flag(given, source) else ABSENT
-
-    return convert
 
 
 def warmup_steps(value: Any, source: Source) -> Any:

@@ -47,7 +47,7 @@ LAUNCHERS = table(
     to("nnodes", "machines.nodes", convert.count),
     to("num_gpus", "machines.gpus_per_node", convert.count),
     to("num_nodes", "machines.nodes", convert.count),
-    to("hostfile", "machines.hostfile", lambda value, source: str(source.find(str(value)))),
+    to("hostfile", "machines.hostfile", convert.file),
     needless(
         """
         master_addr master_port node_rank rdzv_id rdzv_backend rdzv_endpoint rdzv_conf standalone

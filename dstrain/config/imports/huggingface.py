@@ -25,10 +25,6 @@ def _kwargs(value: Any, _: Source) -> Any:
     return value or ABSENT
 
 
-def _flag_or_auto(value: Any, source: Source) -> Any:
-    return ABSENT if value == "auto" else convert.flag(value, source)
-
-
 def _checkpointing_kwargs(value: Any, _: Source) -> Any:
     return Converted(values={}, note="chosen by the method: non-reentrant, except for adapters under ZeRO-3")
 
@@ -70,7 +66,7 @@ ROWS = table(
     to("eval_on_start", "eval_on_start", convert.flag),
     to("per_device_eval_batch_size", "eval_micro_batch", convert.count),
     to("lr_scheduler_kwargs", "lr_scheduler_kwargs", _kwargs),
-    to("tf32", "tf32", _flag_or_auto),
+    to("tf32", "tf32", convert.flag_unless_auto),
     to("eval_steps", "eval_steps", convert.eval_steps),
     to("resume_from_checkpoint", "resume", convert.resume),
     to("dataloader_num_workers", "dataloader_num_workers", default=0),
@@ -98,7 +94,12 @@ ROWS = table(
     lacks("metric_for_best_model", "the lowest evaluation loss is best", unless=("loss", "eval_loss")),
     lacks("greater_is_better", "the lowest evaluation loss is best"),
     lacks("push_to_hub hub_model_id hub_strategy hub_private_repo", "upload output/final when the run has ended"),
-    to("torch_compile", "torch_compile", _flag_or_auto, note="layers are compiled, not the whole model"),
+    to(
+        "torch_compile",
+        "torch_compile",
+        convert.flag_unless_auto,
+        note="layers are compiled, not the whole model",
+    ),
     lacks(
         "torch_compile_backend torch_compile_mode", "torch_compile: true compiles with inductor", unless=("inductor",)
     ),

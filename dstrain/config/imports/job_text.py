@@ -11,7 +11,6 @@ from dstrain.config.document import REMOVED, Change, lookup, same
 from dstrain.config.edits import edit_yaml
 from dstrain.config.imports.walk import Imported, Value, is_full
 from dstrain.errors import Place
-from dstrain.job.file import looks_local
 from dstrain.job.model_changes import Lora
 from dstrain.job.monitor import Monitor, Samples
 from dstrain.job.schema import Job
@@ -61,11 +60,6 @@ def locator(imported: Imported, job: Path) -> Locator:
         return Place(file=str(job))
 
     return locate
-
-
-def is_local(name: str) -> bool:
-    """Returns whether a model or data set is a file or folder, not an id on a hub."""
-    return Path(name).exists() or looks_local(name)
 
 
 def _present(data: Mapping[str, Any], target: str) -> Any:

@@ -33,7 +33,7 @@ def _stage(value: Any, source: Source) -> Any:
 
 def _sft_weight(value: Any, source: Source) -> Any:
     preferences.zero_for(Task.KTO)(value, source)
-    return preferences.of_task(convert.number, "sft_weight", Task.DPO)(value, source)
+    return preferences.of_task("sft_weight", Task.DPO)(value, source)
 
 
 def _method(value: Any, source: Source) -> Any:
@@ -88,10 +88,6 @@ def _template(value: Any, _: Source) -> Any:
     return Converted(values={}, note=note)
 
 
-def _thinking(value: Any, source: Source) -> Any:
-    return ABSENT if convert.flag(value, source) else "off"
-
-
 def _pixels(value: Any, source: Source) -> Any:
     return READ if convert.count(value, source) == NO_LIMIT else value
 
@@ -109,10 +105,6 @@ def _sinks(value: Any, source: Source) -> Any:
     return replace(converted, values={"monitor.sinks": list(dict.fromkeys(names))})
 
 
-def _read_switch(value: Any, source: Source) -> Any:
-    return READ if convert.flag(value, source) else ABSENT
-
-
 def _history(value: Any, source: Source) -> Any:
     """Returns that the last answer is learned; LLaMA-Factory then drops the thoughts of earlier ones, too."""
     if not convert.flag(value, source):
@@ -124,7 +116,6 @@ def _history(value: Any, source: Source) -> Any:
 
 NO_LIMIT = 2**63 - 1
 """As LLaMA-Factory itself leaves the size of an image to the processor. Source: data/mm_plugin.py."""
-_MODES = {"cloud": "online", "local": "local", "offline": "offline", "disabled": "disabled"}
 
 ROWS = table(
     tuple(huggingface.ROWS.values()),
@@ -149,7 +140,7 @@ ROWS = table(
     to("packing", "packing", _packing),
     to("train_on_prompt", "loss_on", convert.always("all")),
     to("template", "", _template),
-    to("enable_thinking", "thinking", _thinking),
+    to("enable_thinking", "thinking", convert.thinking),
     to("enable_liger_kernel", "liger", convert.flag),
     to("flash_attn", "attn", convert.attention, default="auto"),
     to("rope_scaling", "", convert.rope_scaling),
@@ -162,14 +153,10 @@ ROWS = table(
         note="beside `adamw` without DeepSpeed, `adamw_bf16` too",
     ),
     to("report_to", "monitor.sinks", _sinks, default="none"),
-    to("use_swanlab", "", _read_switch),
+    to("use_swanlab", "", convert.always(READ)),
     to("swanlab_project", "monitor.project"),
     to("swanlab_run_name", "monitor.name"),
-    to(
-        "swanlab_mode",
-        "monitor.mode",
-        convert.one_of(_MODES, "SwanLab's modes are online, offline, local and disabled"),
-    ),
+    to("swanlab_mode", "monitor.mode", convert.swanlab_mode),
     needless(
         """
         overwrite_cache tokenized_path data_shared_file_system preprocessing_batch_size
@@ -250,11 +237,11 @@ ROWS = table(
         "other weights are trained",
     ),
     stops("fp8 fp8_backend fp8_enable_fsdp_float8_all_gather", "fp8", unless=(False, "auto")),
-    to("pref_beta", "", preferences.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
+    to("pref_beta", "", preferences.of_task("beta", Task.DPO, Task.KTO)),
     to("pref_loss", "dpo.loss_type", preferences.of_dpo(preferences.dpo_loss)),
     to("pref_ftx", "", _sft_weight),
-    to("kto_chosen_weight", "", preferences.of_task(convert.number, "desirable_weight", Task.KTO)),
-    to("kto_rejected_weight", "", preferences.of_task(convert.number, "undesirable_weight", Task.KTO)),
+    to("kto_chosen_weight", "", preferences.of_task("desirable_weight", Task.KTO)),
+    to("kto_rejected_weight", "", preferences.of_task("undesirable_weight", Task.KTO)),
     stops("pref_bco_weight dpo_label_smoothing", "another loss of preferences", unless=(0, 0.0)),
     stops(
         """

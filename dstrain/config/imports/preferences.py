@@ -33,20 +33,16 @@ def task(value: Any, source: Source) -> Any:
 _SCORE = "the head is that of Transformers' class for classification, which other tools load"
 
 
-def of_task(convert: Convert, key: str, *tasks: Task) -> Convert:
-    """Returns a converter of a setting of preferences, which the sections of these tasks have under one key."""
+def of_task(key: str, *tasks: Task) -> Convert:
+    """Returns a converter of a number of preferences, which the sections of these tasks have under one key."""
 
     def converted(value: Any, source: Source) -> Any:
         task = preference_task(source)
         if task not in tasks or value is None:
             return ABSENT
-        return Converted(values={f"{task}.{key}": convert(value, source)})
+        return Converted(values={f"{task}.{key}": number(value, source)})
 
     return converted
-
-
-centring = of_task(number, "center_rewards_coefficient", Task.REWARD)
-"""Converts the weight that centres rewards."""
 
 
 def zero_for(*tasks: Task) -> Convert:

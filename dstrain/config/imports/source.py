@@ -35,8 +35,6 @@ class Tool:
     """Rows of environment variables."""
     sections: tuple[str, ...] = ()
     """Keys whose values are mappings with rows of their own."""
-    hub: str = "hf"
-    """The hub of its ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,10 +55,6 @@ def _length(value: Any, source: Source) -> Any:
     return convert.count(value, source)
 
 
-def _packing(value: Any, source: Source) -> Any:
-    return convert.flag(value, source)
-
-
 _LOSS_ON = {"default": "answer", "last_round": "last", "all": "all"}
 _EMPTY_THINK = "ignore_empty_think"
 
@@ -74,14 +70,6 @@ def _loss_scale(value: Any, _: Source) -> Any:
 
 def _hub(value: Any, source: Source) -> str:
     return "hf" if convert.flag(value, source) else "modelscope"
-
-
-def _thinking(value: Any, source: Source) -> Any:
-    return ABSENT if value is None or convert.flag(value, source) else "off"
-
-
-def _tuned(value: Any, source: Source) -> list[str]:
-    return convert.names(value, source)
 
 
 def _pixels(value: Any, source: Source) -> int:
@@ -127,16 +115,16 @@ ROWS = table(
     to("lora_rank", "lora.rank", convert.count, default=8),
     to("lora_alpha", "lora.alpha", convert.count, default=32),
     to("lora_dropout", "lora.dropout", convert.number, default=0.05),
-    to("target_modules", "lora.targets", _tuned, default="all-linear"),
+    to("target_modules", "lora.targets", convert.names, default="all-linear"),
     to("torch_dtype", "precision", convert.one_of(_DTYPES, "bf16 is written")),
     to("bf16", "precision", convert.always("bf16")),
     to("fp16", "precision", convert.always("fp16")),
     to("attn_impl", "attn", convert.attention),
     to("max_length", "seq_len", _length, default=None),
     to("truncation_strategy", "on_long_sample", convert.drops, default="delete"),
-    to("packing", "packing", _packing, default=False),
+    to("packing", "packing", convert.flag, default=False),
     to("loss_scale", "loss_on", _loss_scale, default="default"),
-    to("enable_thinking", "thinking", _thinking),
+    to("enable_thinking", "thinking", convert.thinking),
     to("per_device_train_batch_size", "micro_batch", convert.count, default=1),
     to("gradient_accumulation_steps", "grad_accum", _accumulation, default=None),
     to("gradient_checkpointing", "grad_ckpt", convert.flag, default=True),
@@ -220,12 +208,10 @@ ROWS = table(
         unless=("causal_lm", None),
     ),
     to("rlhf_type", "", preferences.task),
-    to("beta", "", preferences.of_task(convert.number, "beta", Task.DPO, Task.KTO)),
-    to("desirable_weight", "", preferences.of_task(convert.number, "desirable_weight", Task.KTO)),
-    to("undesirable_weight", "", preferences.of_task(convert.number, "undesirable_weight", Task.KTO)),
-    to(
-        "center_rewards_coefficient", "", preferences.of_task(convert.number, "center_rewards_coefficient", Task.REWARD)
-    ),
+    to("beta", "", preferences.of_task("beta", Task.DPO, Task.KTO)),
+    to("desirable_weight", "", preferences.of_task("desirable_weight", Task.KTO)),
+    to("undesirable_weight", "", preferences.of_task("undesirable_weight", Task.KTO)),
+    to("center_rewards_coefficient", "", preferences.of_task("center_rewards_coefficient", Task.REWARD)),
     to("loss_type", "dpo.loss_type", _loss),
     to("rpo_alpha", "dpo.sft_weight", preferences.of_dpo(_sft_weight)),
     stops("label_smoothing ld_alpha loss_weights", "another loss of preferences", unless=(0, 0.0, None)),

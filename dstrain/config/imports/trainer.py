@@ -22,16 +22,10 @@ def _method(value: Any, source: Source) -> Any:
     return convert.method("lora" if convert.flag(value, source) else "full", bits=bits, source=source)
 
 
-def _file(value: Any, source: Source) -> str:
-    return str(source.find(str(value)))
-
-
 def _mixed(value: Any, source: Source) -> Any:
     """Returns the precision of a script, which follows accelerate's unless its own options say otherwise."""
     return ABSENT if source.given("bf16") is not ABSENT else value
 
-
-_SCRIPT = "an option of the script itself; only those of Transformers and TRL are read"
 
 ROWS = table(
     tuple(ACCELERATE.values()),
@@ -43,8 +37,8 @@ ROWS = table(
     to("trust_remote_code", "trust_remote_code", convert.flag),
     to("dataset_name", "data"),
     to("dataset", "data"),
-    to("train_file", "data", _file),
-    to("validation_file", "eval_data", _file),
+    to("train_file", "data", convert.file),
+    to("validation_file", "eval_data", convert.file),
     to("max_seq_length", "seq_len", convert.count),
     to("max_length", "seq_len", convert.count),
     to("block_size", "seq_len", convert.count),
@@ -92,10 +86,6 @@ def _of_section(key: str) -> Any:
     return converted
 
 
-def _literal(value: Any, source: Source) -> Any:
-    return ABSENT if value == "auto" else convert.number(value, source)
-
-
 def _betas(value: Any, _: Source) -> Any:
     if not (isinstance(value, list) and len(value) == 2):
         return ABSENT
@@ -110,16 +100,16 @@ def _optimizer(value: Any, source: Source) -> Any:
 
 
 DEEPSPEED_ROWS = table(
-    to("train_micro_batch_size_per_gpu", "micro_batch", _literal),
-    to("gradient_accumulation_steps", "grad_accum", _literal),
-    to("gradient_clipping", "max_grad_norm", _literal),
+    to("train_micro_batch_size_per_gpu", "micro_batch", convert.number_unless_auto),
+    to("gradient_accumulation_steps", "grad_accum", convert.number_unless_auto),
+    to("gradient_clipping", "max_grad_norm", convert.number_unless_auto),
     to("bf16", "precision", _of_section("bf16")),
     to("fp16", "precision", _of_section("fp16")),
     to("optimizer.type", "", _optimizer),
-    to("optimizer.params.lr", "learning_rate", _literal),
+    to("optimizer.params.lr", "learning_rate", convert.number_unless_auto),
     to("optimizer.params.betas", "", _betas),
-    to("optimizer.params.eps", "adam_epsilon", _literal),
-    to("optimizer.params.weight_decay", "weight_decay", _literal),
+    to("optimizer.params.eps", "adam_epsilon", convert.number_unless_auto),
+    to("optimizer.params.weight_decay", "weight_decay", convert.number_unless_auto),
 )
 """The literals of a DeepSpeed configuration that belong into job.yaml; every other key stays where it is."""
 

@@ -124,12 +124,12 @@ def template_texts(names: Iterable[str], *, override: Path | None = None) -> dic
     return texts
 
 
-def reasons_in(name: str, *, override: Path | None = None) -> dict[str, str]:
+def reasons_in(name: str) -> dict[str, str]:
     """Returns why a template and its partials write a key: key name → the comment directly above its line.
 
     The first comment of a file describes the file.
     """
-    texts = template_texts([name], override=override).values()
+    texts = template_texts([name]).values()
     matches = [match for text in texts for match in _REASON.finditer(text, 1)]
     return {match["key"]: " ".join(match["why"].split()) for match in matches}
 

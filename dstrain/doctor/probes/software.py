@@ -13,6 +13,7 @@ from dstrain.doctor.facts import Question, Software
 from dstrain.doctor.run_probes import run
 from dstrain.facts.deepspeed_ops import torch_build
 from dstrain.facts.model.kernel_packages import DISTRIBUTIONS
+from dstrain.facts.releases import installed
 from dstrain.facts.this_machine import versions
 
 _NVCC_S = 2.0
@@ -26,11 +27,11 @@ def look(question: Question, environment: Mapping[str, str]) -> Software:
     return Software(
         python=platform.python_version(),
         tested_pythons=_tested_pythons(),
-        packages={name: _version(name) for name in ranges},
+        packages={name: installed(name) for name in ranges},
         ranges=ranges,
-        kernels={name: _version(name) for name in DISTRIBUTIONS},
-        compilers={name: _version(name) for name in ("triton", "tilelang")},
-        same=versions() | {name: _version(name) for name in _NCCL},
+        kernels={name: installed(name) for name in DISTRIBUTIONS},
+        compilers={name: installed(name) for name in ("triton", "tilelang")},
+        same=versions() | {name: installed(name) for name in _NCCL},
         torch_cuda=torch_build("cuda"),
         nvcc=None if nvcc is None else _release(nvcc, environment),
         nvcc_path=nvcc,
@@ -58,13 +59,6 @@ def _tested_pythons() -> tuple[str, ...]:
         return ()
     versions = [line.rpartition(" :: ")[2] for line in classifiers if "Programming Language :: Python :: 3." in line]
     return tuple(versions)
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def nvcc_path(environment: Mapping[str, str]) -> str | None:

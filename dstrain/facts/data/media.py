@@ -139,11 +139,11 @@ def _attached(
     if found and not sum(marks):
         first = next((i for i, message in enumerate(plain) if message["role"] == "user"), None)
         if first is None:
-            raise InvalidConfig(f"{_count(len(found), kind.noun)} but no question to put them before")
+            raise InvalidConfig(f"{units.counted(len(found), kind.noun)} but no question to put them before")
         plain[first]["content"] = kind.mark * len(found) + plain[first]["content"]
     elif sum(marks) != len(found):
         raise InvalidConfig(
-            f"{_count(sum(marks), 'mark')} {kind.mark}, but {_count(len(found), kind.noun)}",
+            f"{units.counted(sum(marks), 'mark')} {kind.mark}, but {units.counted(len(found), kind.noun)}",
             hint=f"Write one {kind.mark} for each {kind.noun}; without any, {key} stand before the first question.",
         )
     return plain, found
@@ -166,7 +166,7 @@ def _files(given: Any, kind: Kind, place: str) -> Files:
         return (_file(given, kind, place),)
     if len(given) < 2:
         hint = "Write a video as its file, or as the files of two or more frames; a picture is an image."
-        raise InvalidConfig(f"{place} is {shown(given)}, a list of {_count(len(given), 'frame')}", hint=hint)
+        raise InvalidConfig(f"{place} is {shown(given)}, a list of {units.counted(len(given), 'frame')}", hint=hint)
     return tuple(_file(frame, IMAGE, place) for frame in given)
 
 
@@ -239,10 +239,6 @@ def stream_of(file: str) -> Any:
     """
     content = _CONTENT.match(file)
     return BytesIO(b64decode(file[content.end() :])) if content else file
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def located(files: Sequence[str], folder: Path | None, noun: str) -> Files:

@@ -40,19 +40,14 @@ ROLES = MappingProxyType(
 )
 """Speaker, as OpenAI, ShareGPT or ms-swift name it → role in chat templates; `calls`: an assistant's calls as JSON."""
 
-USED = frozenset(
-    {
-        *("role", "content", "from", "value", "reasoning_content", "tool_calls", "function_call"),
-        *("weight", "loss", "loss_mask", "train", "training", "mask"),
-    }
-)
-"""Keys of a turn that are read."""
-_TURN_LOSS = frozenset({"weight", "loss", "loss_mask", "train", "training", "mask"})
-"""Keys of a turn that say whether it carries loss."""
-_USED_OF_TOOLS = ("name", "tool_call_id")
-"""Keys that are read in the result of a tool."""
 _LOSS_KEYS = ("weight", "loss", "loss_mask", "train", "training")
 """Whether a turn carries loss: OpenAI (`weight`), ms-swift (`loss`), axolotl (`train`, `training`)."""
+_TURN_LOSS = frozenset({*_LOSS_KEYS, "mask"})
+"""Keys of a turn that say whether it carries loss."""
+USED = frozenset({"role", "content", "from", "value", "reasoning_content", "tool_calls", "function_call"}) | _TURN_LOSS
+"""Keys of a turn that are read."""
+_USED_OF_TOOLS = ("name", "tool_call_id")
+"""Keys that are read in the result of a tool."""
 _TRAINS_ANY = ("train", "training")
 """Keys that axolotl applies to the turns of all roles."""
 

@@ -12,7 +12,6 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
@@ -20,6 +19,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
 from dstrain.facts.model.traced_activations import ActivationProfile, Traced
 from dstrain.facts.model.traced_model import from_description
+from dstrain.facts.releases import installed
 from dstrain.paths import python, write_atomic
 from dstrain.records import from_data, load_json, to_data, to_json, type_config
 
@@ -93,7 +93,7 @@ def trace_model(
     what = "the vision tower" if known is not None else "layers"
     note = (
         f'{what} of model_type "{description.model_type}" {"is" if known is not None else "are"} not written in'
-        f" dstrain: traced with Transformers {_version('transformers')} on tensors without data"
+        f" dstrain: traced with Transformers {installed('transformers')} on tensors without data"
     )
     model = known or from_description(description, name=name, source=source)
     return replace(model, traced=Traced(note=note, profile=profile))
@@ -146,19 +146,12 @@ def _cached(file: Path | None) -> Answer | None:
 def _fingerprint() -> str:
     """Returns what answers depend on besides the question: the packages' versions and the tracer's own code."""
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in _sources())).hexdigest()
-    return " ".join([*(f"{name}={_version(name)}" for name in _PACKAGES), digest])
+    return " ".join([*(f"{name}={installed(name)}" for name in _PACKAGES), digest])
 
 
 def _sources() -> list[Path]:
     package = Path(__file__).resolve().parents[2]
     return sorted(source for pattern in _SOURCES for source in package.glob(pattern))
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "none"
 
 
 def _run(questions: Sequence[Question], timeout_s: float) -> tuple[Answer, ...]:

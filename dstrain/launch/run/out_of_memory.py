@@ -9,14 +9,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from dstrain.config import jsonc
-from dstrain.config.remedy import Remedy, remedy
+from dstrain.config.remedy import remedy
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.workload import Workload
 from dstrain.launch.again import RUN, line_of
 from dstrain.launch.prepare.lint_job import read_text
 from dstrain.launch.prepare.prepare import PreparedRun
-from dstrain.oom import Allocator, NamedTensors, OutOfMemory, Part, PartBytes, Phase, Predicted
+from dstrain.oom import Allocator, NamedTensors, OutOfMemory, Part, PartBytes, Phase, Predicted, ProposedChange
 from dstrain.paths import write_atomic
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.deepspeed.peak_tensors import peak_tensors
@@ -43,7 +43,7 @@ class Diagnosis:
     run_dir: RunDir
     evidence: tuple[str, ...]
     """Lines of the report."""
-    remedies: tuple[Remedy, ...]
+    remedies: tuple[ProposedChange, ...]
     """The fastest first; empty if none is known."""
     others_bytes: int
     """What other programs hold of the GPU, as far as it is more than the plan can be off by; else 0."""
@@ -63,7 +63,10 @@ class Diagnosis:
         lines += ["Changes that fit, by the plan and by what was measured:"]
         for number, one in enumerate(self.remedies, 1):
             price = f": {one.price}" if one.price else ""
-            lines += [f"  {number}. {one.words}{price}", f"     {one.typed(resumes=resumes, command=line_of(command))}"]
+            lines += [
+                f"  {number}. {one.change}{price}",
+                f"     {one.typed(resumes=resumes, command=line_of(command))}",
+            ]
         if self.remedies[0].keeps_batch:
             lines.append(f"`{line_of(command, '--on-oom', 'adapt')}` takes the first by itself.")
         return lines
@@ -80,7 +83,7 @@ def diagnose(prepared: PreparedRun) -> Diagnosis | None:
     short, workload = None, prepared.workload
     if workload is not None and estimate is not None and measured is not None:
         short = shortage(workload, estimate, record.phase, measured)
-    remedies: tuple[Remedy, ...] = ()
+    remedies: tuple[ProposedChange, ...] = ()
     if workload is not None and estimate is not None and short is not None:
         with suppress(DstrainError):  # ds_config.json was removed or damaged meanwhile; the report comes first
             remedies = _remedies(prepared, workload, estimate, short)
@@ -93,7 +96,7 @@ def diagnose(prepared: PreparedRun) -> Diagnosis | None:
         record,
         predicted=predicted,
         ledger=() if predicted is None else tuple(_ledger(predicted.parts, record)),
-        fixes=tuple(one.proposed for one in remedies),
+        fixes=remedies,
     )
     with suppress(DstrainError):  # a full disk: the report says the same
         write_atomic(run_dir.oom, to_json(record))
@@ -101,14 +104,17 @@ def diagnose(prepared: PreparedRun) -> Diagnosis | None:
     return Diagnosis(run_dir=run_dir, evidence=tuple(evidence), remedies=remedies, others_bytes=others, record=record)
 
 
-def _remedies(prepared: PreparedRun, workload: Workload, estimate: Estimate, short: Shortage) -> tuple[Remedy, ...]:
+def _remedies(
+    prepared: PreparedRun, workload: Workload, estimate: Estimate, short: Shortage
+) -> tuple[ProposedChange, ...]:
     """Returns changes that fit, with what to type; those that a checkpoint survives, if there is one."""
     job = prepared.job
     if short.phase is Phase.EVALUATION:
         size = evaluated_at_once(short, estimate, job.eval_micro_batch or job.micro_batch)
         if size is None:
             return ()
-        return (Remedy(words=f"{counted(size, 'row')} evaluated at once", overrides=(f"eval_micro_batch={size}",)),)
+        words = f"{counted(size, 'row')} evaluated at once"
+        return (ProposedChange(change=words, set=(f"eval_micro_batch={size}",)),)
     written = jsonc.read(read_text(Path(job.ds_config)), job.ds_config).value
     moe = workload.model.moe if job.ep == 1 else None  # AutoEP has blocks of its own
     stages = _stages(prepared.run_dir)
@@ -186,8 +192,8 @@ def _ledger(planned: Mapping[str, int], record: OutOfMemory) -> Iterator[PartByt
         yield PartBytes(part=part, predicted_bytes=predicted, measured_bytes=measured)
 
 
-def note_adaptation(diagnosis: Diagnosis, chosen: Remedy, *, attempt: int) -> None:
+def note_adaptation(diagnosis: Diagnosis, chosen: ProposedChange, *, attempt: int) -> None:
     """Appends a line to `adaptations.jsonl`: a change that a run makes by itself, and the failure of that start."""
-    line = {"attempt": attempt, **to_data(chosen.proposed), "oom": to_data(diagnosis.record)}
+    line = {"attempt": attempt, **to_data(chosen), "oom": to_data(diagnosis.record)}
     with suppress(OSError), diagnosis.run_dir.adaptations.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dstrain.choices import OnOom
 from dstrain.config.edits.manual_edits import Edit
-from dstrain.config.remedy import UNADAPTED, Adaptation, Remedy
+from dstrain.config.remedy import UNADAPTED, Adaptation
 from dstrain.errors import DstrainError, RunFailed, SavedAndLeft
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.heartbeat import Phase
@@ -28,6 +28,7 @@ from dstrain.launch.run.out_of_memory import Diagnosis, diagnose, note_adaptatio
 from dstrain.launch.run.start import launch_spec, start
 from dstrain.launch.run.state import Stage, StateWriter, note_restart
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
+from dstrain.oom import ProposedChange
 from dstrain.rundir import RunDir
 
 _POLL_S = 1.0
@@ -221,14 +222,14 @@ class Supervisor:
             self._reporter.say(f"note     {note}")
         return launch
 
-    def _remedy(self, error: DstrainError) -> Remedy | None:
+    def _remedy(self, error: DstrainError) -> ProposedChange | None:
         """Returns the fastest change that keeps the batch, if this run may make one."""
         is_wanted = self._policy.on_oom is OnOom.ADAPT and isinstance(error, RunFailed) and not self._requests.stop
         if not is_wanted or self._diagnosis is None or self._times_adapted >= MOST_ADAPTATIONS:
             return None
         return next((remedy for remedy in self._diagnosis.remedies if remedy.keeps_batch), None)
 
-    def _adapted(self, failed: Launch, error: DstrainError, remedy: Remedy, attempt: int) -> Launch:
+    def _adapted(self, failed: Launch, error: DstrainError, remedy: ProposedChange, attempt: int) -> Launch:
         """Returns the next start with a change, which it says and writes down."""
         assert self._diagnosis is not None
         self._reporter.say(f"out of memory: {error.problem}")
@@ -236,11 +237,11 @@ class Supervisor:
         self._adaptation = self._adaptation.also(remedy)
         note_adaptation(self._diagnosis, remedy, attempt=attempt)
         self._reporter.say(
-            f"adapting {self._times_adapted} of at most {MOST_ADAPTATIONS} times: {remedy.words}"
+            f"adapting {self._times_adapted} of at most {MOST_ADAPTATIONS} times: {remedy.change}"
             f"{f' ({remedy.price})' if remedy.price else ''}; overridden for this run: {remedy.settings}"
         )
         time.sleep(self._policy.timeouts.pause_s)
-        return self._next(failed, error, remedy.words)
+        return self._next(failed, error, remedy.change)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.config.lint.case import ADAMW, AUTO, CPU_OPTIMIZER, RAW, ZERO2, Becomes, Case, Raises, Says, flat, top, zero
 
 _MUON = '"optimizer": {"type": "Muon", "params": {"lr": "auto", "momentum": 0.95}}'
-_STAGE12 = "deepspeed/runtime/zero/stage_1_and_2.py"
 _ENGINE = "deepspeed/runtime/engine.py"
 
 # fmt: off

@@ -95,7 +95,6 @@ def learned(sample: dict[str, list[int]], tokenizer: Any) -> list[str]:
 
 
 ANSWERS = [TALK[1]["content"] + "<|im_end|>", "Six.<|im_end|>"]
-SHORT_ANSWERS = ["Four, of\n  course. \U0001f600<|im_end|>", "Six.<|im_end|>"]
 
 
 @pytest.mark.parametrize(
