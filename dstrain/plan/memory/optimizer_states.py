@@ -24,14 +24,16 @@ optim/optimizer.py: Optimizer2State.init_state."""
 
 
 def are_early(configuration: Configuration) -> bool:
-    """Returns whether the optimizer states are there before the first step: those of PyTorch's AdamW.
+    """Returns whether the optimizer states on the GPU are there before the first step: those of PyTorch's AdamW.
 
     What stays on the GPU of a partly offloaded optimizer has another AdamW (deepspeed 0.19.8 runtime/zero/stage3.py:
-    backup_optimizer).
+    backup_optimizer); one that is offloaded as a whole has none there.
     """
     adamw = (Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.ADAMW_BF16)
-    is_adamw = configuration.step.optimizer in adamw and not configuration.zero.is_offloaded
-    return configuration.code.has_early_states and is_adamw
+    zero = configuration.zero
+    if zero.is_offloaded:
+        return zero.offload_ratio == 1
+    return configuration.code.has_early_states and configuration.step.optimizer in adamw
 
 
 def master_item(optimizer: Optimizer) -> int:
