@@ -88,24 +88,31 @@ class Block:
 
     __slots__ = ("address", "after", "before", "is_free", "is_mapped", "pool", "size")
 
-    def __init__(self, pool: Pool, address: int, size: int) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        address: int,
+        size: int,
+        before: Block | None = None,
+        after: Block | None = None,
+        is_mapped: bool = True,
+    ) -> None:
         self.pool = pool
         self.address = address
         self.size = size
-        self.before: Block | None = None
-        self.after: Block | None = None
+        self.before = before
+        self.after = after
         self.is_free = True
-        self.is_mapped = True
+        self.is_mapped = is_mapped
 
     def cut(self, size: int) -> Block:
         """Keeps the first `size` bytes, and returns a new block with the rest."""
-        rest = Block(self.pool, self.address + size, self.size - size)
+        after = self.after
+        rest = Block(self.pool, self.address + size, self.size - size, self, after, self.is_mapped)
         self.size = size
-        rest.is_mapped = self.is_mapped
-        rest.before, rest.after = self, self.after
-        if rest.after is not None:
-            rest.after.before = rest
         self.after = rest
+        if after is not None:
+            after.before = rest
         return rest
 
 
