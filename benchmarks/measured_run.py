@@ -137,7 +137,7 @@ def train(spec: dict[str, Any], device: torch.device) -> dict[str, Any]:
     import deepspeed  # type: ignore[import-untyped]
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    from dstrain.train.preflight import passes
+    from dstrain.train.optimizer_states import allocate_states
 
     on_gpu = device.type == "cuda"
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_backend="nccl" if on_gpu else "gloo")
@@ -147,7 +147,7 @@ def train(spec: dict[str, Any], device: torch.device) -> dict[str, Any]:
     with counter or nullcontext():
         model = build(spec, device)
         engine, _, _, _ = deepspeed.initialize(model=model, optimizer=optimizer(model, spec), config=spec["ds_config"])
-        passes.allocate_states(engine)
+        allocate_states(engine)
         del model, kept
         ids = torch.randint(0, spec["config"]["vocab_size"], (spec["micro_batch"], spec["seq_len"]), device=device)
         init_bytes = counter.peak if counter else torch.cuda.max_memory_allocated()

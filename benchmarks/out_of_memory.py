@@ -231,11 +231,9 @@ def tried(space: Space, number: int, *, verbose: bool = False) -> Result:
     return replace(result, seconds=round(time.monotonic() - began, 1))
 
 
-def repeated(
-    space: Space, case: Case, folder: Path, remedy: ProposedChange, result: Result, *, verbose: bool
-) -> Result:
+def repeated(space: Space, case: Case, folder: Path, fix: ProposedChange, result: Result, *, verbose: bool) -> Result:
     """Runs a case again with a change."""
-    again = write_run(folder, *overrides_of(space, case), *remedy.set, changes=changes_in(remedy))
+    again = write_run(folder, *overrides_of(space, case), *fix.set, changes=changes_in(fix))
     fits = trained(space, again, result.limit_bytes)
     if verbose and not fits:
         print((again.run_dir.path / "log.0").read_text()[-2000:])

@@ -67,7 +67,7 @@ class TrainingCode:
     attention_speed: float = 1.0
     """Speed of its flash attention over that of FlashAttention-2."""
     has_early_states: bool = True
-    """Whether AdamW's states are allocated before the first step, as train/preflight/passes.py does, not in it."""
+    """Whether AdamW's states are allocated before the first step, as train/optimizer_states.py does, not in it."""
     broadcast_ranks: int | None = None
     """Ranks that share the optimizer states and broadcast what each has updated, one after the other; None: all ranks
     share the states and gather at once."""

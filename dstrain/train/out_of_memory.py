@@ -28,8 +28,8 @@ _PHASES = (
     ("_save_checkpoint", "dstrain/train/saving.py", Phase.SAVE),
     ("save_final", "dstrain/train/saving.py", Phase.SAVE),
     ("step", "deepspeed/runtime/engine.py", Phase.STEP),
-    ("allocate_states", "dstrain/train/preflight/passes.py", Phase.STEP),
-    ("reserved_for_first_step", "dstrain/train/preflight/passes.py", Phase.STEP),
+    ("allocate_states", "dstrain/train/optimizer_states.py", Phase.STEP),
+    ("reserved_for_first_step", "dstrain/train/optimizer_states.py", Phase.STEP),
     ("backward", "deepspeed/runtime/engine.py", Phase.BACKWARD),
     ("training_step", "transformers/trainer.py", Phase.FORWARD),
 )

@@ -28,7 +28,7 @@ from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.evaluation import Share, loss_of, mean_loss, without_targets
 from dstrain.train.loss import asked_loss, computes_own_loss, targets_of
 from dstrain.train.loss_trials import is_mean_of_logits, is_that_of_logits, sums_of, takes_targets
-from dstrain.train.preflight import passes
+from dstrain.train.optimizer_states import allocate_states
 from dstrain.train.preflight.checks import Checks
 from dstrain.train.rank import Rank
 from dstrain.train.router_loss import RouterLoss
@@ -168,7 +168,7 @@ class Trainer(StreamingTrainer):
         or whose loss cannot be shared by the ranks of a group.
         """
         prepared = super()._prepare_for_training(max_steps, batches, resume_from_checkpoint)
-        passes.allocate_states(self.model_wrapped)
+        allocate_states(self.model_wrapped)
         rows, size = self.first_rows, self.trial_size()
         if isinstance(rows, PackedRows):
             trial = Trial(

@@ -15,9 +15,8 @@ from benchmarks.out_of_memory import tried
 from dstrain.oom import OutOfMemory, Phase
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
-from dstrain.train import out_of_memory
+from dstrain.train import optimizer_states, out_of_memory
 from dstrain.train.out_of_memory import _PHASES, is_out_of_memory, phase_of, record
-from dstrain.train.preflight import passes
 from dstrain.train.trainer import Trainer
 from tests.train.engine import Engine
 from tests.train.points import Space
@@ -49,8 +48,8 @@ ENGINE = "deepspeed/runtime/engine.py"
         ([STEP, ("compute_loss", "transformers/trainer.py")], Phase.FORWARD),
         ([STEP, ("backward", "accelerate/accelerator.py"), ("backward", ENGINE)], Phase.BACKWARD),
         ([STEP, ("backward", "accelerate/accelerator.py"), ("step", ENGINE)], Phase.STEP),
-        ([("allocate_states", "dstrain/train/preflight/passes.py")], Phase.STEP),
-        ([("reserved_for_first_step", "dstrain/train/preflight/passes.py")], Phase.STEP),
+        ([("allocate_states", "dstrain/train/optimizer_states.py")], Phase.STEP),
+        ([("reserved_for_first_step", "dstrain/train/optimizer_states.py")], Phase.STEP),
         ([("evaluation_loop", "dstrain/train/tasks/trainer.py")], Phase.EVALUATION),
         ([("_save_checkpoint", "dstrain/train/saving.py")], Phase.SAVE),
     ],
@@ -65,7 +64,7 @@ def test_the_functions_are_those_of_the_installed_packages() -> None:
 
     for function, file, _ in _PHASES:
         classes: tuple[Any, ...] = Trainer.__mro__ if "deepspeed" not in file else (engine.DeepSpeedEngine,)
-        classes = (getattr(passes, function),) if "preflight" in file else classes
+        classes = (getattr(optimizer_states, function),) if "states" in file else classes
         sources = {inspect.getsourcefile(owner): inspect.getsource(owner) for owner in classes if owner is not object}
         assert any(str(path).endswith(file) and f"def {function}(" in text for path, text in sources.items()), function
 

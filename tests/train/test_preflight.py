@@ -21,11 +21,12 @@ from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.preflight import Check, CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
+from dstrain.train import optimizer_states
 from dstrain.train.data.collate import Collator
 from dstrain.train.data.packing import PackedRows, Packing
 from dstrain.train.data.slices import shift
 from dstrain.train.evaluation import loss_of
-from dstrain.train.preflight import packed_loss, passes
+from dstrain.train.preflight import packed_loss
 from dstrain.train.preflight.checks import LIMIT_S, Checks
 from dstrain.train.preflight.found import Found
 from dstrain.train.preflight.heaviest import drawn, heaviest
@@ -96,9 +97,9 @@ def test_states_made_before_the_first_step_are_those_that_adamw_makes_in_it(is_f
     parameters = [torch.nn.Parameter(torch.arange(6.0).reshape(2, 3)) for _ in range(2)]
     optimizers = [torch.optim.AdamW([parameter], lr=0.1, fused=is_fused) for parameter in parameters]
     engine = SimpleNamespace(optimizer=optimizers[0], device="cpu")
-    assert passes.states_to_come(engine, bytes_per_state=None) == 2 * 6 * 4
-    passes.allocate_states(engine)
-    assert passes.states_to_come(engine, bytes_per_state=None) == 0
+    assert optimizer_states.states_to_come(engine, bytes_per_state=None) == 2 * 6 * 4
+    optimizer_states.allocate_states(engine)
+    assert optimizer_states.states_to_come(engine, bytes_per_state=None) == 0
     for parameter, optimizer in zip(parameters, optimizers, strict=True):
         for _ in range(2):
             parameter.grad = torch.ones_like(parameter)

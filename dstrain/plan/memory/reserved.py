@@ -107,8 +107,8 @@ def _reserved(
     allocator, is_enough = _begun(new, next(steps), is_deepspeed=configuration.model.is_deepspeed)
     highest = settled = allocator.driver.peak_bytes
     before = 0
-    is_steady = configuration.model.is_deepspeed and configuration.zero.stage == 3
-    count = 1 if is_steady and are_early(configuration) else STEPS_REPLAYED
+    is_sharded = configuration.model.is_deepspeed and configuration.zero.stage == 3
+    count = 1 if is_sharded and are_early(configuration) else STEPS_REPLAYED
     for index in range(STEPS_AFTER_RETRY if is_enough else 0):
         if index >= count and not allocator.retries:
             break
@@ -135,9 +135,9 @@ def _begun(new: Callable[[], Allocator], events: list[Event], *, is_deepspeed: b
     after the checks before the first step.
     """
     allocator = new()
-    if not is_deepspeed:
-        return allocator, allocator.feed(events)
     is_enough = allocator.feed(events)
+    if not is_deepspeed:
+        return allocator, is_enough
     if not is_enough:
         allocator = new()
         is_enough = allocator.feed(event for event in events if event[0] != allocations.LOADED)

@@ -11,6 +11,7 @@ import torch
 from dstrain.choices import Optimizer
 from dstrain.train.data.stream import Stream
 from dstrain.train.loss_trials import trial
+from dstrain.train.optimizer_states import reserved_for_first_step
 from dstrain.train.preflight import passes
 from dstrain.train.preflight.found import Figures, Found
 from dstrain.train.preflight.heaviest import drawn, heaviest
@@ -90,7 +91,7 @@ def _forward_and_backward(trainer: Trainer, rows: list[Any]) -> Pass:
     """Returns this rank's pass. Memory for the states that the first step will add is reserved meanwhile."""
     engine: Any = trainer.model_wrapped
     bytes_per_state = 1 if trainer._job.optimizer is Optimizer.ADAMW_8BIT else None
-    reserved = passes.reserved_for_first_step(engine, bytes_per_state=bytes_per_state)
+    reserved = reserved_for_first_step(engine, bytes_per_state=bytes_per_state)
     state = trainer.accelerator.gradient_state
     trainer.current_gradient_accumulation_steps = 1  # the loss of a micro-batch, not its part of a step
     with passes.without_step(engine), passes.norms_of(engine.module) as norms:
