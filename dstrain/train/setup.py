@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +36,7 @@ from dstrain.train import rank as ranks
 from dstrain.train.adapters import note_on_base
 from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.node_storage import shared
-from dstrain.train.checkpoints.saved_model import base_config
+from dstrain.train.checkpoints.saved_model import DTYPES, base_config
 from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
 from dstrain.train.data.media_collator import MediaCollator
 from dstrain.train.data.media_reader import MediaReader
@@ -241,9 +240,9 @@ class TrainingSetup:
         collator: Collator | MediaCollator = plain
         reader = self.media_reader
         if reader is not None and (media := self._media):
-            parameters = frozenset(signature(without_adapter(self.model).forward).parameters)
             blanks = {column: reader.blank_tokens(self.tokenizer, column) for column in sorted(media)}
-            collator = MediaCollator(collator=plain, media_reader=reader, blanks=blanks, parameters=parameters)
+            dtype = DTYPES[self.job.precision]
+            collator = MediaCollator.of(self.model, dtype, collator=plain, media_reader=reader, blanks=blanks)
         return collator if self.objective is None else self.objective.collates(collator=collator)
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:

@@ -45,8 +45,10 @@ def peak_bytes(question: Question) -> int:
 def one_pass(model: Any, question: Question) -> None:
     ids = torch.ones((question.micro_batch, question.seq_len), dtype=torch.int64)
     labels = torch.ones_like(ids)
-    inputs = images(model, ids, question)  # alive until the end, as the Trainer holds them
-    model(input_ids=ids, labels=labels, **inputs).loss.backward()
+    inputs = images(model, ids, question)
+    loss = model(input_ids=ids, labels=labels, **inputs).loss
+    inputs.pop("pixel_values", None)  # the Trainer drops a micro-batch before the backward pass
+    loss.backward()
 
 
 def images(model: Any, ids: torch.Tensor, question: Question) -> dict[str, Any]:

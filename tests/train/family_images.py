@@ -9,7 +9,6 @@ import json
 import os
 import sys
 from importlib.util import find_spec
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +80,12 @@ def micro_batches(folder: Path, family: str, model: Any, rank: int) -> list[dict
     media_reader = encodes.media_reader
     assert media_reader is not None
     column = f"{FAMILIES[family].kind}s"
-    collate = MediaCollator(
+    collate = MediaCollator.of(
+        model,
+        torch.float32,
         collator=Collator(pad_token_id=encodes.tokenizer.pad_token_id, packing=False),
         media_reader=media_reader,
         blanks={column: media_reader.blank_tokens(encodes.tokenizer, column)},
-        parameters=frozenset(signature(model.forward).parameters),
     )
     found = []
     for step in STEPS:

@@ -284,7 +284,9 @@ def images(case: dict[str, Any], ids: Any) -> dict[str, Any]:
     ids[:, : patches // 4] = case["config"]["image_token_id"]
     side = int(patches**0.5)
     return {
-        "pixel_values": torch.randn((rows * patches, 3 * 2 * tower["patch_size"] ** 2), device="cpu:0"),
+        "pixel_values": torch.randn(
+            (rows * patches, 3 * 2 * tower["patch_size"] ** 2), device="cpu:0", dtype=torch.bfloat16
+        ),
         "image_grid_thw": torch.tensor([[1, side, patches // side]] * rows),
         "mm_token_type_ids": (ids == case["config"]["image_token_id"]).int(),
     }
@@ -314,15 +316,15 @@ def share_rows(model: Any, case: dict[str, Any]) -> Any:
 
 
 def train(engine: Any, batch: dict[str, Any], ledger: Ledger, case: dict[str, Any]) -> float:
-    """Trains one micro-batch as the Trainer does, which drops the model's outputs, and returns the loss."""
+    """Trains one micro-batch as the Trainer does, which drops it and the model's outputs, and returns the loss."""
     ledger.enter("forward")
     if Task(case["task"]).has_own_loss:
         loss = mean_of_samples(engine, batch, case)
     else:
         loss = engine(**batch, use_cache=False).loss
+    del batch
     ledger.enter("loss backward")
     engine.backward(loss)
-    del batch
     ledger.enter("step")
     engine.step()
     return float(loss.item())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import numpy as np
+import torch
 
-from dstrain.train.data.collate import Collator
+from dstrain.train.data.collate import Collator, without_adapter
 from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.tokenize import IGNORED
 
@@ -33,6 +35,13 @@ class MediaCollator:
     """Columns of images, videos and audios that the data have → tokens of a blank one."""
     parameters: frozenset[str]
     """Names of the parameters of the model's forward."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of pixels and sound, that of training: the Trainer would cast them in RAM, while the GPU waits."""
+
+    @classmethod
+    def of(cls, model: Any, dtype: torch.dtype, **options: Any) -> MediaCollator:
+        """Returns the collator of a model, with or without an adapter."""
+        return cls(parameters=frozenset(signature(without_adapter(model).forward).parameters), dtype=dtype, **options)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Returns the tensors of `Collator`, of what is seen and heard, and the kinds of tokens, if the model asks."""
@@ -40,13 +49,18 @@ class MediaCollator:
         lacking = [token for column, blank in self.blanks.items() if not samples[column] for token in blank]
         batch = self._with_blank(rows, lacking) if lacking else self.collator(rows)
         for column in self.blanks:
-            batch |= self.media_reader.pixels(column, samples[column])
+            seen = self.media_reader.pixels(column, samples[column])
+            batch |= {key: self._cast(value) for key, value in seen.items()}
         types = next((name for name in _TYPES if name in self.parameters), None)
         if types is not None:
             batch[types] = self.media_reader.types_of(batch["input_ids"])
         if self.collator.packing and self.media_reader.positions is not None:
             batch["position_ids"] = self.media_reader.positions.of(batch)
         return batch
+
+    def _cast(self, value: Any) -> Any:
+        is_cast = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if is_cast else value
 
     def _with_blank(self, rows: Sequence[Mapping[str, Any]], blank: Sequence[int]) -> dict[str, Any]:
         """Returns a micro-batch with blank tokens behind its shortest row, which the attention mask hides, or with

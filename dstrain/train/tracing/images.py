@@ -16,6 +16,7 @@ import torch
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.row_contents import seen_samples
 from dstrain.facts.model.trace_records import Question, Subject
+from dstrain.train.checkpoints.saved_model import DTYPES
 from dstrain.train.data.collate import without_adapter
 
 _LEAVE_OUT = "Leave out the image patches: the language model alone can be traced."
@@ -112,7 +113,7 @@ def _grids(question: Question, tower: Any) -> dict[str, Any]:
     height, width = grid(question.image_patches, merge)
     numel = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
     images = question.micro_batch * _num_samples(question, merge)
-    pixels = torch.empty((images * question.image_patches, numel), dtype=torch.float32, device="meta")
+    pixels = torch.empty((images * question.image_patches, numel), dtype=DTYPES[question.precision], device="meta")
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]] * images)}
 
 
@@ -124,11 +125,12 @@ def _num_samples(question: Question, merge: int) -> int:
 def _crops(question: Question, base: Any, tower: Any) -> dict[str, Any]:
     """Returns an image a sample, as it is for towers without grids: in crops of one size, or of any size itself."""
     config, patches, count = base.config, question.image_patches, question.micro_batch
+    dtype = DTYPES[question.precision]
     side, patch_side = _sides(tower)
     channels = getattr(tower, "num_channels", 3)
     if _takes_any_size(base):
         size = [patch_side * length for length in grid(patches, getattr(config, "spatial_merge_size", 1))]
-        return _sized((count, channels, *size), size)
+        return _sized((count, channels, *size), size, dtype)
     of_crop = (side // patch_side) ** 2
     crops, rest = divmod(patches, of_crop)
     pinpoints = _pinpoints(config, side)
@@ -136,13 +138,13 @@ def _crops(question: Question, base: Any, tower: Any) -> dict[str, Any]:
         can = ", ".join(str(number * of_crop) for number in sorted(pinpoints or range(1, 5))[:4])
         raise InvalidConfig(f"images of {config.model_type} are not {patches} patches", hint=f"They are {can}, …")
     if pinpoints:
-        return _sized((count, crops, channels, side, side), pinpoints[crops])
-    return {"pixel_values": torch.empty((count * crops, channels, side, side), dtype=torch.float32, device="meta")}
+        return _sized((count, crops, channels, side, side), pinpoints[crops], dtype)
+    return {"pixel_values": torch.empty((count * crops, channels, side, side), dtype=dtype, device="meta")}
 
 
-def _sized(shape: tuple[int, ...], size: list[int]) -> dict[str, Any]:
+def _sized(shape: tuple[int, ...], size: list[int], dtype: torch.dtype) -> dict[str, Any]:
     """Returns pixels of a shape, and the height and width of each image, with data: code looks into them."""
-    pixels = torch.empty(shape, dtype=torch.float32, device="meta")
+    pixels = torch.empty(shape, dtype=dtype, device="meta")
     return {"pixel_values": pixels, "image_sizes": torch.tensor([size] * shape[0])}
 
 

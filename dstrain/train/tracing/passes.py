@@ -68,7 +68,10 @@ def _trace(question: Question, *, by_sample: bool) -> Trace:
 
 
 def _run(model: Any, question: Question, tracker: StorageTracker, anatomy: Anatomy, *, by_sample: bool) -> int:
-    """Runs the pass, and returns the bytes of its inputs, which live until the end as they do in the Trainer."""
+    """Runs the pass, and returns the bytes of its inputs.
+
+    Pixels go before the backward pass, as they do in the Trainer; what is kept of tokens and masks is small.
+    """
     sees = images.at_work(model, tracker.see) if question.image_patches else nullcontext()
     with _without_collecting(), as_on_cuda(is_packed=question.is_packed), sees, tracker:
         tracker.enter_phase("embedding forward")
@@ -81,6 +84,7 @@ def _run(model: Any, question: Question, tracker: StorageTracker, anatomy: Anato
         loss = outputs.loss if labels is None else outputs.logits.float().sum()
         if not question.holds_outputs:
             del outputs
+        inputs.pop("pixel_values", None)
         tracker.enter_phase("loss backward")
         loss.backward()
     return inputs_bytes

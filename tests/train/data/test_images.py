@@ -208,6 +208,9 @@ def test_a_batch_without_images_has_a_hidden_blank_one(job: Job, folder: Path, t
     mixed = collator([data.dataset[4], texts[0]])
     assert mixed["image_grid_thw"].tolist() == [[1, 6, 4], [1, 6, 10]]
     assert mixed["pixel_values"].dtype == torch.float32
+    narrow = replace(collator, dtype=torch.bfloat16)([data.dataset[4], texts[0]])
+    assert narrow["pixel_values"].equal(mixed["pixel_values"].bfloat16())
+    assert narrow["image_grid_thw"].equal(mixed["image_grid_thw"])
 
 
 def in_row(file: Path, form: str) -> Any:

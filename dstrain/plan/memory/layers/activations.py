@@ -219,9 +219,10 @@ def play(run: Context, depth: dict[str, int]) -> None:
     images = vision.pixels(run) if code.tower else None
     others = [vision.pixels(run) for _ in range(run.variant.batch.task.forward_passes - 1)] if images else []
     loss = _forward(run, code, depth, images)
+    del images, others  # the Trainer drops a micro-batch before the backward pass
     tape.ledger.enter("loss backward")
     tape.backward(loss)
-    del inputs, images, others
+    del inputs
 
 
 def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tensor | None) -> Tensor:

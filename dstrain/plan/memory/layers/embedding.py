@@ -5,7 +5,7 @@ from __future__ import annotations
 from dstrain.choices import Attention
 from dstrain.plan.memory.layers import ops
 from dstrain.plan.memory.layers.context import Context
-from dstrain.plan.memory.layers.graph import Tape, Tensors
+from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Node, Param, Tensor
 
 
@@ -17,9 +17,7 @@ def embedded(run: Context, table: Param, *, scales: bool) -> Tensor:
         numel = table.numel
 
         def backward(grad: Tensor) -> Tensors:
-            tape.leave_layer()
-            run.cos = run.sin = run.mask = None  # the last layer that used them is done
-            tape.ledger.enter("embedding backward")
+            _enter_backward(run)
             whole = tape.gathered(numel, item)
             result = tape.grad(numel, item)
             del whole
@@ -32,13 +30,19 @@ def embedded(run: Context, table: Param, *, scales: bool) -> Tensor:
     if scales:
         result = ops.unary(tape, result)
     if run.variant.checkpointing.enabled and not table.trains and run.variant.code.stops_early:
-        result.node = _leaf(tape, result)
+        result.node = _leaf(run, result)
     if run.variant.residual_item != item:
         return ops.cast(tape, result, run.variant.residual_item)
     return result
 
 
-def _leaf(tape: Tape, x: Tensor) -> Node:
+def _enter_backward(run: Context) -> None:
+    run.tape.leave_layer()
+    run.cos = run.sin = run.mask = None  # the last layer that used them is done
+    run.tape.ledger.enter("embedding backward")
+
+
+def _leaf(run: Context, x: Tensor) -> Node:
     """Makes a gradient for x, which nothing that trains has made, so that the first layer can be recomputed.
 
     Source: Transformers 5.23 modeling_utils.py: enable_input_require_grads; the end of the graph holds x itself.
@@ -47,9 +51,10 @@ def _leaf(tape: Tape, x: Tensor) -> Node:
 
     def backward(grad: Tensor) -> Tensors:
         assert view.numel == grad.numel
+        _enter_backward(run)
         return (None,)
 
-    return tape.node((view,), backward)
+    return run.tape.node((view,), backward)
 
 
 def positions(run: Context, *, by_row: bool, by_kind: bool, is_windowed: bool) -> None:

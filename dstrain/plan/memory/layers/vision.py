@@ -32,10 +32,10 @@ class Seen:
 
 
 def pixels(run: Context) -> Tensor | None:
-    """Returns the pixels as the processor gives them, in fp32, or None for samples without images."""
+    """Returns the pixels in the dtype of training, as `MediaCollator` gives them; None for samples without images."""
     if not run.variant.batch.image_patches or run.model.vision is None:
         return None
-    return run.tape.new(_num_patches(run) * _patch_numel(run), ops.FP32)
+    return run.tape.new(_num_patches(run) * _patch_numel(run), run.variant.item)
 
 
 def qwen3_vl(run: Context, hidden: Tensor, images: Tensor) -> Seen:
@@ -43,12 +43,10 @@ def qwen3_vl(run: Context, hidden: Tensor, images: Tensor) -> Seen:
 
     Source: Transformers 5.23 modeling_qwen3_vl.py: Qwen3VLModel.forward.
     """
-    tape, item = run.tape, run.variant.item
+    tape = run.tape
     tape.ledger.enter("vision forward")
-    narrow = ops.cast(tape, images, item)
-    last, levels = _tower(run, narrow)
+    last, levels = _tower(run, images)
     merged = _merged(run, last, f"{ROOT}.merger")
-    del narrow
     tape.ledger.enter("forward")
     joined = _joined(run, merged)
     mask = tape.new(run.rows, 1)
