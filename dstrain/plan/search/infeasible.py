@@ -13,7 +13,7 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
 from dstrain.plan.request import Request
-from dstrain.plan.search.search import fastest, least_plan
+from dstrain.plan.search.search import fastest, least_plan, may_fit
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 from dstrain.units import GIB, format_bytes
 
@@ -89,10 +89,13 @@ def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, R
         changed = replace(request, micro_batch=micro_batch, grad_accum=None)
         yield "micro-batch", f"--micro-batch {micro_batch}", changed, cluster
         micro_batch //= 2
-    for changed, factor in product((alone, request), (2, 4, 8, 16)):
-        more = replace(cluster, num_nodes=cluster.num_nodes * factor)
-        nodes = "" if more.gpus_per_node == 8 else f" --gpus-per-node {more.gpus_per_node}"
-        yield "gpus", f"--gpus {more.num_gpus}{nodes}", replace(changed, global_batch=None), more
+    for changed in (replace(each, global_batch=None) for each in (alone, request)):
+        more = [replace(cluster, num_nodes=cluster.num_nodes * factor) for factor in (2, 4, 8, 16)]
+        if not may_fit(replace(workload, cluster=more[-1]), changed):
+            continue
+        for each in more:
+            nodes = "" if each.gpus_per_node == 8 else f" --gpus-per-node {each.gpus_per_node}"
+            yield "gpus", f"--gpus {each.num_gpus}{nodes}", changed, each
     if request.optimizer is Optimizer.ADAMW and request.offload in (None, Offload.NONE):
         eight_bit = replace(request, optimizer=Optimizer.ADAMW_8BIT)
         yield "optimizer", f"--optimizer {eight_bit.optimizer}", eight_bit, cluster

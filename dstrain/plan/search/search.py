@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT
 from dstrain.plan.search.evaluator import MOST_MISSES, PROPOSAL_MISSES, Evaluator, Key, usable_ratio
 from dstrain.plan.search.nearest import least, nearest
-from dstrain.plan.search.search_space import Candidate, mechanisms, strategy_key
+from dstrain.plan.search.search_space import Candidate, in_ram_too, mechanisms, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
 
 EQUAL_RATIO = 0.02
@@ -99,19 +99,6 @@ def _best(
     return candidates, best, fastest
 
 
-def in_ram_too(workload: Workload, request: Request) -> tuple[Request, ...]:
-    """Returns the request with all layers recomputed from inputs in RAM, if that is open.
-
-    Their copies take time in every micro-batch, so they are for a GPU whose best plan without them offloads states, or
-    for which there is none.
-    """
-    is_open = request.activation_offload is None and request.grad_ckpt is not False
-    asked = replace(request, activation_offload=True, grad_ckpt=True)
-    if not is_open or asked.is_one_configuration or workload.cluster.gpu.is_cpu:
-        return ()
-    return (asked,)
-
-
 def _verified(
     evaluator: Evaluator, candidates: list[Candidate], top: int, proposed_if: Callable[[Candidate], bool] | None = None
 ) -> tuple[list[Candidate], Candidate | None]:
@@ -170,14 +157,24 @@ def fastest(workload: Workload, request: Request) -> Estimate | None:
     return smallest
 
 
+def may_fit(workload: Workload, request: Request) -> bool:
+    """Returns whether anything fits, as far as quick estimates tell."""
+    evaluator = Evaluator(workload, usable_ratio(request))
+    return any(evaluator.may_fit(each) and evaluator.seems_to_fit(each) for each in _whole_space(evaluator, request))
+
+
 def least_plan(workload: Workload, request: Request) -> Estimate | None:
     """Returns the plan of least memory that fits, as far as few exact estimates tell (`nearest.LEAST_MISSES`)."""
     return _least(Evaluator(workload, usable_ratio(request)), request)
 
 
 def _least(evaluator: Evaluator, request: Request) -> Estimate | None:
+    return least(evaluator, _whole_space(evaluator, request))
+
+
+def _whole_space(evaluator: Evaluator, request: Request) -> list[Candidate]:
     requests = (request, *in_ram_too(evaluator.workload, request))
-    return least(evaluator, [candidate for asked in requests for candidate in evaluator.space(asked)])
+    return [candidate for asked in requests for candidate in evaluator.space(asked)]
 
 
 def _ranked(

@@ -73,6 +73,19 @@ class Strategies:
     """The other strategies, with the rules of parallelism that they break, if any."""
 
 
+def in_ram_too(workload: Workload, request: Request) -> tuple[Request, ...]:
+    """Returns the request with all layers recomputed from inputs in RAM, if that is open.
+
+    Their copies take time in every micro-batch, so they are for a GPU whose best plan without them offloads states, or
+    for which there is none.
+    """
+    is_open = request.activation_offload is None and request.grad_ckpt is not False
+    asked = replace(request, activation_offload=True, grad_ckpt=True)
+    if not is_open or asked.is_one_configuration or workload.cluster.gpu.is_cpu:
+        return ()
+    return (asked,)
+
+
 def space(workload: Workload, request: Request) -> list[Candidate]:
     """Returns every candidate.
 
@@ -224,7 +237,7 @@ def _mechanisms(workload: Workload, request: Request, start: Configuration) -> I
 
 def _checkpointings(request: Request, start: Checkpointing, *, tiles: int) -> Iterator[Checkpointing]:
     """Yields which layers are recomputed: none, all, or, where that is open, one of every n; and, with all of them and
-    rows of many tiles, whether MLPs are tiled. Inputs wait in host RAM if that is asked for (`search.in_ram_too`)."""
+    rows of many tiles, whether MLPs are tiled. Inputs wait in host RAM if that is asked for (`in_ram_too`)."""
     periods = PERIODS if request.grad_ckpt is None else (1,)
     is_open = tiles >= LEAST_TILES and not request.is_one_configuration
     for enabled in _given(request.grad_ckpt, (False, True)):
