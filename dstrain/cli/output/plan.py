@@ -188,8 +188,8 @@ _MEMORY = (
 _SPEED = ("step_s", "tokens_per_s_per_gpu", "mfu_ratio", "limited_by", "uncertainty_ratio")
 
 
-def _entry(proposal: Proposal) -> dict[str, Any]:
-    estimate = proposal.estimate
+def estimate_document(estimate: Estimate) -> dict[str, Any]:
+    """Returns a configuration and its estimate as JSON-ready data."""
     memory, speed = asdict(estimate.memory), asdict(estimate.speed) if estimate.speed else {}
     return {
         "title": label(estimate.configuration),
@@ -197,5 +197,8 @@ def _entry(proposal: Proposal) -> dict[str, Any]:
         "fits": estimate.fits,
         "memory": {name: memory[name] for name in _MEMORY},
         "speed": {name: speed.get(name) for name in _SPEED},
-        "reasons": [reason.text for reason in proposal.reasons],
     }
+
+
+def _entry(proposal: Proposal) -> dict[str, Any]:
+    return {**estimate_document(proposal.estimate), "reasons": [reason.text for reason in proposal.reasons]}

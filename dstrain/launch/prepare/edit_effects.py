@@ -78,16 +78,16 @@ class _Subject:
         Raises InvalidConfig if the edits cannot be estimated.
         """
         if not edits:
-            return self._estimate(self.values)
+            return self.estimate_files(self.values)
         changed = {
             name: applied(
                 value, [Change(pointer=edit.pointer, value=edit.yours) for edit in edits if edit.file == name]
             )
             for name, value in self.values.items()
         }
-        if self._configuration(changed) == self._configuration(self.values):
+        if self.configuration(changed) == self.configuration(self.values):
             return None
-        return self._estimate(changed)
+        return self.estimate_files(changed)
 
     def remark(self, edit: Edit, judged: Sequence[Edit]) -> str | None:
         """Returns the remark of lint about an edit of ds_config.json, made with others, that is not planned."""
@@ -97,7 +97,8 @@ class _Subject:
         findings = remarks(config, edit.pointer, self.workload, job=_job(self.values[JOB]))
         return remark_text(findings[0]) if findings else None
 
-    def _configuration(self, values: Mapping[str, Any]) -> object:
+    def configuration(self, values: Mapping[str, Any]) -> object:
+        """Returns what the planner sees of the values of files."""
         job = _job(values[JOB])
         return (
             effective(self.workload.model, request_of(job), values[CONFIG]),
@@ -106,10 +107,34 @@ class _Subject:
             frozen_parts(job),
         )
 
-    def _estimate(self, values: Mapping[str, Any]) -> Estimate:
+    def estimate_files(self, values: Mapping[str, Any]) -> Estimate:
+        """Returns the estimate of the values of files."""
         job = _job(values[JOB])
         model = with_frozen(self.workload.model, job)
         return estimate(replace(self.workload, model=model), request_of(job), values[CONFIG])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edited:
+    """Generated files with the edits that stay in them."""
+
+    job: Job
+    estimate: Estimate
+    effect: Effect
+    """What the edits change."""
+
+
+def edited(workload: Workload, generated: Mapping[str, str], files: Mapping[str, str]) -> Edited | None:
+    """Returns what files train that were edited since they were generated; None if the configuration is the same.
+
+    Raises DstrainError if they cannot be estimated.
+    """
+    before, after = ({name: read(texts[name], name) for name in (CONFIG, JOB)} for texts in (generated, files))
+    subject = _Subject(workload=workload, values=before)
+    if subject.configuration(after) == subject.configuration(before):
+        return None
+    estimates = [subject.estimate_files(values) for values in (before, after)]
+    return Edited(job=_job(after[JOB]), estimate=estimates[1], effect=effect(*estimates))
 
 
 def effects(folder: Path, lock: Lock, edits: Sequence[Edit]) -> Effects:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrain.config import jsonc
 from dstrain.config.edits.lock import planned_cluster
 from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.table import key_of
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Finding, lines
 from dstrain.config.lint.subject import JobContext, Subject
-from dstrain.errors import InvalidConfig, did_you_mean
+from dstrain.errors import DstrainError, InvalidConfig, did_you_mean
 from dstrain.facts.this_machine import versions
 from dstrain.job.file import JobFile
 from dstrain.launch.prepare import hostfile_findings, job_checks
@@ -136,6 +138,19 @@ def read_text(path: Path) -> str:
         ) from None
     except OSError as error:
         raise InvalidConfig(f"{shown(str(path))}: cannot be read: {error.strerror}") from None
+
+
+def planned(file: JobFile) -> Estimate | None:
+    """Returns the estimate of a job and its configuration; None if a part of them is unknown or wrong."""
+    path = Path(file.job.ds_config)
+    with suppress(DstrainError):
+        config = jsonc.parse(read_text(path), path.name).value
+        workload = workload_of(job_context(file, planned_cluster(path.parent)))
+        if workload is not None and isinstance(config, dict):
+            from dstrain.plan.estimate import estimate  # as below
+
+            return estimate(workload, request_of(file.job), config)
+    return None
 
 
 def _estimate(subject: Subject) -> Estimate | None:
