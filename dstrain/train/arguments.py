@@ -11,8 +11,9 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig  # type: ignore[imp
 from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_tf32_available
 
-from dstrain.choices import Interval, Method, Optimizer, Precision
+from dstrain.choices import Interval, Optimizer, Precision
 from dstrain.job.schema import Job
+from dstrain.plan.training_code import needs_reentrant
 
 
 def zero_stage(ds_config: Mapping[str, Any]) -> int:
@@ -27,12 +28,8 @@ def is_deepcompile(ds_config: Mapping[str, Any]) -> bool:
 
 
 def checkpointing_kwargs(job: Job, ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the form of activation checkpointing: non-reentrant, except for adapters under ZeRO-3.
-
-    The non-reentrant form compares the metadata of saved tensors; a frozen parameter that ZeRO-3 has partitioned in
-    the meantime does not match and raises CheckpointError. Source: transformers#47254, trl#2514.
-    """
-    kwargs: dict[str, Any] = {"use_reentrant": job.method is not Method.FULL and zero_stage(ds_config) == 3}
+    """Returns the form of activation checkpointing: non-reentrant, except for adapters under ZeRO-3."""
+    kwargs: dict[str, Any] = {"use_reentrant": needs_reentrant(job.method, zero_stage(ds_config))}
     if job.grad_ckpt_every_n_layers > 1:
         kwargs["every_n_layers"] = job.grad_ckpt_every_n_layers
     if job.activation_offload:

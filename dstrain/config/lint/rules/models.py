@@ -10,6 +10,7 @@ from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.subject import Subject
 from dstrain.plan.memory.layers.kernels import LIGER, PLAIN
 from dstrain.plan.memory.params import adapted_experts
+from dstrain.plan.training_code import needs_reentrant
 from dstrain.units import format_bytes
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
@@ -82,12 +83,11 @@ def _fp16(subject: Subject) -> Iterator[Fault]:
 
 
 def _reentrant(subject: Subject) -> Iterator[Fault]:
-    """Reports non-reentrant checkpointing, which fails: it compares shapes of saved tensors, and ZeRO-3 empties frozen
-    parameters."""
-    if subject.job is None or subject.stage != 3:
+    """Reports non-reentrant checkpointing, which fails."""
+    if subject.job is None:
         return
     job = subject.job.job
-    if job.method != "full" and job.grad_ckpt:
+    if job.grad_ckpt and needs_reentrant(job.method, subject.stage):
         yield Fault(
             pointer=("zero_optimization", "stage"),
             problem=f"{job.method} under ZeRO-3 with grad_ckpt ({subject.job.locate(('grad_ckpt',))})",
@@ -101,7 +101,7 @@ def _router_loss(subject: Subject) -> Iterator[Fault]:
     if subject.job is None or job is None or subject.model is None or not job.router_aux_loss_coef:
         return
     shared = next((key for key in ("sp", "tp", "ep") if getattr(job, key) > 1), None)
-    is_reentrant = job.method is not Method.FULL and subject.stage == 3 and job.grad_ckpt
+    is_reentrant = job.grad_ckpt and needs_reentrant(job.method, subject.stage)
     if subject.model.moe is None:
         why = f"{subject.model.name} has no experts"
     elif shared is not None:
