@@ -15,6 +15,7 @@ from dstrain.config import jsonc
 from dstrain.config.edits.lock import beside_unused, planned_cluster, standing
 from dstrain.config.lint import engine
 from dstrain.errors import Conflict, InvalidConfig
+from dstrain.facts.ds_config import ZERO, zero_stage
 from dstrain.job.file import JobFile, read_job
 from dstrain.launch.prepare.job_context import hosts_of, job_context, request_of, workload_of
 from dstrain.launch.prepare.lint_job import lint_job, read_text, refused
@@ -70,9 +71,9 @@ def _needs(file: JobFile, config: dict[str, Any], target: Target) -> list[str]:
         return []
     request = replace(request_of(file.job), loss=LossKernel.FULL)
     if target in (Target.FSDP2, Target.TORCHRUN):
-        stage = 0 if target is Target.TORCHRUN else 3 if config.get("zero_optimization", {}).get("stage") == 3 else 2
+        stage = 0 if target is Target.TORCHRUN else 3 if zero_stage(config) == 3 else 2
         request = replace(request, state_dtypes=StateDtypes.AUTOCAST)
-        config = {"zero_optimization": {"stage": stage}}
+        config = {ZERO: {"stage": stage}}
     try:
         found = estimate(workload, request, config)
     except InvalidConfig:

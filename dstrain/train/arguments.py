@@ -12,19 +12,14 @@ from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from dstrain.choices import Interval, Optimizer, Precision
+from dstrain.facts.ds_config import section, zero_stage
 from dstrain.job.schema import Job
 from dstrain.plan.training_code import needs_reentrant
 
 
-def zero_stage(ds_config: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage of a configuration, by default 0."""
-    stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
-    return stage if isinstance(stage, int) else 0
-
-
 def is_deepcompile(ds_config: Mapping[str, Any]) -> bool:
     """Returns whether a configuration has DeepSpeed compile the whole model, with ZeRO's communication."""
-    return bool((ds_config.get("compile") or {}).get("deepcompile"))
+    return bool(section(ds_config, "compile").get("deepcompile"))
 
 
 def checkpointing_kwargs(job: Job, ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.config.document import REMOVED, lookup
 from dstrain.config.jsonc import Document, Pointer
 from dstrain.config.keys.table import ROWS
+from dstrain.facts.ds_config import zero_stage
 
 if TYPE_CHECKING:
     from dstrain.facts.cluster.cluster import Cluster
@@ -73,11 +74,8 @@ class Subject(JobContext):
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage that the engine runs; it reads "3" as 3, and any illegal value as 0."""
-        stage = self.at("zero_optimization.stage", 0)
-        if isinstance(stage, str) and stage.strip() in ("0", "1", "2", "3"):
-            return int(stage)
-        return stage if isinstance(stage, int) and not isinstance(stage, bool) else 0
+        """The ZeRO stage that the engine runs."""
+        return zero_stage(self.config)
 
     def device(self, section: str) -> str:
         """Returns the device of `offload_optimizer` or `offload_param`: `cpu`, `nvme` or `none`."""
