@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dstrain.facts.caches import user_cache
 from dstrain.facts.ds_config import ZERO, section
 from dstrain.open_files import open_files
 
@@ -79,8 +80,7 @@ def extension_folder(environment: Mapping[str, str]) -> Path:
     """
     if environment.get("TORCH_EXTENSIONS_DIR"):
         return Path(environment["TORCH_EXTENSIONS_DIR"])
-    home = Path(environment.get("HOME") or Path.home())
-    cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "torch_extensions"
+    cache = user_cache(environment) / "torch_extensions"
     hip, cuda = torch_build("hip"), torch_build("cuda")
     kind = f"rocm{hip.replace('.', '')}" if hip else f"cu{cuda.replace('.', '')}" if cuda else "cpu"
     return cache / f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}_{kind}"
