@@ -12,9 +12,9 @@ from dstrain.choices import LossKernel, StateDtypes
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.types import Choice
 from dstrain.config import jsonc
-from dstrain.config.edits.lock import beside_unused, planned_cluster, standing
+from dstrain.config.edits.lock import beside_unused, differing, planned_cluster, standing
 from dstrain.config.lint import engine
-from dstrain.errors import Conflict, InvalidConfig
+from dstrain.errors import InvalidConfig
 from dstrain.facts.ds_config import ZERO, zero_stage
 from dstrain.job.file import JobFile, read_job
 from dstrain.launch.prepare.job_context import hosts_of, job_context, request_of, workload_of
@@ -88,11 +88,8 @@ def _write(folder: Path, exported: Export, *, force: bool) -> None:
     there = standing(folder, exported.files)
     different = {f"{name}.bak": text for name, text in there.items() if text != exported.files[name]}
     if different and not force:
-        names = ", ".join(str(folder / name.removesuffix(".bak")) for name in different)
-        raise Conflict(
-            f"{names}: exists already and differs; nothing was written",
-            hint="--force replaces it and keeps yours as .bak; -o DIR writes elsewhere.",
-        )
+        paths = [folder / name.removesuffix(".bak") for name in different]
+        raise differing(paths, otherwise="-o DIR writes elsewhere")
     backups = {folder / name: text for name, text in beside_unused(folder, different).items()}
     write_together({folder / name: text for name, text in exported.files.items()}, backups=backups)
     say(f"wrote {', '.join(str(folder / name) for name in exported.files)}")

@@ -126,6 +126,13 @@ def standing(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return texts
 
 
+def differing(paths: Iterable[Path], *, otherwise: str) -> Conflict:
+    """Returns the error of existing files with other texts than those to write; `otherwise` is what else to type."""
+    names = ", ".join(map(str, paths))
+    hint = f"--force replaces it and keeps yours as .bak; {otherwise}."
+    return Conflict(f"{names}: exists already and differs; nothing was written", hint=hint)
+
+
 def beside_unused(folder: Path, beside: Mapping[str, str], *, ours: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the additional files under names that overwrite none of yours: `.bak`, then `.bak2`, `.bak3` …
 
