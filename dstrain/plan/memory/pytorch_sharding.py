@@ -5,13 +5,13 @@ Most published measurements were made so; `--states pure-bf16` and `--states aut
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dstrain.choices import Method, Optimizer, StateDtypes
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import Instant, profile
-from dstrain.plan.memory.params import Trained, quantized_bytes_per_param, trained
+from dstrain.plan.memory.params import Trained, is_inside, quantized_bytes_per_param, trained
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.zero import States
 
@@ -56,26 +56,11 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Pea
     instants.append(
         Peak(
             name="optimizer step",
-            params=0,
             grads=0 if hosted else round(sizes.grad * counts.trainable / state_share),
-            optimizer=0,
             buffers=round(sizes.step * counts.trainable / state_share) if states else 0,
-            gathered=0,
-            activations=0,
-            logits=0,
         )
     )
-    top = max(instants, key=lambda instant: instant.total)
-    return Peak(
-        name=top.name,
-        params=params,
-        grads=top.grads,
-        optimizer=states,
-        buffers=top.buffers,
-        gathered=top.gathered,
-        activations=top.activations,
-        logits=top.logits,
-    )
+    return replace(max(instants, key=lambda instant: instant.total), params=params, optimizer=states)
 
 
 def _frozen_bytes(model: ModelFacts, configuration: Configuration, counts: Trained) -> float:
@@ -138,9 +123,7 @@ def _during(
         buffers = round(sizes.grad * counts.trainable)  # DDP's buckets are copies of the gradients
     return Peak(
         name=instant.name,
-        params=0,
         grads=grads,
-        optimizer=0,
         buffers=buffers,
         gathered=gathered,
         activations=instant.activations,
@@ -151,10 +134,9 @@ def _during(
 def _gathered(model: ModelFacts, configuration: Configuration, instant: Instant) -> int:
     """Returns the bytes of the units that FSDP holds whole: the root always, a layer while it works."""
     compute = configuration.model.item
-    root = (Kind.EMBEDDING, Kind.HEAD, Kind.VISION)
-    whole = compute * (model.num_params_of(*root) + model.hidden_size)
+    whole = compute * (model.num_params_of(Kind.EMBEDDING, Kind.HEAD, Kind.VISION) + model.hidden_size)
     if instant.name in ("forward", "layer backward"):
-        inner = [group for group in model.tensors if group.kind not in root and not group.name.startswith("model.")]
+        inner = [group for group in model.tensors if is_inside(group)]
         per_linear: float = compute
         if configuration.model.method is Method.QLORA:
             per_linear = quantized_bytes_per_param(configuration.model.double_quant)
