@@ -44,23 +44,12 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Pea
     """
     counts = trained(model, configuration.model.method, configuration.model.lora)
     sizes = _sizes(configuration)
-    share = num_ranks if configuration.zero.stage == 3 else 1
-    state_share = num_ranks if configuration.zero.stage >= 1 else 1
-    params = 0
-    if not configuration.zero.offloads_params:
-        params = round((sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)) / share)
-    states = 0 if configuration.zero.is_offloaded else round(sizes.states * counts.trainable / state_share)
+    share, held = num_ranks if configuration.zero.stage == 3 else 1, states(model, configuration, num_ranks)
     profiled = profile(model, configuration)
     instants = [_during(model, configuration, counts, instant, share, num_ranks) for instant in profiled]
-    hosted = configuration.zero.is_offloaded
-    instants.append(
-        Peak(
-            name="optimizer step",
-            grads=0 if hosted else round(sizes.grad * counts.trainable / state_share),
-            buffers=round(sizes.step * counts.trainable / state_share) if states else 0,
-        )
-    )
-    return replace(max(instants, key=lambda instant: instant.total), params=params, optimizer=states)
+    temporary = round(sizes.step * counts.trainable / (num_ranks if configuration.zero.stage >= 1 else 1))
+    instants.append(Peak(name="optimizer step", grads=held.grads, buffers=temporary if held.optimizer else 0))
+    return replace(max(instants, key=lambda instant: instant.total), params=held.params, optimizer=held.optimizer)
 
 
 def _frozen_bytes(model: ModelFacts, configuration: Configuration, counts: Trained) -> float:
@@ -79,9 +68,10 @@ def states(model: ModelFacts, configuration: Configuration, num_ranks: int) -> S
     share = num_ranks if configuration.zero.stage == 3 else 1
     part = counts.trainable / (num_ranks if configuration.zero.stage >= 1 else 1)
     whole = sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)
-    if configuration.zero.is_offloaded:
-        return States(params=round(whole / share), grads=0, optimizer=0, host=round((sizes.grad + sizes.states) * part))
-    return States(params=round(whole / share), grads=round(sizes.grad * part), optimizer=round(sizes.states * part))
+    params, grads, optimizer = round(whole / share), round(sizes.grad * part), round(sizes.states * part)
+    if configuration.zero.is_offloaded:  # parameters and optimizer leave the GPU together
+        return States(params=0, grads=0, optimizer=0, host=params + grads + optimizer)
+    return States(params=params, grads=grads, optimizer=optimizer)
 
 
 def _sizes(configuration: Configuration) -> _Sizes:
