@@ -75,14 +75,24 @@ def states(model: ModelFacts, configuration: Configuration, num_ranks: int) -> S
 
 
 def _sizes(configuration: Configuration) -> _Sizes:
-    """Returns the bytes of one element of each kind; PEFT's adapters are fp32 whatever the rest is."""
-    compute = configuration.model.item
-    is_adapter = not configuration.model.is_full
-    wide = (is_adapter and configuration.code.has_peft) or (
-        configuration.model.state_dtypes is StateDtypes.AUTOCAST and not is_adapter
-    )
-    param = FP32 if wide else compute
-    moments = {
+    """Returns the bytes of one element of each kind."""
+    param, optimizer = _param_item(configuration), configuration.step.optimizer
+    step = param if optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) else 0
+    moments = moment_bytes_per_param(configuration)
+    return _Sizes(compute=configuration.model.item, param=param, grad=param, states=moments, step=step)
+
+
+def _param_item(configuration: Configuration) -> int:
+    """Returns the bytes of one trainable element; PEFT's adapters are fp32 whatever the rest is."""
+    is_autocast = configuration.model.state_dtypes is StateDtypes.AUTOCAST
+    is_wide = is_autocast if configuration.model.is_full else configuration.code.has_peft
+    return FP32 if is_wide else configuration.model.item
+
+
+def moment_bytes_per_param(configuration: Configuration) -> float:
+    """Returns the bytes of optimizer states for each trained parameter; Adafactor's rows and columns are left out."""
+    param = _param_item(configuration)
+    return {
         Optimizer.ADAMW: 2.0 * param,
         Optimizer.ADAMW_FUSED: 2.0 * param,
         Optimizer.ADAMW_8BIT: 2 + 8 / 256,  # two bytes, and an fp32 scale of each for a block of 256
@@ -92,8 +102,6 @@ def _sizes(configuration: Configuration) -> _Sizes:
         Optimizer.SGD: 0.0,
         Optimizer.MUON: 1.0 * param,  # no configuration: a rule
     }[configuration.step.optimizer]
-    step = param if configuration.step.optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) else 0
-    return _Sizes(compute=compute, param=param, grad=param, states=moments, step=step)
 
 
 def _during(

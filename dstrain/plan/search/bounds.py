@@ -11,9 +11,10 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.loading import loading, machine_of
-from dstrain.plan.memory.optimizer_states import has_master, master_item
+from dstrain.plan.memory.optimizer_states import STATES, master_item, stepped_bytes_per_param
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained, is_inside, shard, trained_on_rank
+from dstrain.plan.memory.pytorch_sharding import moment_bytes_per_param
 from dstrain.plan.memory.zero import partition_of, sharing_ranks
 from dstrain.plan.speed.compute import passes
 from dstrain.plan.speed.efficiency import efficiency
@@ -22,40 +23,6 @@ from dstrain.plan.speed.optimizer_step import inputs_bytes, stepping
 from dstrain.plan.speed.setting import setting
 from dstrain.plan.speed.traffic import work
 
-MOMENT_BYTES_PER_PARAM = {
-    StateDtypes.MIXED: {
-        Optimizer.ADAMW: 8,
-        Optimizer.ADAMW_FUSED: 8,
-        Optimizer.ADAMW_8BIT: 2,
-        Optimizer.ADAMW_BF16: 4,
-        Optimizer.ADAFACTOR: 0,
-        Optimizer.LION: 4,
-        Optimizer.SGD: 0,
-        Optimizer.MUON: 0,
-    },
-    StateDtypes.PURE_BF16: {
-        Optimizer.ADAMW: 4,
-        Optimizer.ADAMW_FUSED: 4,
-        Optimizer.ADAMW_8BIT: 2,
-        Optimizer.ADAMW_BF16: 4,
-        Optimizer.ADAFACTOR: 0,
-        Optimizer.LION: 2,
-        Optimizer.SGD: 0,
-        Optimizer.MUON: 0,
-    },
-    StateDtypes.AUTOCAST: {
-        Optimizer.ADAMW: 8,
-        Optimizer.ADAMW_FUSED: 8,
-        Optimizer.ADAMW_8BIT: 2,
-        Optimizer.ADAMW_BF16: 4,
-        Optimizer.ADAFACTOR: 0,
-        Optimizer.LION: 4,
-        Optimizer.SGD: 0,
-        Optimizer.MUON: 0,
-    },
-}
-"""Bytes of optimizer state for each trained parameter, at least: two moments of AdamW, one of Lion, in the dtype of
-the copy they belong to; Adafactor's rows and columns and 8-bit scales are left out. Source: the optimizers' papers."""
 LOGITS_BYTES = 8
 """Bytes of each logit that exist at once under the plain loss, at least: its fp32 copy and the log-softmax; the
 half-precision logit itself besides. Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss. The chunked loss has
@@ -205,10 +172,13 @@ def _staying_bytes(counts: Trained, way: Configuration, partition: float) -> flo
     return (_optimizer_bytes(way) + master_item(way.step.optimizer)) * elements
 
 
-def _optimizer_bytes(way: Configuration) -> int:
-    """Returns bytes of master copy and moments for each trained parameter."""
-    master = master_item(way.step.optimizer) if way.model.is_deepspeed and has_master(way.model, way.zero) else 0
-    return master + MOMENT_BYTES_PER_PARAM[way.model.state_dtypes][way.step.optimizer]
+def _optimizer_bytes(way: Configuration) -> float:
+    """Returns bytes of master copy and moments for each trained parameter, without those of Adafactor and Muon."""
+    if not way.model.is_deepspeed:
+        return moment_bytes_per_param(way)
+    optimizer = way.step.optimizer
+    left_out = STATES[optimizer] if optimizer in (Optimizer.ADAFACTOR, Optimizer.MUON) else 0
+    return stepped_bytes_per_param(way) - left_out * master_item(optimizer)
 
 
 def _activation_bytes(model: ModelFacts, way: Configuration) -> tuple[float, float]:
