@@ -174,7 +174,7 @@ class SavingTrainer(transformers.Trainer):
         final, best = self._run_dir.final, self._best_checkpoint()
         if not self._can_gather():
             self._rank.say(
-                "stage3_gather_16bit_weights_on_model_save is false, so the final model is not gathered; "
+                f"{GATHERS} is false, so the final model is not gathered; "
                 f"to get it: python -m dstrain.train.checkpoints.export {self._run_dir.path} OUT"
             )
             return None
