@@ -33,9 +33,9 @@ def _reduces_by_scatter(s: Subject) -> bool:
 
 
 def _clips(s: Subject) -> bool:
-    given = s.at("gradient_clipping", 1.0)
-    if given == "auto" and s.job is not None:
-        given = s.job.job.max_grad_norm
+    given = s.at("gradient_clipping", 1.0 if s.asked is None else "auto")  # dstrain run adds the key
+    if given == "auto" and s.asked is not None:
+        given = s.asked.max_grad_norm
     return bool(given != 0)
 
 
