@@ -12,7 +12,7 @@ from dstrain.choices import LossKernel, StateDtypes
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.types import Choice
 from dstrain.config import jsonc
-from dstrain.config.edits.lock import beside_unused, differing, planned_cluster, standing
+from dstrain.config.edits.lock import backups, differing, planned_cluster, standing
 from dstrain.config.lint import engine
 from dstrain.errors import InvalidConfig
 from dstrain.facts.ds_config import ZERO, zero_stage
@@ -86,10 +86,8 @@ def _needs(file: JobFile, config: dict[str, Any], target: Target) -> list[str]:
 def _write(folder: Path, exported: Export, *, force: bool) -> None:
     """Writes the files. Raises Conflict if a different one exists, unless it is to be replaced."""
     there = standing(folder, exported.files)
-    different = {f"{name}.bak": text for name, text in there.items() if text != exported.files[name]}
+    different = {folder / name: text for name, text in there.items() if text != exported.files[name]}
     if different and not force:
-        paths = [folder / name.removesuffix(".bak") for name in different]
-        raise differing(paths, otherwise="-o DIR writes elsewhere")
-    backups = {folder / name: text for name, text in beside_unused(folder, different).items()}
-    write_together({folder / name: text for name, text in exported.files.items()}, backups=backups)
+        raise differing(different, otherwise="-o DIR writes elsewhere")
+    write_together({folder / name: text for name, text in exported.files.items()}, backups=backups(different))
     say(f"wrote {', '.join(str(folder / name) for name in exported.files)}")
