@@ -123,8 +123,7 @@ def _quantised_at_once(model: ModelFacts, configuration: Configuration) -> int:
     """Returns the bytes of the largest weight that is sent to the GPU to be quantised there."""
     if configuration.model.method is not Method.QLORA:
         return 0
-    outside = (Kind.HEAD, Kind.VISION)
-    sizes = (group.numel for group in model.tensors if group.is_linear and group.kind not in outside)
+    sizes = (group.numel for group in model.tensors if group.is_quantizable)
     return configuration.model.item * max(sizes, default=0)
 
 
