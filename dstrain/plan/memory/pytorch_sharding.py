@@ -11,11 +11,10 @@ from dstrain.choices import Method, Optimizer, StateDtypes
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import Instant, profile
+from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.memory.params import Trained, is_inside, quantized_bytes_per_param, trained
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.zero import States
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,10 @@ from functools import cached_property
 
 from dstrain.choices import Offload
 from dstrain.plan.memory.deepspeed.modules import Modules
-from dstrain.plan.memory.deepspeed.resident import FP32, accumulation_item, sub_groups
+from dstrain.plan.memory.deepspeed.resident import accumulation_item, sub_groups
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
+from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.memory.optimizer_states import STATES, master_item
 from dstrain.plan.memory.zero import pinned
 

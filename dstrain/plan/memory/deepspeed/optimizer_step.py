@@ -10,9 +10,10 @@ from dstrain.choices import Optimizer, Precision
 from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.gradient_buckets import NORM_ITEM
 from dstrain.plan.memory.deepspeed.modules import Modules
-from dstrain.plan.memory.deepspeed.resident import FP32, accumulation_item, is_wide, state_sizes, sub_groups
+from dstrain.plan.memory.deepspeed.resident import accumulation_item, is_wide, state_sizes, sub_groups
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
+from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.memory.optimizer_states import master_item
 
 TEMPORARIES: dict[Optimizer, int] = {

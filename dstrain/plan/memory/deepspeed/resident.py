@@ -10,6 +10,7 @@ from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
+from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.memory.optimizer_states import (
     EIGHT_BIT_STATE,
     STATES,
@@ -18,8 +19,6 @@ from dstrain.plan.memory.optimizer_states import (
     muon_buffers,
     saved_by_muon,
 )
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
