@@ -24,9 +24,9 @@ from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.request import Request
 from dstrain.plan.search.search_space import (
     DEFAULT_GLOBAL_BATCH,
-    DEFAULT_SEQ_LEN,
     data_parallel_ranks,
     global_batch,
+    row_tokens,
 )
 from dstrain.plan.speed.step_time import forward_s, speed
 
@@ -84,11 +84,6 @@ class RunTime:
     """Seconds of all checkpoints where each node writes `CHECKPOINT_BYTES_PER_S`, which `seconds` include."""
     uncertainty_ratio: float
     """Half the width of the range that it is in for 8 of 10 runs, over `seconds`."""
-
-
-def row_tokens(request: Request, model: ModelFacts) -> int:
-    """Returns the tokens of the longest row, by default if the request leaves them open."""
-    return request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
 
 
 def with_lengths(

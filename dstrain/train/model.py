@@ -16,9 +16,10 @@ from transformers.utils.logging import set_tqdm_hook
 
 from dstrain.choices import LossKernel, Method
 from dstrain.errors import EnvironmentProblem
+from dstrain.facts.ds_config import zero_stage
 from dstrain.job.schema import Job
 from dstrain.train import adapters, model_parts, rope_scaling, scoring
-from dstrain.train.arguments import is_deepcompile, zero_stage
+from dstrain.train.arguments import is_deepcompile
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
 from dstrain.train.compiled_layers import compile_layers
 from dstrain.train.liger import replace_kernels

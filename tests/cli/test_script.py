@@ -84,7 +84,7 @@ def test_an_edited_script_stays(dstrain: Type, job: Path) -> None:
     path = job.parent / "job.sbatch"
     path.write_text(path.read_text() + "# mine\n")
     done = dstrain("script", "slurm", "--partition", "gpu")
-    assert (done.returncode, "job.sbatch exists already and differs" in done.stderr) == (6, True)
+    assert (done.returncode, "job.sbatch: exists already and differs" in done.stderr) == (6, True)
     assert path.read_text().endswith("# mine\n")
     assert dstrain("script", "slurm", "--partition", "gpu", "--force").returncode == 0
     assert "#SBATCH --partition=gpu\n" in path.read_text()

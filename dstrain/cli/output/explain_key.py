@@ -11,7 +11,7 @@ from dstrain.cli.console import wrapped
 from dstrain.cli.output.effects import cost_text, effect_text
 from dstrain.cli.output.plan import subject_lines
 from dstrain.config.document import REMOVED, lookup
-from dstrain.config.explain.file import is_idle, stage_of
+from dstrain.config.explain.file import is_idle
 from dstrain.config.explain.key import OF_JOB, Chosen, Here, Way, choose, counted, ways, why
 from dstrain.config.jsonc import Pointer
 from dstrain.config.key_bytes import Scale, cost, scale
@@ -21,6 +21,7 @@ from dstrain.config.keys.table import children
 from dstrain.config.lint.finding import json_pointer
 from dstrain.config.lint.subject import ABSENT
 from dstrain.errors import DstrainError
+from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.effect import Effect
 from dstrain.units import format_bytes, format_seconds
 
@@ -106,7 +107,7 @@ def _here_lines(explanation: Explanation) -> list[str]:
     by = scale(here.config, here.request, model, num_ranks=cluster.num_gpus)
     path = tuple(key.path.split(".")) if "*" not in key.path else explanation.pointer
     text = [*(f"{line}" for line in subject_lines(here.workload)), ""]
-    stage = stage_of(here.config)
+    stage = zero_stage(here.config)
     idle = f"; not read under ZeRO-{stage}" if is_idle(key, stage) else ""
     now = lookup(here.config, path)
     text.append(f"  here      {_value_text(now, here.config, key, by)}{_of_job(key, here, now)}{idle}")

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from dstrain.choices import Hub
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.facts.caches import hf_home, hf_hub_cache, is_hub_offline
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 """Files of a model."""
@@ -45,7 +46,7 @@ def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> di
     if cached is not None:
         return parse_config(cached.read_text(encoding="utf-8"), str(cached))
     download = _DOWNLOADS[hub].format(model_id)
-    if hub is Hub.HF and _is_offline():
+    if hub is Hub.HF and is_hub_offline(os.environ):
         raise EnvironmentProblem(
             f'"{model_id}" is not in the cache, and HF_HUB_OFFLINE is set',
             hint=f"Type `unset HF_HUB_OFFLINE`, or with a network connection `{download}`.",
@@ -82,7 +83,7 @@ def is_reached(source: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> bool:
         return True
     if cached_file(source, hub) is None:
         fetch_config(source, hub, timeout_s=timeout_s)
-    elif hub is Hub.HF and not _is_offline():
+    elif hub is Hub.HF and not is_hub_offline(os.environ):
         try:
             _download(_url(source, hub), hub, timeout_s)
         except urllib.error.HTTPError as error:
@@ -156,18 +157,12 @@ def _file_here(source: str, hub: Hub, name: str) -> Path | None:
 
 def _hf_cached(model_id: str, name: str) -> list[Path]:
     """Returns candidate paths: the commit of `main`, then all others, newest first."""
-    root = _variable("HF_HUB_CACHE") or str(_hf_home() / "hub")
-    model = Path(root).expanduser() / f"models--{model_id.replace('/', '--')}"
+    model = hf_hub_cache(os.environ) / f"models--{model_id.replace('/', '--')}"
     others = sorted((model / "snapshots").glob(f"*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)
     main = model / "refs" / "main"
     if main.is_file():
         return [model / "snapshots" / main.read_text(encoding="utf-8").strip() / name, *others]
     return others
-
-
-def _hf_home() -> Path:
-    fallback = Path(_variable("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(_variable("HF_HOME") or fallback).expanduser()
 
 
 def _modelscope_cached(model_id: str, file: str) -> list[Path]:
@@ -184,11 +179,6 @@ def _modelscope_cached(model_id: str, file: str) -> list[Path]:
 def _variable(name: str) -> str | None:
     """Returns an environment variable, or None if it is unset or empty."""
     return os.environ.get(name, "").strip() or None
-
-
-def _is_offline() -> bool:
-    values = (_variable("HF_HUB_OFFLINE"), _variable("TRANSFORMERS_OFFLINE"))
-    return any(value is not None and value.upper() in {"1", "ON", "YES", "TRUE"} for value in values)
 
 
 def _endpoint(hub: Hub) -> str:
@@ -237,7 +227,7 @@ def _hf_token() -> str | None:
     token = _variable("HF_TOKEN")
     if token is not None:
         return token
-    stored = Path(_variable("HF_TOKEN_PATH") or _hf_home() / "token").expanduser()
+    stored = Path(_variable("HF_TOKEN_PATH") or hf_home(os.environ) / "token").expanduser()
     try:
         return stored.read_text(encoding="utf-8").strip() or None
     except (OSError, ValueError):

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.caches import user_cache
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
 from dstrain.facts.model.traced_activations import ActivationProfile, Traced
@@ -122,7 +123,7 @@ def ask(
 
 def cache_folder() -> Path:
     """Returns the folder of the cache: `dstrain/traces` below $XDG_CACHE_HOME, or else below ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "traces"
+    return user_cache(os.environ) / "dstrain" / "traces"
 
 
 def _file(question: Question, folder: Path | None) -> Path | None:

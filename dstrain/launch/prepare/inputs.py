@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, located
 from dstrain.facts.data import datafile
 from dstrain.facts.data.rows import require_there
 from dstrain.facts.model import model_files
@@ -43,10 +43,8 @@ def check_model(file: JobFile) -> None:
             place=place,
             hint="Training needs weights; a config.json alone is enough for gen-config only.",
         )
-    try:
+    with located("model", place=place):
         model_files.read(folder)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"model: {error.problem}", place=place, hint=error.hint) from None
     if not model_files.has_tokenizer(folder):
         raise InvalidConfig(
             f"{shown(job.model)} has no tokenizer", place=place, hint="Copy the files of the tokenizer into it."

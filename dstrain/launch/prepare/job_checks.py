@@ -11,7 +11,7 @@ from types import MappingProxyType
 from dstrain.choices import Attention, LossKernel, OnBadRow, Optimizer, Precision
 from dstrain.config.lint.finding import Finding
 from dstrain.config.lint.subject import JobContext
-from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig, located
 from dstrain.facts import probe
 from dstrain.facts.attention_kernels import runs_on
 from dstrain.facts.cluster import machines
@@ -162,7 +162,7 @@ def check_data_files(file: JobFile, key: str, *, opens_images: bool = False) -> 
     sources = sources_of(file.job, key)
     notes: list[str] = []
     remaining_bytes = CHECKED_DATA_BYTES
-    try:
+    with located(key, place=file.locate((key,))):
         weights_of(sources)
         for source in sources:
             for path in map(Path, datafile.found(source.path)):
@@ -170,8 +170,6 @@ def check_data_files(file: JobFile, key: str, *, opens_images: bool = False) -> 
                     limit = None if opens_images else remaining_bytes
                     notes += _check_data_file(file.job, source, path, limit_bytes=limit, opens_images=opens_images)
                     remaining_bytes -= path.stat().st_size
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{key}: {error.problem}", place=file.locate((key,)), hint=error.hint) from None
     return notes
 
 

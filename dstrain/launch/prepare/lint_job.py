@@ -164,7 +164,7 @@ def _estimate(subject: Subject) -> Estimate | None:
 
 def _with_estimate(subject: Subject, estimate: Estimate) -> Subject:
     """Returns the subject with its estimate and the free bytes of the folders it writes to."""
-    output = subject.job.job.output_dir if subject.job is not None else None
+    output = subject.asked.output_dir if subject.asked is not None else None
     nvme = subject.at("zero_optimization.offload_optimizer.nvme_path", None)
     free, free_nvme = _free_bytes(subject, output), _free_bytes(subject, nvme)
     return replace(subject, estimate=estimate, free_disk_bytes=free, free_nvme_bytes=free_nvme)

@@ -287,9 +287,7 @@ def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
     largest = max((*copies, *(max(adapter_sizes(group, lora)) for group in wrapped)), default=0)
     quantized = 0
     if method is Method.QLORA:
-        quantized = sum(
-            g.numel * g.count for g in model.tensors if g.is_linear and g.kind not in (Kind.HEAD, Kind.VISION)
-        )
+        quantized = sum(group.numel * group.count for group in model.tensors if group.is_quantizable)
     return Trained(
         trainable=adapters,
         frozen=model.num_params - quantized,

@@ -136,7 +136,7 @@ def _product(model: ModelFacts, group: TensorGroup, method: Method) -> Product:
         is_in_layer=kind is not Kind.HEAD,
         is_last=kind is Kind.MLP and group.name.endswith("down_proj.weight") and "expert" not in group.name,
         is_mlp=kind is Kind.MLP,
-        is_quantized=method is Method.QLORA and group.is_linear and kind not in (Kind.HEAD, Kind.VISION),
+        is_quantized=method is Method.QLORA and group.is_quantizable,
         is_vision=kind is Kind.VISION,
         trains=group.num_trained > 0,
     )

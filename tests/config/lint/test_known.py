@@ -65,6 +65,17 @@ def one(rule: str, findings: list[Finding]) -> Finding:
 ZERO2 = ' "zero_optimization": {"stage": 2}}'
 
 
+def test_keys_that_dstrain_run_adds_have_the_values_of_the_job(tmp_path: Path) -> None:
+    def rules(zero: dict[str, Any], more: str) -> set[str]:
+        document, _ = read(json.dumps({"zero_optimization": {"stage": 2, **zero}}), "x.json")
+        assert document is not None
+        return {each.rule for each in check(Subject(document=document, is_trainers=True, job=job(tmp_path, more)))}
+
+    assert "DS327" in rules({"offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}, "")
+    for norm in (0, 1):
+        assert ("DS331" in rules({}, f"optimizer: muon\nmax_grad_norm: {norm}\n")) is bool(norm)
+
+
 @pytest.mark.parametrize(
     ("key", "line", "wanted"),
     [

@@ -57,7 +57,7 @@ def _bf16_masters(subject: Subject) -> Iterator[Fault]:
         effect = "it has no effect: ZeRO-1 that sums in fp32 is another engine, with fp32 states"
         yield Fault(pointer=("bf16", key), problem=f"{key} with ZeRO-1 and fp32 sums", effect=effect, fix="remove it")
         return
-    job = subject.job.job if subject.job is not None else None
+    job = subject.asked
     has_moments = subject.is_true("bf16.bf16_optimizer_states")
     lost = bf16_losses(job.learning_rate if job else None, job.adam_beta2 if job and has_moments else None)
     is_counted = has_moments and (job is None or job.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_BF16))

@@ -11,8 +11,6 @@ from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.tensor import Param, Tensor
 
-INDEX = 8
-"""Bytes of an index."""
 ALIGNMENT = 8
 """Rows to which those of each expert are padded. Source: moe/ep_kernels.py: TOKEN_GROUP_ALIGN_SIZE_M."""
 
@@ -23,10 +21,10 @@ def routed(run: Context, x: Tensor) -> Tensor:
     assert moe is not None
     scores, order = _route(run, x)
     rows = scores.numel
-    sent = ops.picked(tape, x, rows * width, tape.new(rows, INDEX))
+    sent = ops.picked(tape, x, rows * width, tape.new(rows, ops.INDEX))
     sent = ops.unary(tape, sent)  # an exchange: its gradient is exchanged back
     padded = rows + moe.num_experts // run.variant.parallel.ep * ALIGNMENT
-    places = tape.new(padded, INDEX)
+    places = tape.new(padded, ops.INDEX)
     sent = ops.picked(tape, sent, padded * width, places)
     gate, up = (_grouped(run, sent, moe.intermediate_size) for _ in range(2))
     hidden = ops.mul(tape, ops.activation(tape, gate), up)
@@ -47,11 +45,11 @@ def _route(run: Context, x: Tensor) -> tuple[Tensor, Tensor]:
     weight = Param(moe.num_experts * width, trains=run.trains)
     logits = products.matmul(tape, x, weight, tokens * moe.num_experts, run.variant.item, is_flat=True)
     scores = ops.softmax(tape, ops.cast(tape, logits, ops.FP32))
-    picked = tape.new(tokens * moe.experts_per_token, INDEX)
+    picked = tape.new(tokens * moe.experts_per_token, ops.INDEX)
     best = ops.picked(tape, scores, picked.numel, picked)
     sums = ops.resized(tape, best, tokens)
     best = ops.unary(tape, ops.mul(tape, best, sums))
-    return best, tape.new(picked.numel, INDEX)
+    return best, tape.new(picked.numel, ops.INDEX)
 
 
 def _grouped(run: Context, x: Tensor, outputs: int) -> Tensor:

@@ -9,9 +9,6 @@ from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Param, Part, Tensor
 
-INDEX = 8
-"""Bytes of a token id."""
-
 
 def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
     """The loss of the last hidden states; `table` is the embedding, which a tied head shares.
@@ -149,7 +146,7 @@ def cross_entropy(run: Context, logits: Tensor) -> Tensor:
         return (result,)
 
     likely.node = tape.node((logits,), softmax_backward)
-    labels = tape.new(numel // run.model.vocab_size, INDEX)  # shifted, beside the padded ones they are a copy of
+    labels = tape.new(numel // run.model.vocab_size, ops.INDEX)  # shifted, beside the padded ones they are a copy of
     kept_too = tape.save(ops.view_without_node(likely), labels)
 
     def likelihood_backward(grad: Tensor) -> Tensors:
@@ -178,7 +175,7 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     sums = tape.new(rows, ops.FP32)
     size = tile_rows(kernel, rows, width, vocabulary)
     whole = tape.gathered(vocabulary * width, item)
-    picked = (tape.new(rows, INDEX), tape.new(size * width, item)) if kernel is LossKernel.FUSED else ()
+    picked = (tape.new(rows, ops.INDEX), tape.new(size * width, item)) if kernel is LossKernel.FUSED else ()
     logits = tape.new(size * vocabulary, item)
     if run.variant.code.widens_fused_logits:
         logits = ops.cast(tape, logits, ops.FP32)

@@ -11,9 +11,6 @@ from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Param, Tensor
 
-INDEX = 8
-"""Bytes of an index."""
-
 ROUTER_LOSS = "router loss forward"
 """The instant at which the loss that balances experts is computed."""
 
@@ -182,7 +179,7 @@ def _sigmoid_router(run: Context, x: Tensor) -> Routing:
     scores = ops.softmax(tape, logits)
     rows = scores.numel // moe.num_experts
     shifted, masked = (tape.new(scores.numel, scores.item) for _ in range(2))
-    indices = tape.new(rows * moe.experts_per_token, INDEX)
+    indices = tape.new(rows * moe.experts_per_token, ops.INDEX)
     weights = ops.picked(tape, scores, indices.numel, indices)
     weights = ops.unary(tape, _normalised(run, weights))
     del shifted, masked
@@ -192,7 +189,7 @@ def _sigmoid_router(run: Context, x: Tensor) -> Routing:
 def _top_k(run: Context, scores: Tensor) -> tuple[Tensor, Tensor]:
     """The best k of each row, and where they are."""
     rows, k = scores.numel // _moe(run).num_experts, _moe(run).experts_per_token
-    indices = run.tape.new(rows * k, INDEX)
+    indices = run.tape.new(rows * k, ops.INDEX)
     return ops.picked(run.tape, scores, indices.numel, indices), indices
 
 
@@ -223,8 +220,8 @@ def grouped_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -
     tape, width = run.tape, run.model.hidden_size
     rows = indices.numel
     expert_adapters.check(run)
-    sorted_ids, order = tape.new(rows, INDEX), tape.new(rows, INDEX)
-    chosen = ops.picked(tape, x, rows * width, tape.new(rows, INDEX))
+    sorted_ids, order = tape.new(rows, ops.INDEX), tape.new(rows, ops.INDEX)
+    chosen = ops.picked(tape, x, rows * width, tape.new(rows, ops.INDEX))
     sorted_weights = ops.picked(tape, weights, rows, order)
     narrow_ids = tape.new(rows, 4)
     up = expert_adapters.weight(run, expert_adapters.UP)
@@ -233,7 +230,7 @@ def grouped_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -
     down = expert_adapters.weight(run, expert_adapters.DOWN)
     hidden = _grouped_product(run, hidden, down, width)
     weighted = ops.mul(tape, hidden, sorted_weights)
-    inverse, counted = tape.new(rows, INDEX), tape.new(rows, INDEX)
+    inverse, counted = tape.new(rows, ops.INDEX), tape.new(rows, ops.INDEX)
     del counted
     weighted = ops.picked(tape, weighted, rows * width, inverse)
     many = _moe(run).experts_per_token > 1  # the gradient of a sum of one is a view

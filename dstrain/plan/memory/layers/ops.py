@@ -9,6 +9,9 @@ from dstrain.plan.memory.layers.graph import Tape, Tensors
 from dstrain.plan.memory.layers.tensor import Node, Param, Tensor, View
 
 FP32 = 4
+"""Bytes of an element in fp32."""
+INDEX = 8
+"""Bytes of an index, such as the id of a token."""
 
 
 def view(x: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ from dstrain.plan.memory.layers.context import Context, Variant
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Tensor, View
 
-INDEX = 8
-"""Bytes of an index."""
 ROOT = "model.visual"
 
 
@@ -116,7 +114,7 @@ def _tower(run: Context, narrow: Tensor) -> tuple[Tensor, list[Tensor]]:
 def _places(run: Context) -> tuple[Tensor, Tensor, Tensor]:
     """Four neighbours of each patch in the grid of learned positions, their weights, and its row and column."""
     tape, patches = run.tape, _num_patches(run)
-    return tape.new(4 * patches, INDEX), tape.new(4 * patches, ops.FP32), tape.new(2 * patches, INDEX)
+    return tape.new(4 * patches, ops.INDEX), tape.new(4 * patches, ops.FP32), tape.new(2 * patches, ops.INDEX)
 
 
 def _embedded_places(run: Context, indices: Tensor, weights: Tensor) -> Tensor:

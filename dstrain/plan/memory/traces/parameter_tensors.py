@@ -84,9 +84,7 @@ def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) 
 
 
 def _is_quantized(group: TensorGroup, code: TrainingCode) -> bool:
-    outside = group.kind in (Kind.HEAD, Kind.VISION)
-    are_linears = code.has_linear_experts and group.kind in (Kind.EXPERT, Kind.ROUTER)
-    return (group.is_linear and not outside) or are_linears
+    return group.is_quantizable or (code.has_linear_experts and group.kind in (Kind.EXPERT, Kind.ROUTER))
 
 
 def _parts(group: TensorGroup, code: TrainingCode) -> int:
