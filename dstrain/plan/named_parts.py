@@ -15,7 +15,7 @@ from dstrain.facts.model.parameter_names import names_of
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.model_changes import ALL_EXPERTS, Lora
 from dstrain.job.schema import Job
-from dstrain.plan.memory.params import adapted, adapted_experts, linear_names, stacked_experts
+from dstrain.plan.memory.adapters import adapted, adapted_experts, kept_whole, linear_names, stacked_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,10 +73,16 @@ def unknown_experts(lora: Lora, stacked: Sequence[str]) -> Iterator[Unknown]:
 
 
 def untargeted(model: ModelFacts, lora: Lora) -> Unknown | None:
-    """Returns what is wrong if none of an adapter's targets is a linear layer or holds experts, or None."""
+    """Returns what is wrong if none of an adapter's targets is a linear layer, an embedding or holds experts, or None.
+
+    Nor can PEFT wrap a head whose weight is that of an embedding that trains whole.
+    """
+    if model.tie_word_embeddings and "lm_head" in lora.targets and kept_whole(model, lora):
+        problem = "lora: targets has lm_head, whose weight is the embedding, which modules_to_save trains whole"
+        return Unknown(keys=("lora", "targets"), problem=problem, fix="remove lm_head from lora: targets")
     if adapted(model, lora) or adapted_experts(model, lora):
         return None
-    problem = f"no linear layer of {model.name} is named {', '.join(lora.targets)}"
+    problem = f"no linear layer or embedding of {model.name} is named {', '.join(lora.targets)}"
     problem = problem if lora.targets else "lora: targets is empty, so that nothing gets an adapter"
     fix = f"write some of {', '.join(linear_names(model))}, or all-linear"
     return Unknown(keys=("lora", "targets"), problem=problem, fix=fix)

@@ -8,8 +8,8 @@ from dstrain.choices import Method, Precision
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.subject import Subject
+from dstrain.plan.memory.adapters import adapted_experts
 from dstrain.plan.memory.layers.kernels import LIGER, PLAIN
-from dstrain.plan.memory.params import adapted_experts
 from dstrain.units import format_bytes
 
 _GATHER = "stage3_gather_16bit_weights_on_model_save"

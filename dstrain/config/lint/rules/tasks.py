@@ -17,7 +17,7 @@ from dstrain.facts.model.vision_towers import TRAINS_VIDEOS
 from dstrain.job import task_limits
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.plan.memory.params import stacked_experts
+from dstrain.plan.memory.adapters import stacked_experts
 from dstrain.plan.named_parts import unknown, unknown_experts, untargeted
 
 _STOPS = "the run stops before it loads the model"
