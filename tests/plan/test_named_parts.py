@@ -21,7 +21,7 @@ def of(model: str, **keys: Any) -> list[Unknown]:
     facts = probe.read_model(model)
     names = names_of(facts, facts.source)
     assert names is not None
-    return list(unknown(Job(model=model, output_dir="o", **keys), names))
+    return list(unknown(Job(model=model, output_dir="o", **keys), names, facts))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_pattern_in_no_name_is_found_with_the_closest_names(model: str, key: s
         ),
         (
             Lora(targets=("all-linear", "lm_head")),
-            [("lora: targets has all-linear beside other names, which PEFT takes alone", "write all-linear alone, or")],
+            [("lora: targets has all-linear beside other names, which PEFT takes alone", "write [q_proj, k_proj, ")],
         ),
         (
             Lora(targets=("dense",)),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
-from dstrain.job.model_changes import Lora
+from dstrain.job.model_changes import ALL_LINEAR, Lora
 
 
 def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
@@ -14,7 +16,7 @@ def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
     Source: peft 0.21 tuners_utils.py: _maybe_include_all_linear_layers (the output layer is left out), inject_adapter.
     """
     linears = [group for group in model.tensors if group.is_linear and group.kind is not Kind.VISION]
-    if lora.targets == ("all-linear",):
+    if lora.targets == (ALL_LINEAR,):
         kinds = (Kind.ATTENTION,) if model.moe is not None else (Kind.ATTENTION, Kind.MLP)
         return [group for group in linears if group.kind in kinds]
     whole = kept_whole(model, lora)
@@ -23,6 +25,18 @@ def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
         shape = (model.vocab_size, model.hidden_size)
         named.append(TensorGroup(name="lm_head.weight", kind=Kind.HEAD, shape=shape, count=1, is_linear=True))
     return [group for group in named if group not in whole and is_target(group.name.removesuffix(".weight"), lora)]
+
+
+def named_targets(model: ModelFacts, targets: Sequence[str]) -> tuple[str, ...]:
+    """Returns targets with the names that `all-linear` means in its place: PEFT takes it alone, not beside others.
+
+    Names are the last words of modules, or all words below the layer if the last one is that of other modules too.
+    """
+    meant = adapted(model, Lora())
+    paths = [group.name.removesuffix(".weight") for group in meant]
+    short = tuple(dict.fromkeys(path.rpartition(".")[2] for path in paths))
+    names = short if adapted(model, Lora(targets=short)) == meant else tuple(paths)
+    return tuple(dict.fromkeys(name for target in targets for name in (names if target == ALL_LINEAR else (target,))))
 
 
 def adapted_experts(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
@@ -73,8 +87,8 @@ def kept_whole(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
 
 def linear_names(model: ModelFacts) -> list[str]:
     """Returns the names that an adapter's targets may have, sorted."""
-    linears = (group for group in model.tensors if group.is_linear and group.kind is not Kind.VISION)
-    return sorted({group.name.removesuffix(".weight").split(".")[-1] for group in linears})
+    groups = (g for g in model.tensors if g.kind is Kind.EMBEDDING or (g.is_linear and g.kind is not Kind.VISION))
+    return sorted({group.name.removesuffix(".weight").split(".")[-1] for group in groups})
 
 
 def lora_params(model: ModelFacts, lora: Lora) -> int:

@@ -96,7 +96,7 @@ def _named_in_vain(subject: Subject) -> Iterator[Fault]:
         yield replace(in_job(subject, "model", problem, _MAY_STOP, fix), severity=Severity.WARNING)
     if names is None:
         return
-    missing = [*unknown(job, names)]
+    missing = [*unknown(job, names, subject.model)]
     if job.method is not Method.FULL and subject.model is not None:
         missing += unknown_experts(job.lora, [group.name for group in stacked_experts(subject.model)])
         none = None if missing else untargeted(subject.model, job.lora)
