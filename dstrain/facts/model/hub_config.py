@@ -21,6 +21,8 @@ from dstrain.facts.caches import hf_home, hf_hub_cache, is_hub_offline
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 """Files of a model."""
+OFFLINE = "HF_HUB_OFFLINE"
+"""The variable with which Transformers, datasets and kernels read the cache of the Hugging Face hub alone."""
 TIMEOUT_S = 10.0
 MAX_BYTES = 8 * 2**20
 _MOST = 2**48
@@ -76,8 +78,8 @@ def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> di
 def is_reached(source: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> bool:
     """Returns whether Transformers may ask the hub for a model; if not, its cache is all there is.
 
-    It would ask for each file again and again, for 20 to 50 seconds. True also of a folder, and if HF_HUB_OFFLINE is
-    set. Raises as `fetch_config` does for a model that is not in the cache.
+    It would ask for each file again and again, for minutes. True also of a folder, and if HF_HUB_OFFLINE is set. Raises
+    as `fetch_config` does for a model that is not in the cache.
     """
     if not is_hub_id(source) or Path(source).exists():
         return True
@@ -91,6 +93,21 @@ def is_reached(source: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> bool:
         except (OSError, http.client.HTTPException, ValueError):
             return False
     return True
+
+
+def for_child(source: str, hub: Hub) -> tuple[dict[str, str], str | None]:
+    """Returns the environment of a child process that loads a model, and a note if that reads the cache alone.
+
+    Raises as `is_reached` does.
+    """
+    if is_reached(source, hub):
+        return dict(os.environ), None
+    return {**os.environ, OFFLINE: "1"}, offline_note(source)
+
+
+def has_data_set(name: str) -> bool:
+    """Returns whether the cache has files of a data set on the Hugging Face hub."""
+    return any((_hf_folder("datasets", name) / "snapshots").glob("*/*"))
 
 
 def offline_note(source: str) -> str:
@@ -157,12 +174,16 @@ def _file_here(source: str, hub: Hub, name: str) -> Path | None:
 
 def _hf_cached(model_id: str, name: str) -> list[Path]:
     """Returns candidate paths: the commit of `main`, then all others, newest first."""
-    model = hf_hub_cache(os.environ) / f"models--{model_id.replace('/', '--')}"
+    model = _hf_folder("models", model_id)
     others = sorted((model / "snapshots").glob(f"*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)
     main = model / "refs" / "main"
     if main.is_file():
         return [model / "snapshots" / main.read_text(encoding="utf-8").strip() / name, *others]
     return others
+
+
+def _hf_folder(kind: str, name: str) -> Path:
+    return hf_hub_cache(os.environ) / f"{kind}--{name.replace('/', '--')}"
 
 
 def _modelscope_cached(model_id: str, file: str) -> list[Path]:

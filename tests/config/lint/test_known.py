@@ -586,7 +586,7 @@ def test_checkpoints_without_weights_are_told(tmp_path: Path) -> None:
     [
         ("freeze:\n- embed\n- mlpp\n", (8, 3), 'freeze has "mlpp", which is in no name of a parameter'),
         ("method: lora\nlora:\n  targets: [q_proj, kproj]\n", (8, 21), 'lora: targets has "kproj", but no module'),
-        ("method: lora\nlora:\n  targets: [norm]\n", (8, 3), "no linear layer of qwen3-8b is named norm"),
+        ("method: lora\nlora:\n  targets: [norm]\n", (8, 3), "no linear layer or embedding of qwen3-8b is named norm"),
     ],
 )
 def test_names_that_the_model_does_not_have_are_errors(

@@ -11,8 +11,8 @@ from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules.jobs import in_job
 from dstrain.config.lint.subject import Subject
 from dstrain.config.resolve_auto import GATHERS
+from dstrain.plan.memory.adapters import adapted_experts
 from dstrain.plan.memory.layers.kernels import LIGER, PLAIN
-from dstrain.plan.memory.params import adapted_experts
 from dstrain.plan.training_code import needs_reentrant
 from dstrain.units import format_bytes
 

@@ -17,7 +17,7 @@ from dstrain.facts.model.vision_towers import TRAINS_VIDEOS
 from dstrain.job import task_limits
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.plan.memory.params import stacked_experts
+from dstrain.plan.memory.adapters import stacked_experts
 from dstrain.plan.named_parts import unknown, unknown_experts, untargeted
 
 _STOPS = "the run stops before it loads the model"
@@ -96,7 +96,7 @@ def _named_in_vain(subject: Subject) -> Iterator[Fault]:
         yield replace(in_job(subject, "model", problem, _MAY_STOP, fix), severity=Severity.WARNING)
     if names is None:
         return
-    missing = [*unknown(job, names)]
+    missing = [*unknown(job, names, subject.model)]
     if job.method is not Method.FULL and subject.model is not None:
         missing += unknown_experts(job.lora, [group.name for group in stacked_experts(subject.model)])
         none = None if missing else untargeted(subject.model, job.lora)

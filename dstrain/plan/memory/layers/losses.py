@@ -101,6 +101,8 @@ def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Ten
 def logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     """Returns the logits in the training precision."""
     result = _headed(run, _product(run, hidden, head))
+    if run.adapts(Kind.HEAD):
+        result = run.with_adapter(hidden, result, run.model.num_outputs, run.model.hidden_size)
     return ops.unary(run.tape, result) if scales else result
 
 
