@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dstrain.cli.console import wrapped
 from dstrain.cli.output.effects import cost_text, effect_text
 from dstrain.cli.output.plan import subject_lines
 from dstrain.config.document import REMOVED, lookup
@@ -23,6 +22,7 @@ from dstrain.config.lint.subject import ABSENT
 from dstrain.errors import DstrainError
 from dstrain.plan.effect import Effect
 from dstrain.units import format_bytes, format_seconds
+from dstrain.wrapping import wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
