@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,7 @@ def test_nothing_takes_the_place_of_states_in_bf16(tmp_path: Path, body: str, pr
     assert said.severity is Severity.ERROR
     assert problem in said.problem
     assert "DS225" not in [each.rule for each in found(body, job=job(tmp_path))]
-    assert found(ZERO2, job=job(tmp_path, "optimizer: adamw_bf16\n")) == []
+    assert [each.rule for each in found(ZERO2, job=job(tmp_path, "optimizer: adamw_bf16\n"))] == ["DS332"]
 
 
 _KEYS = ' "bf16": {"enabled": "auto", "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},\n'
@@ -165,6 +166,10 @@ def test_what_master_weights_in_bf16_lose_is_said_in_numbers_of_the_job(
     said = one("DS332", found(_KEYS + ZERO2, job=job(tmp_path, more)))
     assert words in said.effect
     assert missing not in said.effect
+    if "optimizer" not in more:
+        by_job = one("DS332", found(ZERO2, job=job(tmp_path, f"{more}optimizer: adamw_bf16\n")))
+        assert (by_job.effect, Path(by_job.place.file).name) == (said.effect, "job.yaml")
+        assert "write optimizer: adamw," in by_job.fix
 
 
 def test_tensor_parallelism_excludes_hpz(tmp_path: Path) -> None:
@@ -374,7 +379,7 @@ def with_estimate(folder: Path, machines: Cluster, body: str, name: str = "qwen3
 def test_what_does_not_fit_the_gpu_is_told_with_both_numbers(tmp_path: Path) -> None:
     said = one("DS802", with_estimate(tmp_path, cluster(count=8), ' "zero_optimization": {"stage": 1}}'))
     assert said.severity is Severity.ERROR
-    assert "GiB on each GPU; a100-80g has 80.0 GiB" in said.problem
+    assert "GiB on each GPU; a100-80g has 80.0 GiB, of which 72.0 GiB are planned with" in said.problem
 
 
 def test_nothing_is_said_of_a_gpu_that_was_assumed(tmp_path: Path) -> None:
@@ -386,7 +391,14 @@ def test_nothing_is_said_of_a_gpu_that_was_assumed(tmp_path: Path) -> None:
 def test_what_does_not_fit_the_ram_is_told(tmp_path: Path) -> None:
     little = cluster(count=8, host_memory_bytes=64 * 2**30, host_memory_origin=Origin.GIVEN)
     body = ' "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}'
-    assert "of RAM on each node" in one("DS803", with_estimate(tmp_path, little, body)).problem
+    said = one("DS803", with_estimate(tmp_path, little, body))
+    assert "of RAM on each node, which has 64.0 GiB, of which 57.6 GiB are planned with" in said.problem
+    assert said.fix.startswith("offload less")
+    large = cluster(count=8, host_memory_bytes=2**40, host_memory_origin=Origin.GIVEN)
+    at_load = one("DS803", with_estimate(tmp_path, large, ' "zero_optimization": {"stage": 2}}'))
+    sizes = r"needs \d+ GiB of RAM on each node while the model is loaded, which has 1024 GiB, of which 921.6 GiB are "
+    assert re.search(sizes, at_load.problem), at_load.problem
+    assert "offload" not in at_load.fix
 
 
 def test_a_drive_that_is_too_small_is_told(tmp_path: Path) -> None:
