@@ -42,7 +42,7 @@ from dstrain.launch.prepare.inputs import (
     sources_of,
 )
 from dstrain.launch.prepare.job_context import request_of
-from dstrain.launch.prepare.packages import check_packages
+from dstrain.launch.prepare.packages import check_packages, lacks
 from dstrain.paths import shown
 from dstrain.plan.search.rule import Rule
 from dstrain.plan.search.rules import broken
@@ -238,7 +238,7 @@ def _check_media(job: Job, path: Path, named: Sequence[str]) -> None:
 
 def findings(file: JobFile, context: JobContext, *, opens_images: bool = False) -> list[Finding]:
     """Returns lint's findings about keys of a job, about its data files that exist on this machine, and about inputs
-    that do not.
+    and packages that do not.
 
     With `opens_images`, all their images, videos and audios are read.
     """
@@ -253,6 +253,7 @@ def findings(file: JobFile, context: JobContext, *, opens_images: bool = False) 
         *(of_job(error, file.locate((key,))) for key, error in _errors(checks)),
         *(of_unset(error, file.locate((key,))) for key, error in _errors(unset)),
         *(of_absent(error, file.locate((key,))) for key, error in _errors(absent)),
+        *(of_absent(error, file.locate(())) for error in lacks(file)),
     ]
 
 

@@ -19,7 +19,7 @@ from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, hostfile
 from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
+from dstrain.facts.cluster.cpu import CPU_LIMITS, OFFLOADED, CpuLimit
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile, read_job
@@ -63,6 +63,7 @@ def one(rule: str, findings: list[Finding]) -> Finding:
     return finding
 
 
+OFFLOADS = '"offload_optimizer": {"device": "cpu"}'
 ZERO2 = ' "zero_optimization": {"stage": 2}}'
 
 
@@ -401,6 +402,16 @@ def test_what_does_not_fit_the_ram_is_told(tmp_path: Path) -> None:
     assert "offload" not in at_load.fix
 
 
+def test_what_does_not_fit_the_ram_of_ranks_on_a_cpu_is_told(tmp_path: Path) -> None:
+    body = ' "zero_optimization": {"stage": 2}}'
+    known = cluster("cpu", 2, host_memory_bytes=2**35, host_memory_origin=Origin.MEASURED)
+    said = one("DS802", with_estimate(tmp_path, known, body, "qwen3-8b"))
+    assert "GiB for each rank; its share of the RAM is 16.0 GiB, of which 14.4 GiB are planned with" in said.problem
+    assert (said.severity, said.effect) == (Severity.ERROR, "the kernel kills a rank (exit code -9)")
+    assumed = replace(known, host_memory_origin=Origin.ASSUMED)
+    assert "DS802" not in [each.rule for each in with_estimate(tmp_path, assumed, body, "qwen3-8b")]
+
+
 def test_a_drive_that_is_too_small_is_told(tmp_path: Path) -> None:
     nvme = '{"device": "nvme", "nvme_path": "/drive"}'
     body = f' "zero_optimization": {{"stage": 3, "offload_optimizer": {nvme}, "offload_param": {nvme}}}}}'
@@ -684,7 +695,9 @@ def test_what_a_cpu_does_not_run_is_told(tmp_path: Path, limit: CpuLimit) -> Non
     assert said.fix == f"write {limit.key}: {limit.instead}"
 
 
-@pytest.mark.parametrize("limit", [limit for limit in CPU_LIMITS if limit.is_of_engine], ids=lambda limit: limit.key)
+@pytest.mark.parametrize(
+    "limit", [limit for limit in CPU_LIMITS if limit.is_of_engine], ids=lambda limit: f"{limit.key} {limit.value}"
+)
 def test_what_the_engine_does_not_run_on_a_cpu_is_an_error(tmp_path: Path, limit: CpuLimit) -> None:
     section, _, key = limit.key.partition(".")
     value = "true" if limit.value == "true" else f'"{limit.value}"'
@@ -695,8 +708,12 @@ def test_what_the_engine_does_not_run_on_a_cpu_is_an_error(tmp_path: Path, limit
     asked = job(tmp_path, "precision: fp32\n")
     said = one("DS904", found(body, job=asked, model=model("qwen3-0.6b"), cluster=known))
     assert said.pointer == f"/{section}/{key}"
-    assert said.severity is (Severity.WARNING if limit.unless else Severity.ERROR)
+    assert said.severity is (Severity.WARNING if limit.unless not in ("", OFFLOADED) else Severity.ERROR)
     assert limit.why in said.effect
+    if limit.unless == OFFLOADED:
+        offloaded = body.replace('"stage": 2', f'"stage": 2, {OFFLOADS}')
+        findings = found(offloaded, job=asked, model=model("qwen3-0.6b"), cluster=known)
+        assert "DS904" not in {each.rule for each in findings}
 
 
 def test_qlora_trains_on_a_cpu(tmp_path: Path) -> None:

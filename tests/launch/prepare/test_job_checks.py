@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Attention, LossKernel, Method, Optimizer, Precision, Task
+from dstrain.config.lint.finding import Severity
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.facts import probe
@@ -95,8 +96,12 @@ def test_of_two_keys_that_exclude_each_other_the_one_to_change_is_named_once(
     file = JobFile(job=given, locate=lambda keys: Place(file="job.yaml"))
     cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
     context = JobContext(job=file, model=probe.read_model(model), cluster=cluster)
-    (found,) = [each for each in findings(file, context) if each.problem.startswith(tuple(job))]
+    (found,) = [
+        each for each in findings(file, context) if each.rule == "DS808" and each.problem.startswith(tuple(job))
+    ]
     assert (found.problem[: len(said)], found.fix) == (said, hint)
+    absent = [each.severity for each in findings(file, context) if "liger needs liger-kernel" in each.problem]
+    assert absent == [Severity.WARNING] * (find_spec("liger_kernel") is None and "liger" in job)
 
 
 def test_attention_that_transformers_does_not_have_for_a_model_is_refused_at_its_line() -> None:
