@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.cli.console import wrapped
 from dstrain.cli.output.effects import cost_text
 from dstrain.cli.output.plan import LIMITS, subject_lines
 from dstrain.config.document import dotted, lookup
@@ -26,6 +25,7 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import arithmetic, batch_label, label
 from dstrain.plan.speed.setting import row_samples
 from dstrain.units import format_bytes, format_seconds
+from dstrain.wrapping import wrapped
 
 _SHARED = {
     0: "Every GPU has all parameters, gradients and optimizer states",

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dstrain.cli.console import wrapped
 from dstrain.cli.output.effects import cost_text, effect_text
 from dstrain.cli.output.plan import subject_lines
 from dstrain.config.document import REMOVED, lookup
@@ -19,11 +18,13 @@ from dstrain.config.key_text import default_text, kind_text, meaning
 from dstrain.config.keys.key import Key, Kind
 from dstrain.config.keys.table import children
 from dstrain.config.lint.finding import json_pointer
+from dstrain.config.lint.rules.batch import JOB_KEYS
 from dstrain.config.lint.subject import ABSENT
 from dstrain.errors import DstrainError
 from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.effect import Effect
 from dstrain.units import format_bytes, format_seconds
+from dstrain.wrapping import wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,8 @@ def _facts(key: Key) -> list[tuple[str, str]]:
     if key.kind is not Kind.OBJECT and key.removed is None:
         nobody = "not filled in; the Trainer ends the run"
         facts.append(('"auto"', f"the Trainer fills in {key.filled}" if key.filled else nobody))
+    if (of_job := JOB_KEYS.get(tuple(key.path.split(".")))) is not None:
+        facts.append(("job.yaml", f"{of_job}; dstrain explain {of_job} says more"))
     if key.alias_of is not None:
         facts.append(("same as", key.alias_of))
     if key.since is not None:

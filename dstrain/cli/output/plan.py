@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from dstrain.cli.console import COLUMNS
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.network_measurement import rate_text
 from dstrain.facts.workload import Workload
@@ -16,6 +15,7 @@ from dstrain.plan.labels import arithmetic, label, short_label
 from dstrain.plan.search.decide import Proposal, Survey
 from dstrain.plan.search.reasons import percent
 from dstrain.units import GIB, counted, format_bytes, format_count
+from dstrain.wrapping import COLUMNS
 
 UNKNOWN = "-"
 """The cell of an unknown figure."""

@@ -11,7 +11,6 @@ from textwrap import shorten
 from typing import Any
 
 from dstrain import units
-from dstrain.cli.console import wrapped
 from dstrain.cli.output import out_of_memory
 from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
@@ -25,6 +24,7 @@ from dstrain.plan.labels import label
 from dstrain.records import to_data
 from dstrain.report.report import UNKNOWN, Report, Restart
 from dstrain.units import format_bytes, format_seconds
+from dstrain.wrapping import wrapped
 
 _MOST_MARKS = 5
 _MOST_SAMPLES = 3

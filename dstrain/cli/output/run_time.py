@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from dstrain.cli.console import wrapped
 from dstrain.cli.options.data_lengths import TrainingData, histogram
 from dstrain.cli.options.question import PlanInputs
 from dstrain.facts.cluster.cluster import Cluster
@@ -13,6 +12,7 @@ from dstrain.paths import shown
 from dstrain.plan.run_time import CHECKPOINT_BYTES_PER_S, RunTime
 from dstrain.plan.search.reasons import percent
 from dstrain.units import counted, format_bytes, format_count, format_seconds
+from dstrain.wrapping import wrapped
 
 _LOST_SHARE = 0.005
 """Share of cut samples from which a longer row is named."""

@@ -11,7 +11,7 @@ from dstrain.config.lint.rule import Breaks, Rule, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
 from dstrain.config.lint.subject import Subject, shown
 from dstrain.config.resolve_auto import GATHERS
-from dstrain.facts.cluster.cpu import CPU_LIMITS, limits_of
+from dstrain.facts.cluster.cpu import CPU_LIMITS, OFFLOADED, limits_of
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
 from dstrain.plan import rope_scaling
@@ -222,6 +222,8 @@ def _not_on_cpu(subject: Subject, job: Job) -> Iterator[Fault]:
         for limit in CPU_LIMITS
     }
     for limit in limits_of(values):
+        if limit.unless == OFFLOADED and subject.offloads_optimizer:
+            continue
         problem = f"{limit.key} is {limit.value}, but the ranks train on the CPU"
         effect = f"the run stops{f', unless {limit.unless}' if limit.unless else ''}: {limit.why}"
         if not limit.is_of_engine:
@@ -229,7 +231,7 @@ def _not_on_cpu(subject: Subject, job: Job) -> Iterator[Fault]:
             continue
         fix = f"write {limit.instead if limit.value == 'true' else shown(limit.instead)}"
         pointer = tuple(limit.key.split("."))
-        severity = None if limit.unless else Severity.ERROR
+        severity = None if limit.unless not in ("", OFFLOADED) else Severity.ERROR
         yield Fault(pointer=pointer, problem=problem, effect=effect, fix=fix, severity=severity)
 
 
