@@ -165,9 +165,10 @@ def _wrong_schedule(subject: Subject) -> Iterator[Fault]:
 
 
 def _its_own_data(subject: Subject) -> Iterator[Fault]:
-    job = subject.asked
-    paths = {source.path for source in job.train_sources} if job is not None else set()
-    if job is not None and any(source.path in paths and source.split is None for source in job.eval_sources):
+    if (job := subject.asked) is None:
+        return
+    paths = {source.path for source in job.train_sources}
+    if any(source.path in paths and source.split is None for source in job.eval_sources):
         yield in_job(subject, "eval_data", "eval_data is the training data",
                       "eval_loss measures memorization", "use other data")  # fmt: skip
 

@@ -8,6 +8,7 @@ from dstrain.choices import Precision
 from dstrain.config.lint.advisory import trains_in
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import STOPS, Rule
+from dstrain.config.lint.rules.jobs import in_job
 from dstrain.config.lint.subject import Subject
 from dstrain.plan.quantized_gradients import garbled
 from dstrain.units import format_bytes, format_sizes
@@ -74,12 +75,8 @@ def _garbled(subject: Subject) -> Iterator[Fault]:
 
 def _one_node(subject: Subject) -> Iterator[Fault]:
     key = "zero_quantized_gradients"
-    if (
-        subject.hosts is not None
-        and len(subject.hosts.hosts) == 1
-        and subject.stage == 3
-        and subject.is_true(_ZERO + key)
-    ):
+    is_one_node = subject.hosts is not None and len(subject.hosts.hosts) == 1
+    if is_one_node and subject.stage == 3 and subject.is_true(_ZERO + key):
         yield Fault(
             pointer=("zero_optimization", key),
             problem=f"{key} is true, and all GPUs are on one node",
@@ -129,17 +126,14 @@ def _host(subject: Subject) -> Iterator[Fault]:
 
 
 def _disk(subject: Subject) -> Iterator[Fault]:
-    if subject.estimate is None or subject.free_disk_bytes is None or subject.job is None:
+    job, free = subject.asked, subject.free_disk_bytes
+    if subject.estimate is None or free is None or job is None:
         return
-    needed = subject.estimate.saved_bytes(only_model=subject.job.job.save_only_model)
-    if needed > subject.free_disk_bytes:
-        yield Fault(
-            place=subject.job.locate(("output_dir",)),
-            problem=f"one checkpoint takes {format_bytes(needed)}; the disk of output_dir has "
-            f"{format_bytes(subject.free_disk_bytes)} free",
-            effect="the run stops when it writes the first checkpoint",
-            fix="free some space, or choose an output_dir on a larger disk",
-        )
+    needed = subject.estimate.saved_bytes(only_model=job.save_only_model)
+    if needed > free:
+        problem = f"one checkpoint takes {format_bytes(needed)}; the disk of output_dir has {format_bytes(free)} free"
+        fix = "free some space, or choose an output_dir on a larger disk"
+        yield in_job(subject, "output_dir", problem, "the run stops when it writes the first checkpoint", fix)
 
 
 def _nvme(subject: Subject) -> Iterator[Fault]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from dstrain.choices import Attention, Method, StateDtypes
-from dstrain.facts.model.model_facts import Kind, ModelFacts
+from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
 from dstrain.plan.configuration import (
     Checkpointing,
     Configuration,
@@ -191,6 +191,12 @@ class Context:
         """Returns a parameter of the vision tower by its full name, in which a star stands for the block."""
         group = self.outside[name]
         return Param(group.numel, trains=self.variant.model.is_full and group.num_trained > 0)
+
+    @property
+    def moe(self) -> Moe:
+        """The mixture of experts of a model that has one."""
+        assert self.model.moe is not None
+        return self.model.moe
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:

@@ -17,8 +17,7 @@ ALIGNMENT = 8
 
 def routed(run: Context, x: Tensor) -> Tensor:
     """Returns what the experts make of x, without those that all tokens visit: (tokens, hidden)."""
-    tape, moe, width = run.tape, run.model.moe, run.model.hidden_size
-    assert moe is not None
+    tape, moe, width = run.tape, run.moe, run.model.hidden_size
     scores, order = _route(run, x)
     rows = scores.numel
     sent = ops.picked(tape, x, rows * width, tape.new(rows, ops.INDEX))
@@ -39,8 +38,7 @@ def routed(run: Context, x: Tensor) -> Tensor:
 
 def _route(run: Context, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the weight of each expert picked for a token, in fp32, and the order of tokens by expert."""
-    tape, moe, width = run.tape, run.model.moe, run.model.hidden_size
-    assert moe is not None
+    tape, moe, width = run.tape, run.moe, run.model.hidden_size
     tokens = x.numel // width
     weight = Param(moe.num_experts * width, trains=run.trains)
     logits = products.matmul(tape, x, weight, tokens * moe.num_experts, run.variant.item, is_flat=True)
@@ -54,8 +52,7 @@ def _route(run: Context, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _grouped(run: Context, x: Tensor, outputs: int) -> Tensor:
     """The rows of each expert times its matrix, for all experts of this rank at once."""
-    moe, width = run.model.moe, run.model.hidden_size
-    assert moe is not None
+    moe, width = run.moe, run.model.hidden_size
     inputs = width + moe.intermediate_size - outputs
     weight = Param(moe.num_experts // run.variant.parallel.ep * outputs * inputs, trains=run.trains)
     return products.matmul(run.tape, x, weight, x.numel // inputs * outputs, run.variant.item, is_flat=True)

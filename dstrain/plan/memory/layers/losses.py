@@ -39,15 +39,12 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
 
 def _entered(run: Context, hidden: Tensor) -> Tensor:
     """Passes hidden states through; from their gradient on, tensors are activations again."""
-    if hidden.node is None:
-        return hidden
     tape = run.tape
 
-    def backward(grad: Tensor) -> Tensors:
+    def mark() -> None:
         tape.part = Part.ACTIVATIONS
-        return (grad,)
 
-    return Tensor(hidden.storage, hidden.numel, hidden.item, tape.node((hidden,), backward))
+    return ops.marked(tape, hidden, mark)
 
 
 def _full(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
@@ -123,31 +120,15 @@ def _product(run: Context, hidden: Tensor, head: Param) -> Tensor:
 
 def _headed(run: Context, logits: Tensor) -> Tensor:
     """Passes logits through; with their gradient the head's backward pass begins."""
-    run.tape.ledger.enter("loss forward")
-    if logits.node is None:
-        return logits
-    tape = run.tape
-
-    def backward(grad: Tensor) -> Tensors:
-        tape.ledger.enter("head backward")
-        return (grad,)
-
-    return Tensor(logits.storage, logits.numel, logits.item, tape.node((logits,), backward))
+    ledger = run.tape.ledger
+    ledger.enter("loss forward")
+    return ops.marked(run.tape, logits, lambda: ledger.enter("head backward"))
 
 
 def cross_entropy(run: Context, logits: Tensor) -> Tensor:
     """Log-softmax, kept, and the negative log-likelihood."""
     tape, numel, item = run.tape, logits.numel, logits.item
-    likely = tape.new(numel, item)
-    kept = tape.save(ops.view_without_node(likely))
-
-    def softmax_backward(grad: Tensor) -> Tensors:
-        saved = kept.take()
-        result = tape.new(numel, item)
-        del saved
-        return (result,)
-
-    likely.node = tape.node((logits,), softmax_backward)
+    likely = ops.softmax(tape, logits)
     labels = tape.new(numel // run.model.vocab_size, ops.INDEX)  # shifted, beside the padded ones they are a copy of
     kept_too = tape.save(ops.view_without_node(likely), labels)
 

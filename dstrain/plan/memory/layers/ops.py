@@ -5,6 +5,8 @@ Source of every rule: torch 2.13 tools/autograd/derivatives.yaml and the CUDA ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dstrain.plan.memory.layers.graph import Tape, Tensors
 from dstrain.plan.memory.layers.tensor import Node, Param, Tensor, View
 
@@ -17,6 +19,18 @@ INDEX = 8
 def view(x: Tensor) -> Tensor:
     """Returns another tensor of the same storage."""
     return Tensor(x.storage, x.numel, x.item, x.node)
+
+
+def marked(tape: Tape, x: Tensor, mark: Callable[[], None]) -> Tensor:
+    """Passes x through; `mark` is called when its gradient comes back."""
+    if x.node is None:
+        return x
+
+    def backward(grad: Tensor) -> Tensors:
+        mark()
+        return (grad,)
+
+    return Tensor(x.storage, x.numel, x.item, tape.node((x,), backward))
 
 
 def cast(tape: Tape, x: Tensor, item: int) -> Tensor:
