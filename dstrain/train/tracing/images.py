@@ -17,6 +17,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.data.row_contents import seen_samples
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.train.data.collate import without_adapter
+from dstrain.train.tracing.tracker import StorageTracker
 
 _LEAVE_OUT = "Leave out the image patches: the language model alone can be traced."
 
@@ -65,7 +66,7 @@ def _tokens(model: Any, patches: int) -> int:
     tokens: list[int] = []
     features = without_adapter(model).model.get_image_features
     takes = signature(features).parameters
-    with torch.no_grad(), at_work(model, tokens.append):
+    with torch.no_grad(), at_work(model, tokens.append), StorageTracker(round_bytes=1, known=()):
         made = inputs(Question(subject=Subject(config={}), image_patches=patches), model)
         without_adapter(model).model.get_image_features(**{name: made[name] for name in made if name in takes})
     return tokens[0]
@@ -78,7 +79,8 @@ def at_work(model: Any, see: Callable[[int], None]) -> Iterator[None]:
     Functions of Transformers' `vision_utils` make indices from grids, which keep their data: their results go where the
     pixels are, but for the borders of images, which code looks into. So it does into sizes, which stay where they are.
     """
-    base, _, _ = _seeing(model)
+    base, _, takes = _seeing(model)
+    features = partial(_unpadded, base.model) if "pixel_attention_mask" in takes else base.model.get_image_features
     modules = {sys.modules[type(module).__module__] for module in base.modules()}
     with ExitStack() as stack:
         for module in modules:
@@ -86,7 +88,7 @@ def at_work(model: Any, see: Callable[[int], None]) -> Iterator[None]:
                 if getattr(function, "__module__", None) == "transformers.vision_utils" and name.startswith("get_"):
                     stack.enter_context(patch.object(module, name, _placed(function)))
         stack.enter_context(patch.object(torch, "as_tensor", partial(_stays, torch.as_tensor)))
-        counted = _counted(base.model.get_image_features, see)
+        counted = _counted(features, see)
         stack.enter_context(patch.object(base.model, "get_image_features", counted))
         yield
 
@@ -100,9 +102,6 @@ def _seeing(model: Any) -> tuple[Any, Any, Any]:
         raise InvalidConfig(f"images of {base.config.model_type} cannot be traced", hint=_LEAVE_OUT)
     if "image_grid_thw" not in takes and not hasattr(tower, "image_size"):
         raise InvalidConfig(f"images of {base.config.model_type} cannot be traced", hint=_LEAVE_OUT)
-    if "pixel_attention_mask" in takes:
-        why = "its code looks into their pixels"
-        raise InvalidConfig(f"images of {base.config.model_type} cannot be traced: {why}", hint=_LEAVE_OUT)
     return base, tower, takes
 
 
@@ -137,7 +136,10 @@ def _crops(question: Question, base: Any, tower: Any) -> dict[str, Any]:
         raise InvalidConfig(f"images of {config.model_type} are not {patches} patches", hint=f"They are {can}, …")
     if pinpoints:
         return _sized((count, crops, channels, side, side), pinpoints[crops])
-    return {"pixel_values": torch.empty((count * crops, channels, side, side), dtype=torch.float32, device="meta")}
+    if "pixel_attention_mask" not in signature(base.forward).parameters:
+        return {"pixel_values": torch.empty((count * crops, channels, side, side), dtype=torch.float32, device="meta")}
+    pixels = torch.empty((count, crops, channels, side, side), dtype=torch.float32, device="meta")
+    return {"pixel_values": pixels, "pixel_attention_mask": whole_numbers((count, crops, side, side))}
 
 
 def _sized(shape: tuple[int, ...], size: list[int]) -> dict[str, Any]:
@@ -175,6 +177,27 @@ def grid(patches: int, merge: int) -> tuple[int, int]:
         raise InvalidConfig(f"{patches} image patches are not a multiple of the {merge**2} that become one token")
     height = next(side for side in range(isqrt(blocks), 0, -1) if blocks % side == 0)
     return height * merge, blocks // height * merge
+
+
+def _unpadded(
+    model: Any, pixel_values: torch.Tensor, pixel_attention_mask: torch.Tensor | None = None, **options: Any
+) -> Any:
+    """What Idefics 3 and SmolVLM make of images: their own code looks into pixels for images that are padding.
+
+    Here none is. Source: Transformers 5.23 models/idefics3/modeling_idefics3.py: get_image_features.
+    """
+    samples, crops, *shape = pixel_values.shape
+    pixels = pixel_values.to(dtype=model.dtype).view(samples * crops, *shape)
+    real = whole_numbers((samples * crops,))
+    pixels = pixels.index_select(0, real)
+    if pixel_attention_mask is not None:
+        pixel_attention_mask = pixel_attention_mask.view(samples * crops, *shape[1:]).index_select(0, real)
+    side = shape[-1] // model.config.vision_config.patch_size
+    mask = torch.ones((samples * crops, side, side), dtype=torch.bool)  # with data: code asks whether it is whole
+    outputs = model.vision_model(pixel_values=pixels, patch_attention_mask=mask, **{**options, "return_dict": True})
+    features = model.connector(outputs.last_hidden_state)
+    outputs.pooler_output = [part.reshape(-1, part.shape[-1]) for part in features.split(crops)]
+    return outputs
 
 
 def _placed(function: Callable[..., Any]) -> Callable[..., Any]:
