@@ -28,7 +28,10 @@ def inputs(question: Question, model: Any) -> dict[str, Any]:
     Raises InvalidConfig if images of the family cannot be traced, or not so many patches.
     """
     base, tower, takes = _seeing(model)
-    made = _grids(question, tower) if "image_grid_thw" in takes else _crops(question, base, tower)
+    if "image_position_ids" in takes:
+        made = _places(question, tower)
+    else:
+        made = _grids(question, tower) if "image_grid_thw" in takes else _crops(question, base, tower)
     shape = (question.micro_batch, question.seq_len)
     if "token_type_ids" in takes:
         made["token_type_ids"] = whole_numbers(shape)
@@ -51,6 +54,8 @@ def sizes(model: Any) -> dict[str, int]:
     base, tower, takes = _seeing(model)
     if "image_grid_thw" in takes:
         return {}
+    if "image_position_ids" in takes:
+        return {"patch_size": tower.patch_size, "spatial_merge_size": tower.pooling_kernel_size}
     try:
         side, patch_side = _sides(tower)
         of_crop = (side // patch_side) ** 2
@@ -80,7 +85,11 @@ def at_work(model: Any, see: Callable[[int], None]) -> Iterator[None]:
     pixels are, but for the borders of images, which code looks into. So it does into sizes, which stay where they are.
     """
     base, _, takes = _seeing(model)
-    features = partial(_unpadded, base.model) if "pixel_attention_mask" in takes else base.model.get_image_features
+    features = base.model.get_image_features
+    if "pixel_attention_mask" in takes:
+        features = partial(_unpadded, base.model)
+    elif "image_position_ids" in takes:
+        features = partial(_pooled, base.model, see)
     modules = {sys.modules[type(module).__module__] for module in base.modules()}
     with ExitStack() as stack:
         for module in modules:
@@ -100,7 +109,7 @@ def _seeing(model: Any) -> tuple[Any, Any, Any]:
     takes = signature(base.forward).parameters
     if tower is None or "pixel_values" not in takes or not hasattr(getattr(base, "model", None), "get_image_features"):
         raise InvalidConfig(f"images of {base.config.model_type} cannot be traced", hint=_LEAVE_OUT)
-    if "image_grid_thw" not in takes and not hasattr(tower, "image_size"):
+    if not {"image_grid_thw", "image_position_ids"} & set(takes) and not hasattr(tower, "image_size"):
         raise InvalidConfig(f"images of {base.config.model_type} cannot be traced", hint=_LEAVE_OUT)
     return base, tower, takes
 
@@ -113,6 +122,15 @@ def _grids(question: Question, tower: Any) -> dict[str, Any]:
     images = question.micro_batch * _num_samples(question, merge)
     pixels = torch.empty((images * question.image_patches, numel), dtype=torch.float32, device="meta")
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]] * images)}
+
+
+def _places(question: Question, tower: Any) -> dict[str, Any]:
+    """Returns one image a sample, as Gemma 4's processor gives it: rows of pixels, and the place of each patch."""
+    grid(question.image_patches, tower.pooling_kernel_size)  # refuses other numbers
+    shape = (question.micro_batch, question.image_patches)
+    pixels = torch.empty((*shape, 3 * tower.patch_size**2), dtype=torch.float32, device="meta")
+    kinds = whole_numbers((question.micro_batch, question.seq_len))
+    return {"pixel_values": pixels, "image_position_ids": whole_numbers((*shape, 2)), "mm_token_type_ids": kinds}
 
 
 def _num_samples(question: Question, merge: int) -> int:
@@ -197,6 +215,21 @@ def _unpadded(
     outputs = model.vision_model(pixel_values=pixels, patch_attention_mask=mask, **{**options, "return_dict": True})
     features = model.connector(outputs.last_hidden_state)
     outputs.pooler_output = [part.reshape(-1, part.shape[-1]) for part in features.split(crops)]
+    return outputs
+
+
+def _pooled(
+    model: Any, see: Callable[[int], None], pixel_values: torch.Tensor, image_position_ids: torch.Tensor, **options: Any
+) -> Any:
+    """What Gemma 4 makes of images without padding: its own code reads from the places how many tokens each becomes.
+
+    Source: Transformers 5.23 models/gemma4/modeling_gemma4.py: get_image_features.
+    """
+    images, patches, _ = pixel_values.shape
+    tokens = patches // model.config.vision_config.pooling_kernel_size**2
+    see(images * tokens)
+    outputs = model.vision_tower(pixel_values=pixel_values, pixel_position_ids=image_position_ids, **options)
+    outputs.pooler_output = model.embed_vision(inputs_embeds=outputs.last_hidden_state).split(tokens)
     return outputs
 
 
