@@ -42,7 +42,9 @@ def command(subject: str, job: Path | None, as_json: bool) -> None:
 
 
 def _is_file(subject: str) -> bool:
-    return subject.endswith((".json", ".jsonc", ".hjson")) or Path(subject).is_file()
+    from dstrain.config.explain.job_key import job_keys
+
+    return subject.endswith((".json", ".jsonc", ".hjson")) or (Path(subject).is_file() and subject not in job_keys())
 
 
 def _explain_key(subject: str, job: Path | None, *, as_json: bool) -> None:
@@ -82,14 +84,19 @@ def _no_key(error: InvalidConfig, subject: str) -> InvalidConfig:
 
 
 def _written(job: Path | None) -> dict[str, Any] | None:
-    """Returns the job file here as it is written; None if there is none, or none that can be read."""
+    """Returns the job file here as it is written; None if there is none, or one without keys.
+
+    Raises InvalidConfig if it cannot be read.
+    """
     from dstrain.job.yaml_source import parse_yaml
 
     path = job or Path(JOB)
+    if job is None and not path.is_file():
+        return None
     try:
-        value = parse_yaml(path.read_text(encoding="utf-8"), str(path))[0] if path.is_file() or job else None
-    except OSError as error:
-        raise InvalidConfig(f"{path}: cannot be read: {error.strerror}") from None
+        value = parse_yaml(path.read_text(encoding="utf-8"), str(path))[0]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path}: cannot be read: {error}") from None
     return value if isinstance(value, dict) else None
 
 

@@ -55,6 +55,7 @@ def test_a_key_of_the_job_is_explained_beside_that_of_the_engine(dstrain: Type, 
         assert said in of_job
     assert "source    deepspeed/runtime/config.py: get_optimizer_name" in of_engine
     assert "job.yaml  micro_batch; " in dstrain("explain", "train_micro_batch_size_per_gpu", cwd=folder).stdout
+    assert dstrain("explain", "hostfile", cwd=folder).stdout.startswith("hostfile of job.yaml"), "a file has that name"
     found = json.loads(dstrain("explain", "rank", "--json", cwd=folder).stdout)
     assert [(key["key"], key["default"]) for key in found["job"]] == [("lora.rank", 16)]
 

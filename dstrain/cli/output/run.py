@@ -88,7 +88,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary.get("skipped_steps"):
         rows.append(("skipped steps", f"{summary['skipped_steps']} of {summary['steps']}: gradients not finite"))
     if summary.get("tokens_per_s"):
-        total = f"{format_count(summary['tokens'])} tokens in {format_seconds(summary['train_s'])}"
+        total = f"{format_count(summary['tokens'])} tokens in {format_seconds(summary['train_s'])} of steps"
         rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f} ({total})"))
     rows += _state_rows(summary.get("states"))
     if summary.get("peak_bytes_per_gpu"):

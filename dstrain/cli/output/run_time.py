@@ -70,9 +70,21 @@ def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str
             option = f"--packing --seq-len {run.seq_len}"
             lines.append(f"         {option}: {run.packed_ratio:.1f} × fewer tokens, {steps}")
     if run.cut_share >= _LOST_SHARE:
-        whole = 1 << (lengths.at(1 - _LOST_SHARE) - 1).bit_length()
-        lines.append(f"         {percent(run.cut_share)} of the samples are cut: --seq-len {whole} keeps them whole")
+        lines.append(f"         {percent(run.cut_share)} of the samples are cut: {_longer(lengths)}")
     return lines
+
+
+def _longer(lengths: Lengths) -> str:
+    """Returns rows in which next to no sample is cut.
+
+    >>> _longer(Lengths(tokens=(100, 5000), num_samples=2))
+    '--seq-len 8192 keeps them whole'
+    >>> _longer(Lengths(tokens=(100,) * 999 + (9000,), num_samples=1000))
+    '--seq-len 128 cuts 0.1 %'
+    """
+    whole = 1 << (lengths.at(1 - _LOST_SHARE) - 1).bit_length()
+    is_all = lengths.at(1) <= whole
+    return f"--seq-len {whole} {'keeps them whole' if is_all else f'cuts {100 * lengths.share_longer(whole):.2g} %'}"
 
 
 def _histogram_lines(lengths: Lengths) -> list[str]:

@@ -411,6 +411,9 @@ def test_what_does_not_fit_the_ram_is_told(tmp_path: Path) -> None:
     sizes = r"needs \d+ GiB of RAM on each node while the model is loaded, which has 1024 GiB, of which 921.6 GiB are "
     assert re.search(sizes, at_load.problem), at_load.problem
     assert "offload" not in at_load.fix
+    assumed = replace(large, host_memory_origin=Origin.ASSUMED)
+    said = one("DS803", with_estimate(tmp_path, assumed, ' "zero_optimization": {"stage": 2}}'))
+    assert "which is assumed to have 1024 GiB" in said.problem
 
 
 def test_what_does_not_fit_the_ram_of_ranks_on_a_cpu_is_told(tmp_path: Path) -> None:

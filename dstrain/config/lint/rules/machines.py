@@ -115,11 +115,12 @@ def _host(subject: Subject) -> Iterator[Fault]:
     needed, there = needs.memory.host_bytes_per_node, cluster.host_memory_bytes
     surely, loaded = needed > SURELY_MORE * there, needed == needs.memory.load.host_bytes_per_node
     sizes = format_sizes(needed, there, needs.usable_bytes_per_host)
+    has = "is assumed to have" if cluster.host_memory_origin == "assumed" else "has"
     yield Fault(
         pointer=("zero_optimization",),
         severity=Severity.ERROR if surely else Severity.WARNING,
         problem=f"{needs.configuration.title} needs {sizes[0]} of RAM on each node{_LOADING if loaded else ''}, "
-        f"which has {sizes[1]}, of which {sizes[2]} {_PLANNED}",
+        f"which {has} {sizes[1]}, of which {sizes[2]} {_PLANNED}",
         effect=_killed(surely=surely),
         fix=f"{'' if loaded else 'offload less, or use more nodes: '}dstrain plan shows what fits",
     )
