@@ -106,9 +106,7 @@ def memory(
     configuration = as_attended(configuration, cluster.gpu)
     counts = trained_on_rank(model, configuration)
     ranks = sharing_ranks(cluster, configuration)
-    model_states = states(counts, configuration, ranks)
-    if not configuration.model.is_deepspeed:
-        model_states = pytorch_sharding.states(model, configuration, ranks)
+    model_states = _states(model, configuration, ranks, detail)
     peak = _peak(workload, configuration, detail)
     workspace = 0 if cluster.gpu.is_cpu else 2 * workspace_bytes(cluster.gpu)
     live = peak.total + workspace
@@ -143,6 +141,17 @@ def memory(
         states=model_states,
         load=load,
     )
+
+
+def _states(model: ModelFacts, configuration: Configuration, ranks: int, detail: Detail) -> States:
+    """Returns the model states of one rank; those of a divided optimizer by its sub-groups, as the engine has them."""
+    if not configuration.model.is_deepspeed:
+        return pytorch_sharding.states(model, configuration, ranks)
+    closed = states(trained_on_rank(model, configuration), configuration, ranks)
+    if configuration.zero.offload_ratio == 1 or detail is not Detail.REPLAYED or not has_layer_code(model):
+        return closed
+    divided = engine.resident_of(model, configuration, ranks)
+    return replace(closed, grads=divided.grads, optimizer=divided.optimizer)
 
 
 def _load(workload: Workload, configuration: Configuration, counts: Trained) -> Loading:
