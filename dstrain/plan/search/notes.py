@@ -22,7 +22,7 @@ from dstrain.plan.request import Request
 from dstrain.plan.search import attention, compile_rules, learning_rate
 from dstrain.plan.search.alternatives import liger_gain_ratio
 from dstrain.plan.search.infeasible import gpu_assumed, gpu_guessed, ram_assumed
-from dstrain.plan.search.reasons import percent
+from dstrain.plan.search.reasons import faster, percent
 from dstrain.plan.search.search_space import batch_words, global_batch
 from dstrain.plan.speed.step_time import forward_s
 from dstrain.units import counted, format_bytes, format_count
@@ -131,7 +131,7 @@ def _liger_notes(workload: Workload, request: Request, chosen: Estimate) -> list
     gain = liger_gain_ratio(workload, request, chosen) if is_known else None
     if gain is None or gain <= WORTH_LIGER:
         return []
-    return [f"--liger would be {percent(gain)} faster, by Liger's kernels (dstrain[kernels])"]
+    return [f"--liger would be {faster(gain)}, by Liger's kernels (dstrain[kernels])"]
 
 
 def _reference_notes(workload: Workload, chosen: Estimate) -> list[str]:

@@ -131,7 +131,7 @@ def test_simplicity_counts_mechanisms() -> None:
     assert mechanisms(changed(DEFAULTS, zero_stage=2, grad_ckpt=True)) == 3
     assert mechanisms(changed(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, pin_memory=False)) == 8
     assert mechanisms(changed(DEFAULTS, zero_stage=3, hpz=8, sp=2)) == 6
-    assert mechanisms(changed(DEFAULTS, grad_ckpt=True, activation_offload=True)) == 3
+    assert mechanisms(changed(DEFAULTS, grad_ckpt=True, activation_offload=True)) == 2
     assert mechanisms(changed(DEFAULTS, sp=4)) == mechanisms(changed(DEFAULTS, sp=2)) + 1
 
 
