@@ -23,7 +23,7 @@ from dstrain.job.file import looks_local
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_context import request_of, trace_question
 from dstrain.plan.effect import Effect, effect
-from dstrain.plan.estimate import BF16_STATES, effective, estimate
+from dstrain.plan.estimate import BF16_STATES, effective, estimate, unplanned_optimizer
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.freezing import frozen_parts, with_frozen
 from dstrain.records import from_data
@@ -138,12 +138,22 @@ def _measured(subject: _Subject, before: Estimate, edit: Edit, judged: Sequence[
         after = subject.estimate(judged)
     except DstrainError as error:
         return Measured(edit=edit, effect=None, note=f"no estimate: {error.problem}")
+    as_adamw = _as_adamw(edit)
     if after is None:
-        return Measured(edit=edit, effect=None, note=subject.remark(edit, judged) or _WITHOUT_EFFECT[edit.file])
-    note = _TOGETHER if len(judged) > 1 else None
+        said = filter(None, (subject.remark(edit, judged), as_adamw))
+        why = "; ".join(said) or _WITHOUT_EFFECT[edit.file]
+        return Measured(edit=edit, effect=None, note=why)
+    note = _TOGETHER if len(judged) > 1 else as_adamw
     if edit.file == JOB and edit.pointer == ("packing",) and edit.yours is True:
         note = _PACKED + (_MASKED if before.configuration.kernels.attn is Attention.SDPA else "")
     return Measured(edit=edit, effect=effect(before, after), note=note)
+
+
+def _as_adamw(edit: Edit) -> str | None:
+    """Returns as what an optimizer is planned that an edit names, if its own states are not counted."""
+    if edit.file != CONFIG or edit.pointer not in (("optimizer",), ("optimizer", "type")):
+        return None
+    return unplanned_optimizer({"optimizer": edit.yours if len(edit.pointer) == 1 else {"type": edit.yours}})
 
 
 def _subject(folder: Path, lock: Lock) -> _Subject:
