@@ -201,12 +201,12 @@ def host_bytes(workload: Workload, configuration: Configuration, load: Loading |
     else:
         held = states(counts, configuration, sharing)
         offloaded = held.host + held.staging + pinned_waste(counts, configuration, sharing)
-    training = ranks * (BASELINE_HOST_BYTES_PER_RANK + offloaded + _waiting_bytes(model, configuration))
+    training = ranks * (BASELINE_HOST_BYTES_PER_RANK + offloaded + waiting_bytes(model, configuration))
     return max(load.host_bytes_per_node, training)
 
 
-def _waiting_bytes(model: ModelFacts, configuration: Configuration) -> int:
-    """Returns the host bytes of layers' inputs that wait there for the backward pass; each has a pinned buffer.
+def waiting_bytes(model: ModelFacts, configuration: Configuration) -> int:
+    """Returns the host bytes of one rank's layers' inputs that wait for the backward pass; each has a pinned buffer.
 
     Source: Transformers 5.23 modeling_utils.py: _activation_checkpointing_enable (save_on_cpu).
     """

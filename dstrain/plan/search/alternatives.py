@@ -52,9 +52,13 @@ def neighbours(
     *,
     ranking: Ranking,
     assess: Callable[[Configuration], Estimate],
+    verify: Callable[[Configuration], Estimate],
 ) -> list[Neighbour]:
     """Returns the alternatives to each choice that the request leaves open, if the rules allow them: the same plan with
-    the other choice, with small buffers if needed, and the fastest plan of the search that has it."""
+    the other choice, with small buffers if needed, and the fastest plan of the search that has it.
+
+    One that seems to fit and to be faster is estimated exactly: the search has passed it over.
+    """
     alternatives = []
     for topic, mine, other, configuration in _flips(chosen.configuration):
         if getattr(request, topic) is not None or broken(workload, configuration):
@@ -62,6 +66,8 @@ def neighbours(
         estimate = assess(configuration)
         if not estimate.fits:
             estimate = assess(sized(workload.model, configuration, TIGHT))
+        if estimate.fits and (gain_ratio(workload.cluster, estimate, chosen) or 0) > EQUAL_RATIO:
+            estimate = verify(estimate.configuration)
         best = _fastest_with(topic, configuration, ranking)
         if estimate.fits and (best is None or (gain_ratio(workload.cluster, estimate, best) or 0) > 0):
             best = estimate
@@ -90,7 +96,7 @@ def _fastest_with(topic: Topic, other: Configuration, ranking: Ranking) -> Estim
     with_it = [each for each in ranking.candidates if value(each.way, each.micro_batch) == wanted]
     with_it = [each for each in with_it if evaluator.may_fit(each)]
     fitting = (each for _, each in by_time(evaluator, with_it) if each is not None and seems_to_fit(each))
-    first = next(fitting, None)
+    first = next((each for each in fitting if evaluator.fits(each)), None)
     return None if first is None else evaluator.estimate(first)
 
 

@@ -153,8 +153,11 @@ def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list
         notes.append(gpu_assumed(cluster))
     if not cluster.gpu.is_listed and chosen.speed is not None:
         notes.append(gpu_guessed(cluster))
-    if cluster.host_memory_origin is Origin.ASSUMED and configuration.zero.is_offloaded:
+    is_away = configuration.zero.is_offloaded or configuration.checkpointing.offload
+    if cluster.host_memory_origin is Origin.ASSUMED and is_away:
         notes.append(ram_assumed(cluster))
+    if cluster.num_nodes > 1 and cluster.inter_link_origin is Origin.ASSUMED and chosen.speed is not None:
+        notes.append(f"assumed: {cluster.inter_link.name} between nodes; change it with --interconnect")
     if (scaling := configuration.batch.rope_scaling) is not None:
         notes += rope_scaling.notes(model, request.rope_scaling, scaling)
     if request.global_batch is None and request.micro_batch is None:

@@ -10,6 +10,7 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration, Parallel, flat
 from dstrain.plan.estimate_records import Estimate, Reason, Topic
 from dstrain.plan.labels import OPTIMIZER_WORDS, label
+from dstrain.plan.memory.memory import waiting_bytes
 from dstrain.plan.memory.params import trained
 from dstrain.plan.request import Request
 from dstrain.plan.search.alternatives import FREE, Neighbour, faster_but_too_large, gain_ratio, missing_bytes
@@ -219,6 +220,8 @@ def _memory(workload: Workload, chosen: Estimate) -> list[Reason]:
     if is_away or needs.host_bytes_per_node > LOAD_IN_RAM_RATIO * cluster.host_memory_bytes:
         needed, there = format_bytes(needs.host_bytes_per_node), format_bytes(cluster.host_memory_bytes)
         when = ", while the model is loaded" if is_at_load else ""
+        if waiting := cluster.gpus_per_node * waiting_bytes(model, configuration):
+            when += f"; in training layers' inputs take {format_bytes(waiting)} of it"
         said.append((Topic.HOST_RAM, f"host RAM: {needed} of {there} on each node{when}"))
     return [Reason(topic=topic, text=text) for topic, text in said]
 

@@ -241,10 +241,11 @@ def _checkpointings(request: Request, start: Checkpointing, *, tiles: int) -> It
     rows of many tiles, whether MLPs are tiled. Inputs wait in host RAM if that is asked for (`in_ram_too`)."""
     periods = PERIODS if request.grad_ckpt is None else (1,)
     is_open = tiles >= LEAST_TILES and not request.is_one_configuration
-    for enabled in _given(request.grad_ckpt, (False, True)):
+    either = (True,) if (request.grad_ckpt_every_n_layers or 1) > 1 else (False, True)
+    for enabled in _given(request.grad_ckpt, either):
         for period in _given(request.grad_ckpt_every_n_layers, periods if enabled else (1,)):
-            either = (False, True) if is_open and enabled and period == 1 else (False,)
-            for tiled_mlp in _given(request.tiled_mlp, either):
+            tiled = (False, True) if is_open and enabled and period == 1 else (False,)
+            for tiled_mlp in _given(request.tiled_mlp, tiled):
                 yield replace(start, enabled=enabled, every_n_layers=period, tiled_mlp=tiled_mlp)
 
 

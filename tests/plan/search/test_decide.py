@@ -214,7 +214,14 @@ def test_no_alternative_of_a_choice_is_slower_than_a_plan_of_the_table(
     asked = ask(gpus=8, **question)
     workload, request = asked.workload, replace(asked.request, **{"sp": None, **wishes})
     ranking = search(workload, request, top=6)
-    others = neighbours(workload, request, ranking.plans[0], ranking=ranking, assess=partial(estimated, workload))
+    others = neighbours(
+        workload,
+        request,
+        ranking.plans[0],
+        ranking=ranking,
+        assess=partial(estimated, workload),
+        verify=partial(assess, workload),
+    )
     assert others
     for other in others:
         values = VALUES[other.topic]
@@ -223,6 +230,23 @@ def test_no_alternative_of_a_choice_is_slower_than_a_plan_of_the_table(
             if values(row.configuration, row.configuration.batch.micro_batch) == wanted:
                 gain = gain_ratio(workload.cluster, row, other.best) if other.best is not None else None
                 assert gain is not None and gain < 0.01, (other.other, label(row.configuration))
+
+
+def test_a_plan_says_which_links_and_which_ram_it_assumes() -> None:
+    of_links = "assumed: ib200 between nodes; change it with --interconnect"
+    assert of_links in plan(model="qwen3-32b", gpus=16).notes
+    assert of_links not in plan(model="qwen3-32b", gpus=16, interconnect="ib200").notes
+    assert of_links not in plan(model="qwen3-8b", gpus=8).notes
+    found = surveyed(model="qwen3-32b", gpus=8, gpu="h100")
+    assert found.first.configuration.checkpointing.offload
+    assert any(note.endswith("change it with --host-memory") for note in found.notes)
+    assert said(found, r"^host RAM: .*; in training layers' inputs take 32.0 GiB of it")
+
+
+def test_a_period_of_more_layers_than_there_are_is_refused() -> None:
+    for wishes in ({}, {"grad_ckpt": True}):
+        with pytest.raises(InvalidConfig, match="--grad-ckpt-every-n-layers 50; the model has fewer layers than that"):
+            surveyed({"grad_ckpt_every_n_layers": 50, **wishes}, model="qwen3-8b", gpus=8)
 
 
 def test_a_plan_that_is_passed_over_is_compared_with_the_choice_as_it_is_refined() -> None:
