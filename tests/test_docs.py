@@ -24,6 +24,7 @@ from benchmarks.health_exam.traces import all_traces
 from benchmarks.published import half_report, ranges, report
 from benchmarks.published.answers import Answer
 from benchmarks.published.score import score
+from benchmarks.questions import asked
 from docs import model_pages, pictures
 from dstrain.choices import Method
 from dstrain.cli.main import cli
@@ -32,6 +33,8 @@ from dstrain.config.imports.rows import ABSENT, Fate, Row
 from dstrain.facts.cluster.cpu import CPU_LIMITS
 from dstrain.facts.model import families
 from dstrain.monitor.health.rules import RULES as HEALTH_RULES
+from dstrain.plan.search.decide import choice
+from dstrain.units import GIB
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -425,6 +428,46 @@ def test_every_command_in_a_page_exists_with_its_options(page: Path) -> None:
         assert name != "dstrain" or first.startswith("-") or not first.isalpha() or first.isupper(), words
         used = {word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)}
         assert used <= options | {"--help", "-h"}, words
+
+
+_EIGHT_K = "qwen3-8b --gpus 1 --gpu h100 --method lora --seq-len 8192"
+OPTIONS_OF_FIGURES: tuple[tuple[str, str, str], ...] = (
+    ("qwen3-8b --gpus 1 --gpu 4090 --method lora --seq-len 16384", "tokens", "1,443"),
+    ("qwen3-8b --gpus 1 --gpu 4090 --method lora --seq-len 16384 --no-activation-offload", "tokens", "1,170"),
+    ("qwen3-8b --gpus 8 --gpu 4090", "tokens", "1,399"),
+    ("qwen3-8b --gpus 8 --gpu 4090 --no-activation-offload", "tokens", "1,302"),
+    ("qwen3-8b --gpus 2 --gpu 4090 --method lora --packing", "tokens", "1,944"),
+    ("llama-3.1-8b --gpus 1 --gpu h100 --method lora --seq-len 131072", "GiB", "69.8"),
+    ("qwen3-32b --gpus 8 --gpu h100", "tokens", "1,438"),
+    ("qwen3-32b --gpus 8 --gpu h100 --loss full", "tokens", "1,052"),
+    ("qwen3-32b --gpus 8 --gpu h100 --offload optimizer", "tokens", "1,218"),
+    ("qwen3-32b --gpus 8 --gpu h100 --offload none --optimizer adamw_8bit", "tokens", "1,490"),
+    ("llama-3.1-70b --gpus 16 --gpu h100", "tokens", "534"),
+    ("llama-3.1-70b --gpus 16 --gpu h100 --optimizer adamw_8bit", "tokens", "786"),
+    ("qwen3-8b --gpus 8 --gpu a100 --zero-stage 3", "GiB", "58.9"),
+    ("qwen3-8b --gpus 8 --gpu a100 --zero-stage 3 --optimizer adamw_bf16", "GiB", "53.2"),
+    ("qwen3-14b --gpus 8 --gpu 4090 --host-memory 512GiB", "seconds", "48"),
+    *(
+        (f"{_EIGHT_K} --zero-stage 0 --grad-ckpt --micro-batch 1 --loss {loss}", "GiB", figure)
+        for loss, figure in (("full", "36.6"), ("chunked", "25.0"), ("fused", "22.0"))
+    ),
+)
+"""Options of `dstrain plan`, and a figure of the answer that stands in a sentence of the page about plans."""
+
+
+@pytest.mark.parametrize(("options", "unit", "figure"), OPTIONS_OF_FIGURES)
+def test_a_figure_in_a_sentence_is_what_the_planner_says(options: str, unit: str, figure: str) -> None:
+    inputs = asked(["--model", *options.split()])
+    found = choice(inputs.workload, inputs.request)
+    assert found.speed is not None
+    values = {
+        "tokens": f"{found.speed.tokens_per_s_per_gpu:,.0f}",
+        "GiB": f"{found.memory.device_bytes_per_gpu / GIB:.1f}",
+        "seconds": f"{found.speed.step_s:.0f}",
+    }
+    assert values[unit] == figure
+    for page in ("docs/plan.md", "docs/zh/plan.md"):
+        assert re.search(rf"(?<![\d.,]){figure}(?![\d.,]\d)", (ROOT / page).read_text(encoding="utf-8")), page
 
 
 def test_the_first_page_is_short() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from dstrain.choices import Method, Offload, Optimizer, Precision
@@ -92,6 +93,18 @@ def estimate(workload: Workload, request: Request, ds_config: Mapping[str, Any])
 
 BF16_STATES = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
 """Keys of `bf16` that, together, keep what steps the optimizer in bf16."""
+OPTIMIZER_TYPES: Mapping[str, Optimizer] = MappingProxyType(
+    {
+        "adam": Optimizer.ADAMW,
+        "adamw": Optimizer.ADAMW,
+        "lion": Optimizer.LION,
+        "muon": Optimizer.MUON,
+        "sgd": Optimizer.SGD,
+        "adafactor": Optimizer.ADAFACTOR,
+    }
+)
+"""Types of the engine's `optimizer` section in lower case → what they are planned as.
+Source: deepspeed 0.19.8 runtime/config.py: DEEPSPEED_OPTIMIZERS; runtime/engine.py: _configure_basic_optimizer."""
 _LARGEST = 2**62
 """No size of a buffer is more, in elements: beyond it there is no address."""
 
@@ -183,9 +196,24 @@ def _within(name: str, value: N, least: float, most: float) -> N:
     return value
 
 
+def optimizer_type(ds_config: Mapping[str, Any]) -> str | None:
+    """Returns the type of the engine's own optimizer, which takes the place of the job's; None without one."""
+    section = ds_config.get("optimizer")
+    named = section.get("type") if isinstance(section, Mapping) else None
+    return named if isinstance(named, str) else None
+
+
+def unplanned_optimizer(ds_config: Mapping[str, Any]) -> str | None:
+    """Returns as what the engine's optimizer is planned, in words, if its own states are not counted."""
+    named = optimizer_type(ds_config)
+    if named is None or named.lower() in OPTIMIZER_TYPES:
+        return None
+    return f"{named} is planned as AdamW: its own states and time are not counted"
+
+
 def _step(asked: Configuration, ds_config: Mapping[str, Any], zero: Zero) -> OptimizerStep:
-    """Returns the step with the dtypes in which gradients are summed and AdamW's states are kept, as far as the
-    configuration names them.
+    """Returns the step with the optimizer of the configuration or else of the job, and the dtypes in which gradients
+    are summed and AdamW's states are kept, as far as the configuration names them.
 
     Of the other optimizers states in bf16 are counted as if they were not: more than they take. ZeRO-1 that adds up in
     fp32 has another engine, without them. Source: deepspeed 0.19.8 runtime/engine.py: _do_optimizer_sanity_check.
@@ -193,6 +221,8 @@ def _step(asked: Configuration, ds_config: Mapping[str, Any], zero: Zero) -> Opt
     named = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
     summed = Precision(named) if named in tuple(Precision) else None
     bf16, optimizer = ds_config.get("bf16") or {}, asked.step.optimizer
+    if (own := optimizer_type(ds_config)) is not None:
+        optimizer = OPTIMIZER_TYPES.get(own.lower(), Optimizer.ADAMW)
     keeps_bf16 = {Optimizer.ADAMW: False, Optimizer.ADAMW_BF16: True}.get(optimizer)
     if keeps_bf16 is not None:
         least = 2 if summed is Precision.FP32 and not zero.is_offloaded else 1

@@ -17,9 +17,10 @@ def label(configuration: Configuration) -> str:
     'ZeRO-3, checkpointing, micro-batch 1, SP 4, hpZ 8'
     """
     zero, words = configuration.zero, configuration.title_parts
-    if zero.offload is Offload.OPTIMIZER and zero.offload_ratio != 1:
+    if zero.is_offloaded and zero.offload_ratio != 1:
         words[0] += f" of {100 * zero.offload_ratio:.0f} %"
     words += [f"{name} {value}" for name, value in _degrees(configuration) if value > 1]
+    words += [name for name, is_on in (("qwZ", zero.qwz), ("qgZ", zero.qgz)) if is_on]
     words += ["Liger"] if configuration.kernels.liger else []
     if zero.is_offloaded and not zero.pin_memory:
         words.append("pageable memory")

@@ -119,6 +119,8 @@ def _optimizer_states(optimizer: Any) -> Iterator[Any]:
     inner = getattr(optimizer, "optimizer", optimizer)
     for states in inner.state.values():
         yield from states.values()
+    for pending in (getattr(optimizer, "_muon_pending_momentum", None) or {}).values():
+        yield pending[0]  # deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: _muon_staging_momentum
 
 
 def _gradients(optimizer: Any, parameters: list[Any]) -> Iterator[Any]:

@@ -192,3 +192,14 @@ def test_an_effect_in_words(
         fits=fits,
     )
     assert effect_text(found) == text
+
+
+def test_an_optimizer_in_the_configuration_has_its_effect_and_explanation(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    edit(tmp_path / "ds_config.json", "{", '{"zero_allow_untested_optimizer": true, "optimizer": {"type": "Lion"},')
+    assert re.search(r"optimizer \(none\) → .*: −[\d.]+ GiB", dstrain("diff").stdout)
+    edit(tmp_path / "ds_config.json", '"Lion"', '"Lamb"')
+    text = "Lamb is planned as AdamW: its own states and time are not counted"
+    assert text in dstrain("diff").stdout
+    assert text in dstrain("explain", "optimizer.type").stdout
+    assert text in " ".join(dstrain("explain").stdout.split())

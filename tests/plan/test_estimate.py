@@ -11,7 +11,7 @@ from cases import ask
 from dstrain.choices import Offload, Optimizer, Precision
 from dstrain.facts.cluster.calibration import SCHEMA, Calibration, Measured
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.estimate import BF16_STATES, assess, effective
+from dstrain.plan.estimate import BF16_STATES, OPTIMIZER_TYPES, assess, effective, unplanned_optimizer
 from dstrain.plan.request import Request
 from dstrain.units import GIB
 
@@ -98,6 +98,29 @@ def test_states_are_in_bf16_where_the_engine_keeps_them_so(
     assert read(asked, bf16={keys[0]: False}, zero_optimization={"stage": 2}).step.optimizer is Optimizer.ADAMW
     eight_bit = read(Request(optimizer=Optimizer.ADAMW_8BIT), bf16=dict.fromkeys(keys, True), zero_optimization=zero)
     assert eight_bit.step.optimizer is Optimizer.ADAMW_8BIT
+
+
+@pytest.mark.parametrize(
+    ("name", "planned"),
+    [
+        ("Adam", Optimizer.ADAMW),
+        ("muon", Optimizer.MUON),
+        ("Lion", Optimizer.LION),
+        ("SGD", Optimizer.SGD),
+        ("Lamb", Optimizer.ADAMW),
+    ],
+)
+def test_an_optimizer_of_the_configuration_is_planned_and_one_without_a_plan_is_said(
+    name: str, planned: Optimizer
+) -> None:
+    config = {"optimizer": {"type": name, "params": {"lr": "auto"}}}
+    assert read(Request(optimizer=Optimizer.ADAFACTOR), **config).step.optimizer is planned
+    assert (unplanned_optimizer(config) is not None) == (name == "Lamb")
+    assert set(Optimizer) - set(OPTIMIZER_TYPES.values()) == {
+        Optimizer.ADAMW_FUSED,
+        Optimizer.ADAMW_8BIT,
+        Optimizer.ADAMW_BF16,  # keys of bf16
+    }
 
 
 def test_the_rest_is_the_requests() -> None:

@@ -324,7 +324,7 @@ def ds_config(configuration: Configuration) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": configuration.batch.micro_batch,
         "gradient_accumulation_steps": configuration.step.grad_accum,
         "gradient_clipping": 1.0,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": configuration.model.precision is Precision.BF16},
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000,

@@ -92,11 +92,15 @@ def test_matrices_of_layers_have_one_moment_and_the_rest_two(runs: Path) -> None
 
 def test_the_plan_counts_what_lives_between_steps(engine: Engine, tmp_path: Path) -> None:
     cases = [case("Muon", stage, optimizer=Optimizer.MUON) for stage in (1, 2, 3)]
+    cases += [case("Muon in fp32", stage, optimizer=Optimizer.MUON, precision=Precision.FP32) for stage in (1, 2)]
     for tried, measured in zip(cases, run(engine, cases, tmp_path / "cases", timeout_s=120), strict=True):
         planned, stage = predicted(tried), tried.configuration.zero.stage
         buffers = 0 if stage < 3 else 0.15  # as large as they may become
         assert measured.steady * (1 - 0.002) <= planned.steady <= measured.steady * (1.002 + buffers)
-        assert measured.peak * (1 - 0.002) <= planned.peak <= measured.peak * (1.002 + buffers)
+        if tried.configuration.model.precision is Precision.BF16:
+            assert measured.peak * (1 - 0.002) <= planned.peak <= measured.peak * (1.002 + buffers)
+        if stage < 3:  # the updates are beside the gradients
+            assert planned.phases["step"] == pytest.approx(measured.phases["step"], rel=0.002)
 
 
 def test_a_job_with_muon_gets_the_engines_section_with_its_learning_rates() -> None:

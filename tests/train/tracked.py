@@ -45,7 +45,8 @@ def build(case: dict[str, Any]) -> Any:
     gives_score = Task(case["task"]).has_score
     plain = AutoModelForImageTextToText if "vision_config" in case["config"] else AutoModelForCausalLM
     family = with_score(config) if gives_score else plain
-    model = family.from_config(config, dtype=torch.bfloat16)
+    is_bf16 = case["ds_config"]["bf16"]["enabled"]
+    model = family.from_config(config, dtype=torch.bfloat16 if is_bf16 else torch.float32)
     if gives_score:
         set_padding(model, case["config"]["vocab_size"] - 1)
     freeze_parts(model, case["frozen_parts"])

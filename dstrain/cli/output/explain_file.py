@@ -21,6 +21,7 @@ from dstrain.config.resolve_auto import filled
 from dstrain.facts.ds_config import zero_stage
 from dstrain.facts.workload import Workload
 from dstrain.launch.prepare.job_context import request_of, workload_of
+from dstrain.plan.estimate import unplanned_optimizer
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import arithmetic, batch_label, label
 from dstrain.plan.speed.setting import row_samples
@@ -109,6 +110,8 @@ def _head(explanation: Explanation) -> Iterator[str]:
     configuration = estimate.configuration
     numbers = arithmetic(configuration.model.precision, configuration.step.optimizer)
     yield f"config   {label(configuration)}, {numbers}"
+    if (as_adamw := unplanned_optimizer(explanation.config)) is not None:
+        yield f"         {as_adamw}"
     needs = estimate.memory
     fits = "" if estimate.fits else f"; does not fit: {estimate.shortage}"
     yield (

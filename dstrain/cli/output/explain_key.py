@@ -23,6 +23,7 @@ from dstrain.config.lint.subject import ABSENT
 from dstrain.errors import DstrainError
 from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.effect import Effect
+from dstrain.plan.estimate import unplanned_optimizer
 from dstrain.units import format_bytes, format_seconds
 from dstrain.wrapping import wrapped
 
@@ -158,6 +159,8 @@ def _way_lines(explanation: Explanation, by: Scale) -> list[str]:
     labels = [_label(way) for way in explanation.ways]
     width = max(map(len, labels))
     text = [f"Memory and time if only {what} changes"]
+    if path.startswith("optimizer") and explanation.here and (note := unplanned_optimizer(explanation.here.config)):
+        text.append(f"  {note}")
     return text + [f"  {label:<{width}}  {_does(way)}" for label, way in zip(labels, explanation.ways, strict=True)]
 
 

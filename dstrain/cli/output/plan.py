@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dstrain.choices import Attention, LossKernel
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.network_measurement import rate_text
 from dstrain.facts.workload import Workload
@@ -35,7 +36,9 @@ LIMITS = {
 
 _LEADING = (
     frozenset({Topic.SPEED}),
-    frozenset({Topic.SIMPLER, Topic.ZERO_STAGE, Topic.OFFLOAD, Topic.GRAD_CKPT, Topic.MICRO_BATCH, Topic.HPZ}),
+    frozenset(
+        {Topic.AS_ASKED, Topic.SIMPLER, Topic.ZERO_STAGE, Topic.OFFLOAD, Topic.GRAD_CKPT, Topic.MICRO_BATCH, Topic.HPZ}
+    ),
     frozenset({Topic.PEAK}),
 )
 """The reasons that matter most: speed, the closest alternative, the peak."""
@@ -81,7 +84,10 @@ def chosen_line(survey: Survey) -> str:
     batch = configuration.batch
     stretched = f", {batch.rope_scaling}" if batch.rope_scaling else ""
     numbers = arithmetic(configuration.model.precision, configuration.step.optimizer)
-    return f"{verdict}  {label(configuration)}, {numbers}, {batch.seq_len} tokens{stretched}"
+    kernels = configuration.kernels
+    slow = ", eager attention" if kernels.attn is Attention.EAGER else ""
+    slow += f", {kernels.loss} loss" if kernels.loss is not LossKernel.FUSED else ""
+    return f"{verdict}  {label(configuration)}, {numbers}, {batch.seq_len} tokens{slow}{stretched}"
 
 
 def closing_lines(survey: Survey, *, verbose: bool) -> list[str]:

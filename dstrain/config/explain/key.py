@@ -34,6 +34,7 @@ COUNTED = (
         "offload_optimizer.device", "offload_optimizer.ratio", "offload_optimizer.pin_memory", "offload_param.device",
     )),
     "data_types.grad_accum_dtype",
+    "optimizer.type",
     *(f"bf16.{name}" for name in BF16_STATES),
 )  # fmt: skip
 """Keys that the planner reads from a configuration."""
@@ -51,6 +52,7 @@ _INSTEAD = {
     _ZERO + "offload_optimizer": _ZERO + "offload_optimizer.device",
     _ZERO + "offload_param": _ZERO + "offload_param.device",
     "zero_optimization": _ZERO + "stage",
+    "optimizer": "optimizer.type",
 }
 """Objects → the key that stands for them."""
 _TOPICS: Mapping[str, tuple[Topic, ...]] = {
@@ -191,6 +193,8 @@ def _values(row: Key, here: Here, now: Any, theirs: Any) -> list[Any]:
         values.append(here.workload.cluster.gpus_per_node)
     elif row.path.endswith(".ratio"):
         values.append(0.5)
+    elif row.path == "optimizer.type":
+        values += ["AdamW", "Lion", "Muon", "SGD"]
     elif row.kind is Kind.TEXT:
         values += [word for word in _words(row) if word != "nvme" or here.workload.cluster.nvme_path]
     elif row.filled is not None:

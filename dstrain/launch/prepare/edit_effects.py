@@ -25,7 +25,7 @@ from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_context import request_of, trace_question
 from dstrain.launch.prepare.lint_job import lint_job
 from dstrain.plan.effect import Effect, effect
-from dstrain.plan.estimate import BF16_STATES, effective, estimate
+from dstrain.plan.estimate import BF16_STATES, effective, estimate, unplanned_optimizer
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.freezing import frozen_parts, with_frozen
 from dstrain.records import from_data
@@ -202,12 +202,21 @@ def _measured(
         after = subject.estimate(judged)
     except DstrainError as error:
         return Measured(edit=edit, effect=None, note=f"no estimate: {error.problem}")
+    as_adamw = _as_adamw(edit)
     if after is None:
-        return Measured(edit=edit, effect=None, note=_remark(findings) or _WITHOUT_EFFECT[edit.file])
-    note = _remark(errors(findings)) or (_TOGETHER if len(judged) > 1 else None)
+        said = filter(None, (_remark(findings), as_adamw))
+        return Measured(edit=edit, effect=None, note="; ".join(said) or _WITHOUT_EFFECT[edit.file])
+    note = _remark(errors(findings)) or (_TOGETHER if len(judged) > 1 else as_adamw)
     if note is None and edit.file == JOB and edit.pointer == ("packing",) and edit.yours is True:
         note = _PACKED + (_MASKED if before.configuration.kernels.attn is Attention.SDPA else "")
     return Measured(edit=edit, effect=effect(before, after), note=note)
+
+
+def _as_adamw(edit: Edit) -> str | None:
+    """Returns as what an optimizer is planned that an edit names, if its own states are not counted."""
+    if edit.file != CONFIG or edit.pointer not in (("optimizer",), ("optimizer", "type")):
+        return None
+    return unplanned_optimizer({"optimizer": edit.yours if len(edit.pointer) == 1 else {"type": edit.yours}})
 
 
 def _subject(folder: Path, lock: Lock) -> _Subject:

@@ -105,9 +105,7 @@ def memory(
     configuration = as_attended(configuration, cluster.gpu)
     counts = trained_on_rank(model, configuration)
     ranks = sharing_ranks(cluster, configuration)
-    model_states = states(counts, configuration, ranks)
-    if not configuration.model.is_deepspeed:
-        model_states = pytorch_sharding.states(model, configuration, ranks)
+    model_states = _states(model, configuration, ranks, detail)
     peak = _peak(workload, configuration, detail)
     workspace = 0 if cluster.gpu.is_cpu else 2 * workspace_bytes(cluster.gpu)
     live = peak.total + workspace
@@ -142,6 +140,17 @@ def memory(
         states=model_states,
         load=load,
     )
+
+
+def _states(model: ModelFacts, configuration: Configuration, ranks: int, detail: Detail) -> States:
+    """Returns the model states of one rank; those of a divided optimizer by its sub-groups, as the engine has them."""
+    if not configuration.model.is_deepspeed:
+        return pytorch_sharding.states(model, configuration, ranks)
+    closed = states(trained_on_rank(model, configuration), configuration, ranks)
+    if configuration.zero.offload_ratio == 1 or detail is not Detail.REPLAYED or not has_layer_code(model):
+        return closed
+    divided = engine.resident_of(model, configuration, ranks)
+    return replace(closed, grads=divided.grads, optimizer=divided.optimizer)
 
 
 def _load(workload: Workload, configuration: Configuration, counts: Trained) -> Loading:
@@ -179,12 +188,12 @@ def host_bytes(workload: Workload, configuration: Configuration, load: Loading |
     else:
         held = states(counts, configuration, sharing)
         offloaded = held.host + held.staging + pinned_waste(counts, configuration, sharing)
-    training = ranks * (BASELINE_HOST_BYTES_PER_RANK + offloaded + _waiting_bytes(model, configuration))
+    training = ranks * (BASELINE_HOST_BYTES_PER_RANK + offloaded + waiting_bytes(model, configuration))
     return max(load.host_bytes_per_node, training)
 
 
-def _waiting_bytes(model: ModelFacts, configuration: Configuration) -> int:
-    """Returns the host bytes of layers' inputs that wait there for the backward pass; each has a pinned buffer.
+def waiting_bytes(model: ModelFacts, configuration: Configuration) -> int:
+    """Returns the host bytes of one rank's layers' inputs that wait for the backward pass; each has a pinned buffer.
 
     Source: Transformers 5.23 modeling_utils.py: _activation_checkpointing_enable (save_on_cpu).
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dstrain.choices import Offload
+from dstrain.choices import Offload, Optimizer
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import Configuration, Zero
 from dstrain.plan.memory.optimizer_states import has_master, master_item, saved_by_muon, stepped_bytes_per_param
@@ -66,7 +66,7 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     if offload is Offload.NONE:
         less = saved_by_muon(counts.matrices, configuration.model, configuration.step, configuration.zero, num_ranks)
         optimizer = round(per_param * partition) - less
-        kept = max(counts.gradient_shares(num_ranks)) if stage in (1, 2) else partition
+        kept = _kept_gradients(counts, configuration, num_ranks) if stage in (1, 2) else partition
         return States(params=params, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:
         # files hold master, gradient, moments and parameters; RAM the flat gradient and four sub-groups in work
@@ -80,6 +80,12 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
         return States(params=0, grads=0, optimizer=0, host=host + params, staging=staging)
     on_gpu = {"grads": round(item * stays), "optimizer": round(per_param * stays)}
     return States(params=params, **on_gpu, host=host, staging=staging)
+
+
+def _kept_gradients(counts: Trained, configuration: Configuration, num_ranks: int) -> float:
+    """Returns the elements of gradients that a rank of ZeRO-1 and 2 has at the step; Muon's updates are beside them."""
+    updates = counts.matrices / num_ranks if configuration.step.optimizer is Optimizer.MUON else 0
+    return max(counts.gradient_shares(num_ranks)) + updates
 
 
 def partition_of(counts: Trained, configuration: Configuration, num_ranks: int) -> float:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from dstrain.choices import Offload, Optimizer
+from dstrain.choices import Attention, Offload, Optimizer
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.workload import Workload
@@ -14,8 +15,8 @@ from dstrain.plan.estimate_records import Estimate, Speed, Topic
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT, sized
 from dstrain.plan.search.rules import broken
-from dstrain.plan.search.search import EQUAL_RATIO, fastest
-from dstrain.plan.search.search_space import global_batch, with_batch
+from dstrain.plan.search.search import EQUAL_RATIO, Ranking, by_time, fastest
+from dstrain.plan.search.search_space import Candidate, global_batch, strategy_key, with_batch
 from dstrain.plan.speed.step_time import speed
 
 
@@ -30,28 +31,76 @@ class Neighbour:
     topic: Topic
     """The choice that differs."""
     estimate: Estimate
-    """The estimate of the alternative."""
+    """The estimate of the same plan with the other choice."""
+    best: Estimate | None
+    """The fastest plan with the other choice, whatever else it has; None if none fits."""
+
+    @property
+    def is_only_difference(self) -> bool:
+        """Whether the fastest plan with the other choice differs in nothing else."""
+        return self.best is not None and _kind(self.best.configuration) == _kind(self.estimate.configuration)
+
+
+def _kind(c: Configuration) -> tuple[object, ...]:
+    return *strategy_key(c), c.zero.offload_ratio, c.checkpointing.every_n_layers, c.batch.micro_batch
 
 
 def neighbours(
-    workload: Workload, request: Request, chosen: Estimate, *, assess: Callable[[Configuration], Estimate]
+    workload: Workload,
+    request: Request,
+    chosen: Estimate,
+    *,
+    ranking: Ranking,
+    assess: Callable[[Configuration], Estimate],
+    verify: Callable[[Configuration], Estimate],
 ) -> list[Neighbour]:
-    """Returns the estimates with one choice changed, if the rules allow it; with small buffers if needed.
+    """Returns the alternatives to each choice that the request leaves open, if the rules allow them: the same plan with
+    the other choice, with small buffers if needed, and the fastest plan of the search that has it.
 
-    Choices that the request fixes are among them, so that reasons can state their cost.
+    One that seems to fit and to be faster is estimated exactly: the search has passed it over.
     """
     alternatives = []
-    for topic, mine, other, configuration in _flips(request, chosen.configuration):
-        if broken(workload, configuration):
+    for topic, mine, other, configuration in _flips(chosen.configuration):
+        if getattr(request, topic) is not None or broken(workload, configuration):
             continue
         estimate = assess(configuration)
         if not estimate.fits:
             estimate = assess(sized(workload.model, configuration, TIGHT))
-        alternatives.append(Neighbour(chosen=mine, other=other, topic=topic, estimate=estimate))
+        if estimate.fits and (gain_ratio(workload.cluster, estimate, chosen) or 0) > EQUAL_RATIO:
+            estimate = verify(estimate.configuration)
+        best = _fastest_with(topic, configuration, ranking)
+        if estimate.fits and (best is None or (gain_ratio(workload.cluster, estimate, best) or 0) > 0):
+            best = estimate
+        alternatives.append(Neighbour(chosen=mine, other=other, topic=topic, estimate=estimate, best=best))
     return alternatives
 
 
-def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configuration]]:
+VALUES: Mapping[Topic, Callable[[Configuration, int], object]] = {
+    Topic.ZERO_STAGE: lambda way, _: way.zero.stage,
+    Topic.OFFLOAD: lambda way, _: way.zero.offload,
+    Topic.GRAD_CKPT: lambda way, _: way.checkpointing.words,
+    Topic.MICRO_BATCH: lambda _, micro_batch: micro_batch,
+    Topic.HPZ: lambda way, _: way.zero.hpz,
+}
+"""What a choice is, of a configuration and its micro-batch."""
+
+
+def _fastest_with(topic: Topic, other: Configuration, ranking: Ranking) -> Estimate | None:
+    """Returns the fastest plan of a search that makes one choice as another configuration does, and seems to fit."""
+    value, evaluator = VALUES[topic], ranking.evaluator
+    wanted = value(other, other.batch.micro_batch)
+
+    def seems_to_fit(candidate: Candidate) -> bool:
+        return evaluator.seems_to_fit(candidate, is_sure=True) and evaluator.estimate(candidate).fits
+
+    with_it = [each for each in ranking.candidates if value(each.way, each.micro_batch) == wanted]
+    with_it = [each for each in with_it if evaluator.may_fit(each)]
+    fitting = (each for _, each in by_time(evaluator, with_it) if each is not None and seems_to_fit(each))
+    first = next((each for each in fitting if evaluator.fits(each)), None)
+    return None if first is None else evaluator.estimate(first)
+
+
+def _flips(chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configuration]]:
     """Yields topic, the choice as it is and as it could be in words, and the configuration that it would make."""
     zero = chosen.zero
     for stage in (0, 1, 2, 3):
@@ -74,6 +123,25 @@ def _flips(request: Request, chosen: Configuration) -> Iterator[tuple[Topic, str
         yield Topic.MICRO_BATCH, f"micro-batch {micro_batch}", f"micro-batch {count}", with_batch(chosen, count, accum)
     if zero.hpz > 1:
         yield Topic.HPZ, f"hpZ {zero.hpz}", "no hpZ", replace(chosen, zero=replace(zero, hpz=1))
+
+
+FREE = (
+    *("micro_batch", "grad_accum", "zero_stage", "offload", "offload_ratio", "hpz", "qwz", "qgz", "grad_ckpt"),
+    *("grad_ckpt_every_n_layers", "activation_offload", "tiled_mlp", "loss", "attn", "sp", "tp", "ep"),
+)
+"""Fields of a request that change the speed of a step and not what it trains on, beyond rounding."""
+
+
+def unasked(request: Request, samples: int) -> Request | None:
+    """Returns the request with everything open that is a matter of speed, so that dstrain chooses it, with `samples` a
+    step; None if nothing of that is given."""
+    is_split = request.micro_batch is not None or request.grad_accum is not None
+    never_chosen: dict[str, Any] = {"qwz": False, "qgz": False, "tp": 1}
+    if request.attn is not Attention.EAGER:  # as fast as what every machine has, or faster
+        never_chosen["attn"] = request.attn
+    never_chosen["global_batch"] = samples if is_split else request.global_batch
+    opened = replace(request, **{**dict.fromkeys(FREE), **never_chosen})
+    return None if opened == request else opened
 
 
 def eight_bit_instead(workload: Workload, request: Request, chosen: Estimate) -> Estimate | None:

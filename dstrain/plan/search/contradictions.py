@@ -29,7 +29,7 @@ class Unsatisfiable(InvalidConfig):
 
     def __init__(self, request: Request, names: Sequence[str], say: Callable[[Terms], str], *, hint: str) -> None:
         """`names` are the fields that rule each other out; `say` names them, by default as options."""
-        self.names, self.say, self.spell = names, say, partial(_option, request)
+        self.names, self.say, self.spell = names, say, partial(option, request)
         super().__init__(say(Terms(choices="the options", spell=self.spell)), hint=hint)
 
 
@@ -61,10 +61,12 @@ def _is_given(request: Request, name: str) -> bool:
 _OPTIONS = {"state_dtypes": "states"}
 
 
-def _option(request: Request, name: str) -> str:
-    """Returns an option as typed on the command line."""
-    word, value = "--" + _OPTIONS.get(name, name).replace("_", "-"), getattr(request, name)
-    return word if value is True else f"{word} {value}"
+def option(request: Request, name: str) -> str:
+    """Returns a choice of a request as an option, as it is typed on the command line."""
+    word, value = _OPTIONS.get(name, name).replace("_", "-"), getattr(request, name)
+    if isinstance(value, bool):
+        return f"--{word}" if value else f"--no-{word}"
+    return f"--{word} {value}"
 
 
 def no_batch(cluster: Cluster, request: Request, ranks: int) -> Unsatisfiable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from dstrain.choices import Method, Offload, Precision
 from dstrain.errors import InvalidConfig
@@ -18,7 +19,7 @@ from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.named_parts import require_targets
 from dstrain.plan.request import Request
 from dstrain.plan.search import learning_rate
-from dstrain.plan.search.alternatives import eight_bit_instead, faster_but_too_large, neighbours
+from dstrain.plan.search.alternatives import Neighbour, eight_bit_instead, faster_but_too_large, neighbours, unasked
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.contradictions import unsatisfied
 from dstrain.plan.search.evaluator import estimated, usable_ratio
@@ -93,11 +94,17 @@ def survey(workload: Workload, request: Request, *, top: int = DEFAULT_TOP) -> S
     ranking = search(workload, request, top=top)
     first, rung, assessed = _first(workload, request, ranking)
     cluster = workload.cluster
-    error = first.memory.device_bytes_per_gpu - assessed(first.configuration).memory.device_bytes_per_gpu
-    others = neighbours(workload, request, first, assess=lambda configuration: moved(assessed(configuration), error))
-    others = others if first.fits else []
-    eight_bit = eight_bit_instead(workload, request, first)
-    why = reasons(workload, request, first, ranking=ranking, rung=rung, others=others, eight_bit=eight_bit)
+    others = _alternatives(workload, request, first, ranking, assessed)
+    why = reasons(
+        workload,
+        request,
+        first,
+        ranking=ranking,
+        rung=rung,
+        others=others,
+        eight_bit=eight_bit_instead(workload, request, first),
+        free=_free_choice(workload, request, first),
+    )
     rest = [Proposal(estimate=estimate, reasons=compared(cluster, estimate, first)) for estimate in ranking.plans[1:]]
     return Survey(
         proposals=(Proposal(estimate=first, reasons=why), *rest),
@@ -116,6 +123,40 @@ def choice(workload: Workload, request: Request) -> Estimate:
     if not ranking.fits and ranking.rungs[0] is not None:
         return ranking.plans[0]
     return _first(workload, request, ranking)[0]  # one configuration may fit with small buffers
+
+
+def _alternatives(
+    workload: Workload,
+    request: Request,
+    chosen: Estimate,
+    ranking: Ranking,
+    assessed: Callable[[Configuration], Estimate],
+) -> list[Neighbour]:
+    """Returns the alternatives to the choices of a plan that fits; quick estimates are off by as much as that of it."""
+    if not chosen.fits:
+        return []
+    error = chosen.memory.device_bytes_per_gpu - assessed(chosen.configuration).memory.device_bytes_per_gpu
+    return neighbours(
+        workload,
+        request,
+        chosen,
+        ranking=ranking,
+        assess=lambda configuration: moved(assessed(configuration), error),
+        verify=partial(assess, workload, usable_gpu_ratio=usable_ratio(request)),
+    )
+
+
+def _free_choice(workload: Workload, request: Request, chosen: Estimate) -> Estimate | None:
+    """Returns what dstrain would choose if the request left open all that is a matter of speed; None if it does, and
+    if nothing fits that."""
+    opened = unasked(request, global_batch(workload.cluster, chosen.configuration)) if chosen.fits else None
+    if opened is None:
+        return None
+    try:
+        free = choice(workload, opened)
+    except InvalidConfig:  # what is open has no way to keep the batch
+        return None
+    return free if free.fits else None
 
 
 def _first(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from dstrain.choices import Method, Offload, Optimizer
 from dstrain.errors import DoesNotFit, InvalidConfig
@@ -13,10 +14,14 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
 from dstrain.plan.request import Request
-from dstrain.plan.search.search import fastest, least_plan, may_fit
+from dstrain.plan.search.alternatives import gain_ratio
+from dstrain.plan.search.contradictions import option
+from dstrain.plan.search.search import EQUAL_RATIO, fastest, least_plan, may_fit
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 from dstrain.units import GIB, format_bytes
 
+OPENED = ("zero_stage", "offload", "offload_ratio", "hpz", "grad_ckpt", "grad_ckpt_every_n_layers", "loss", "sp", "ep")
+"""Choices of a request that are left open, one at a time, where nothing fits with them."""
 SHORTEST = 256
 """Tokens of the shortest sequence that is proposed."""
 
@@ -58,14 +63,20 @@ def gpu_assumed(cluster: Cluster) -> str:
 
 def nearest_that_fits(workload: Workload, request: Request) -> list[str]:
     """Returns changes that fit, each as one sentence in numbers: more RAM than was assumed, a smaller micro-batch than
-    the one asked for, more GPUs, an 8-bit optimizer, an adapter, a shorter sequence."""
-    said: dict[str, str] = {}
-    for kind, option, changed, cluster in _changes(workload, request):
-        if kind in said:
+    the one asked for, one choice of the request less, more GPUs, an 8-bit optimizer, an adapter, a shorter sequence.
+
+    Where an adapter fits only with states in RAM, one of 4-bit weights is named too if it is faster.
+    """
+    said: dict[str, tuple[str, Estimate]] = {}
+    for kind, words, changed, cluster in _changes(workload, request):
+        before = said[kind][1] if kind in said else None
+        if before is not None and not (kind == "method" and before.configuration.zero.is_offloaded):
             continue
         if (estimate := _fastest(workload, changed, cluster)) is not None:
-            said[kind] = f"{option}: {label(estimate.configuration)}"
-    return list(said.values())
+            gain = gain_ratio(cluster, estimate, before) if before is not None else None
+            if before is None or (gain or 0) > EQUAL_RATIO:
+                said[kind if before is None else f"{kind} too"] = f"{words}: {label(estimate.configuration)}", estimate
+    return [sentence for sentence, _ in said.values()]
 
 
 def _fastest(workload: Workload, request: Request, cluster: Cluster) -> Estimate | None:
@@ -89,6 +100,10 @@ def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, R
         changed = replace(request, micro_batch=micro_batch, grad_accum=None)
         yield "micro-batch", f"--micro-batch {micro_batch}", changed, cluster
         micro_batch //= 2
+    for name in OPENED:
+        if getattr(request, name) is not None:
+            opened: dict[str, Any] = {name: None}
+            yield name, f"without {option(request, name)}", replace(request, **opened), cluster
     for changed in (replace(each, global_batch=None) for each in (alone, request)):
         more = [replace(cluster, num_nodes=cluster.num_nodes * factor) for factor in (2, 4, 8, 16)]
         if not may_fit(replace(workload, cluster=more[-1]), changed):
@@ -99,9 +114,9 @@ def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, R
     if request.optimizer is Optimizer.ADAMW and request.offload in (None, Offload.NONE):
         eight_bit = replace(request, optimizer=Optimizer.ADAMW_8BIT)
         yield "optimizer", f"--optimizer {eight_bit.optimizer}", eight_bit, cluster
-    if request.method is Method.FULL:
-        for method in (Method.LORA, Method.QLORA):
-            yield "method", f"--method {method}", replace(request, method=method), cluster
+    others = {Method.FULL: (Method.LORA, Method.QLORA), Method.LORA: (Method.QLORA,), Method.QLORA: (Method.LORA,)}
+    for method in others[request.method]:  # with 4-bit weights each GPU loads the whole model, whatever the stage
+        yield "method", f"--method {method}", replace(request, method=method), cluster
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, workload.model.max_position_embeddings)
     if least_plan(workload, replace(request, seq_len=min(seq_len, SHORTEST))) is None:
         return

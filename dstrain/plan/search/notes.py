@@ -22,7 +22,7 @@ from dstrain.plan.request import Request
 from dstrain.plan.search import attention, compile_rules, learning_rate
 from dstrain.plan.search.alternatives import liger_gain_ratio
 from dstrain.plan.search.infeasible import gpu_assumed, gpu_guessed, ram_assumed
-from dstrain.plan.search.reasons import percent
+from dstrain.plan.search.reasons import faster, percent
 from dstrain.plan.search.search_space import batch_words, global_batch
 from dstrain.plan.speed.step_time import forward_s
 from dstrain.units import counted, format_bytes, format_count
@@ -131,7 +131,7 @@ def _liger_notes(workload: Workload, request: Request, chosen: Estimate) -> list
     gain = liger_gain_ratio(workload, request, chosen) if is_known else None
     if gain is None or gain <= WORTH_LIGER:
         return []
-    return [f"--liger would be {percent(gain)} faster, by Liger's kernels (dstrain[kernels])"]
+    return [f"--liger would be {faster(gain)}, by Liger's kernels (dstrain[kernels])"]
 
 
 def _reference_notes(workload: Workload, chosen: Estimate) -> list[str]:
@@ -153,8 +153,11 @@ def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list
         notes.append(gpu_assumed(cluster))
     if not cluster.gpu.is_listed and chosen.speed is not None:
         notes.append(gpu_guessed(cluster))
-    if cluster.host_memory_origin is Origin.ASSUMED and configuration.zero.is_offloaded:
+    is_away = configuration.zero.is_offloaded or configuration.checkpointing.offload
+    if cluster.host_memory_origin is Origin.ASSUMED and is_away:
         notes.append(ram_assumed(cluster))
+    if cluster.num_nodes > 1 and cluster.inter_link_origin is Origin.ASSUMED and chosen.speed is not None:
+        notes.append(f"assumed: {cluster.inter_link.name} between nodes; change it with --interconnect")
     if (scaling := configuration.batch.rope_scaling) is not None:
         notes += rope_scaling.notes(model, request.rope_scaling, scaling)
     if request.global_batch is None and request.micro_batch is None:

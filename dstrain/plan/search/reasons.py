@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import groupby
+
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import Configuration, Parallel, flat
 from dstrain.plan.estimate_records import Estimate, Reason, Topic
 from dstrain.plan.labels import OPTIMIZER_WORDS, label
+from dstrain.plan.memory.memory import waiting_bytes
 from dstrain.plan.memory.params import trained
 from dstrain.plan.request import Request
-from dstrain.plan.search.alternatives import Neighbour, faster_but_too_large, gain_ratio, missing_bytes
+from dstrain.plan.search.alternatives import FREE, Neighbour, faster_but_too_large, gain_ratio, missing_bytes
 from dstrain.plan.search.buffer_sizes import TIGHT
+from dstrain.plan.search.contradictions import option
 from dstrain.plan.search.search import EQUAL_RATIO, TIE_RATIO, Ranking
-from dstrain.plan.search.search_space import batch_words, data_parallel_ranks
+from dstrain.plan.search.search_space import batch_words, data_parallel_ranks, mechanisms
+from dstrain.plan.speed.step_time import LIMITS
 from dstrain.units import MIB, format_bytes, format_count, format_seconds
 
 MOST_SENTENCES = 3
@@ -30,16 +36,18 @@ def reasons(
     rung: int | None,
     others: list[Neighbour],
     eight_bit: Estimate | None = None,
+    free: Estimate | None = None,
 ) -> tuple[Reason, ...]:
-    """Returns why, in sentences: speed and its limit, a faster plan that was passed over, an optimizer of 8 bits that
-    would spare the offload, what was chosen over what, what would change it, the states, the peak, host RAM, the batch,
-    the engine's buffers."""
+    """Returns why, in sentences: speed and its limit, a faster plan that was passed over, dstrain's own choice (`free`)
+    where another was asked for, an optimizer of 8 bits that would spare the offload, what was chosen over what, what
+    would change it, the states, the peak, host RAM, the batch, the engine's buffers."""
     cluster = workload.cluster
     return (
         *_speed(chosen),
-        *_simpler(cluster, ranking),
+        *_simpler(cluster, chosen, ranking),
+        *_as_asked(cluster, request, chosen, free),
         *_eight_bit(cluster, chosen, eight_bit),
-        *_over(cluster, request, chosen, others),
+        *_over(cluster, chosen, others),
         *_with_more(cluster, chosen, others),
         *_memory(workload, chosen),
         _batch(workload, chosen.configuration),
@@ -57,19 +65,42 @@ def compared(cluster: Cluster, one: Estimate, best: Estimate) -> tuple[Reason, .
         is_same = one.memory.device_bytes_per_gpu == best.memory.device_bytes_per_gpu
         text = f"{more} {'as' if is_same else 'than'} plan 1"
     else:
-        text = f"{'as fast as' if abs(gain) <= EQUAL_RATIO else f'{_percent(gain)} than'} plan 1, {more}"
+        text = f"{'as fast as' if abs(gain) <= EQUAL_RATIO else f'{faster(gain)} than'} plan 1, {more}"
     return (Reason(topic=Topic.FIRST_PLAN, text=text), *(_speed(one) if one.fits else ()))
 
 
-def _simpler(cluster: Cluster, ranking: Ranking) -> tuple[Reason, ...]:
-    """Returns why the first of a ranking comes before the fastest, if it is slower by more than a tie."""
-    gain = gain_ratio(cluster, ranking.fastest, ranking.plans[0])
+def _simpler(cluster: Cluster, chosen: Estimate, ranking: Ranking) -> tuple[Reason, ...]:
+    """Returns why the choice comes before the fastest plan, if it is slower by more than a tie."""
+    gain = gain_ratio(cluster, ranking.fastest, chosen)
     if not ranking.fits or gain is None or gain <= EQUAL_RATIO:
         return ()
     worth = percent(max(ranking.difference_error_ratio, TIE_RATIO))
-    faster = f"{percent(gain).removesuffix(' %')} ± {worth} faster"
-    text = f"simpler than {label(ranking.fastest.configuration)} ({faster})"
+    gained = f"{percent(gain).removesuffix(' %')} ± {worth} faster"
+    other = ranking.fastest.configuration
+    text = f"{_advantage(chosen.configuration, other)} than {label(other)} ({gained})"
     return (Reason(topic=Topic.SIMPLER, text=text),)
+
+
+def _advantage(chosen: Configuration, fastest: Configuration) -> str:
+    """Returns in what a choice is better than a faster plan, as the order of ties has it (`search._Tied`)."""
+    alone = Parallel()
+    apart = mechanisms(replace(fastest, parallel=alone)) - mechanisms(replace(chosen, parallel=alone))
+    shared = [(c.parallel.sp > 1, c.parallel.tp > 1, c.parallel.ep > 1) for c in (chosen, fastest)]
+    if mechanisms(chosen) < mechanisms(fastest):
+        return "with smaller groups of GPUs" if apart == 0 and shared[0] == shared[1] else "simpler"
+    return "with less padding" if chosen.batch.micro_batch < fastest.batch.micro_batch else "with larger engine buffers"
+
+
+def _as_asked(cluster: Cluster, request: Request, chosen: Estimate, other: Estimate | None) -> tuple[Reason, ...]:
+    """Returns what the plan that dstrain would choose gains over what was asked for, if it is faster."""
+    gain = gain_ratio(cluster, other, chosen) if other is not None else None
+    if other is None or gain is None or gain <= EQUAL_RATIO:
+        return ()
+    mine, open_ = flat(chosen.configuration), flat(other.configuration)
+    names = [name for name in FREE if getattr(request, name) is not None and mine[name] != open_[name]]
+    asked, without = " ".join(option(request, name) for name in names), "it" if len(names) == 1 else "them"
+    text = f"{asked}, as asked; without {without}, {label(other.configuration)} would be {faster(gain)} and fits"
+    return (Reason(topic=Topic.AS_ASKED, text=text),)
 
 
 def _eight_bit(cluster: Cluster, chosen: Estimate, other: Estimate | None) -> tuple[Reason, ...]:
@@ -79,17 +110,17 @@ def _eight_bit(cluster: Cluster, chosen: Estimate, other: Estimate | None) -> tu
         return ()
     words, rate = OPTIMIZER_WORDS[other.configuration.step.optimizer], other.speed.tokens_per_s_per_gpu
     text = (
-        f"{words} without offload would be {_percent(gain)} and fits ({label(other.configuration)}:"
+        f"{words} without offload would be {faster(gain)} and fits ({label(other.configuration)}:"
         f" {rate:,.0f} tokens a second on each GPU, {format_bytes(other.memory.device_bytes_per_gpu)}); it rounds the"
         f" moments: --optimizer {other.configuration.step.optimizer}"
     )
     return (Reason(topic=Topic.OFFLOAD, text=text),)
 
 
-def _percent(gain: float) -> str:
+def faster(gain: float) -> str:
     """Returns a gain in words.
 
-    >>> _percent(0.07), _percent(-0.2), _percent(1.5)
+    >>> faster(0.07), faster(-0.2), faster(1.5)
     ('7 % faster', '20 % slower', '2.5 × as fast')
     """
     if gain >= 1:
@@ -118,8 +149,10 @@ def _speed(chosen: Estimate) -> list[Reason]:
     if chosen.speed is None:
         return []
     known = chosen.speed
-    parts = sorted(known.parts_s.items(), key=lambda part: -part[1])[:MOST_SENTENCES]
-    most = ", ".join(f"{name} {percent(seconds / known.step_s)}" for name, seconds in parts if seconds > 0)
+    parts = [(name, seconds / known.step_s) for name, seconds in known.parts_s.items() if seconds > 0]
+    parts.sort(key=lambda part: (LIMITS[part[0]] is not known.limited_by, -part[1]))
+    kinds = groupby(parts[:MOST_SENTENCES], key=lambda part: LIMITS[part[0]] is known.limited_by)
+    most = "; ".join(", ".join(f"{name} {percent(share)}" for name, share in kind) for _, kind in kinds)
     text = (
         f"a step takes {format_seconds(known.step_s)} (± {percent(known.uncertainty_ratio)}):"
         f" {known.tokens_per_s_per_gpu:,.0f} tokens a second on each GPU, MFU {percent(known.mfu_ratio)}; limited"
@@ -128,25 +161,23 @@ def _speed(chosen: Estimate) -> list[Reason]:
     return [Reason(topic=Topic.SPEED, text=text)]
 
 
-def _over(cluster: Cluster, request: Request, chosen: Estimate, others: list[Neighbour]) -> list[Reason]:
+def _over(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> list[Reason]:
     """Returns each choice with the alternative it beat and the margin, closest decisions first."""
     said = []
     for neighbour in others:
-        gain = gain_ratio(cluster, chosen, neighbour.estimate)
-        if gain is None or not neighbour.estimate.fits:
+        gain = gain_ratio(cluster, chosen, neighbour.best) if neighbour.best is not None else None
+        if neighbour.best is None or gain is None:
             continue
-        memory = _more_bytes(chosen, neighbour.estimate)
+        memory = _more_bytes(chosen, neighbour.best)
+        whole = "" if neighbour.is_only_difference else f" ({label(neighbour.best.configuration)})"
         if gain > EQUAL_RATIO:
-            text = f"{neighbour.chosen} over {neighbour.other}: {_percent(gain)}, {memory}"
-            said.append((gain, text, neighbour.topic))
+            text = f"{neighbour.chosen} over {neighbour.other}{whole}: {faster(gain)}, {memory}"
+            said.append((gain, text, neighbour.topic, whole))
         elif gain >= -EQUAL_RATIO:
-            text = f"{neighbour.chosen} over {neighbour.other}: as fast, {memory}"
-            said.append((abs(gain), text, neighbour.topic))
-        elif getattr(request, neighbour.topic, None) is not None:
-            faster = _percent(1 / (1 + gain) - 1)
-            text = f"{neighbour.chosen}, as asked; {neighbour.other} would be {faster} and fits too"
-            said.append((0.0, text, neighbour.topic))
-    return [Reason(topic=topic, text=text) for _, text, topic in sorted(said)[:MOST_SENTENCES]]
+            text = f"{neighbour.chosen} over {neighbour.other}{whole}: as fast, {memory}"
+            said.append((abs(gain), text, neighbour.topic, whole))
+    closest = {whole or text: Reason(topic=topic, text=text) for _, text, topic, whole in sorted(said, reverse=True)}
+    return list(closest.values())[::-1][:MOST_SENTENCES]
 
 
 def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> list[Reason]:
@@ -158,8 +189,9 @@ def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> l
             continue
         best = gain or 0.0
         where = "per GPU" if not neighbour.estimate.fits_gpu else "of host RAM on each node"
-        would = "would fit" if gain is None else f"would be {_percent(gain)}"
-        text = f"with {format_bytes(missing_bytes(neighbour.estimate))} more {where}, {neighbour.other} {would}"
+        would = "would fit" if gain is None else f"would be {faster(gain)}"
+        more = format_bytes(missing_bytes(neighbour.estimate))
+        text = f"with {more} more {where}, the same with {neighbour.other} {would}"
         said.append(Reason(topic=neighbour.topic, text=text))
     return said[:MOST_SENTENCES]
 
@@ -188,6 +220,8 @@ def _memory(workload: Workload, chosen: Estimate) -> list[Reason]:
     if is_away or needs.host_bytes_per_node > LOAD_IN_RAM_RATIO * cluster.host_memory_bytes:
         needed, there = format_bytes(needs.host_bytes_per_node), format_bytes(cluster.host_memory_bytes)
         when = ", while the model is loaded" if is_at_load else ""
+        if waiting := cluster.gpus_per_node * waiting_bytes(model, configuration):
+            when += f"; in training layers' inputs take {format_bytes(waiting)} of it"
         said.append((Topic.HOST_RAM, f"host RAM: {needed} of {there} on each node{when}"))
     return [Reason(topic=topic, text=text) for topic, text in said]
 

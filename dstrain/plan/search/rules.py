@@ -109,6 +109,10 @@ RULES: tuple[Rule, ...] = (
          says="--grad-ckpt-every-n-layers has no effect without checkpointing",
          breaks=lambda m, k, c: c.checkpointing.every_n_layers > 1 and not c.checkpointing.enabled,
          source="Transformers 5.23 trainer.py: reads the kwargs only with activation_checkpointing"),
+    Rule(name="every n-th layer of n or more", options=("grad_ckpt_every_n_layers",),
+         says="the model has fewer layers than that, so that one alone would be recomputed",
+         breaks=lambda m, k, c: c.checkpointing.enabled and c.checkpointing.every_n_layers > m.num_hidden_layers,
+         source="Transformers 5.23 modeling_utils.py: _set_gradient_checkpointing"),
     Rule(name="layers are counted in the decoder", options=("grad_ckpt_every_n_layers", "grad_ckpt"),
          says="one layer of every n is recomputed only if the model has no vision tower, whose layers count too, and"
               " its layer code is known",

@@ -48,6 +48,9 @@ class Ranking:
     """Configurations that were estimated."""
     num_excluded: int
     """Configurations excluded by a bound; together with the estimated ones, the whole space."""
+    evaluator: Evaluator
+    candidates: tuple[Candidate, ...]
+    """The whole space."""
 
 
 def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exhaustive: bool = False) -> Ranking:
@@ -63,6 +66,8 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     if not fits:
         best = nearest(evaluator, candidates, max(top, DEFAULT_TOP))[:top]
     fastest = fastest or best[0]
+    strategy = strategy_key(fastest.way)
+    best[1:] = [fastest if strategy_key(each.way) == strategy else each for each in best[1:]]
     key = evaluator.time(fastest)
     return Ranking(
         fastest=evaluator.estimate(fastest),
@@ -72,6 +77,8 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
         fits=fits,
         num_estimated=len(evaluator.estimates),
         num_excluded=len(candidates) - len(evaluator.estimates),
+        evaluator=evaluator,
+        candidates=tuple(candidates),
     )
 
 

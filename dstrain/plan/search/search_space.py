@@ -142,17 +142,18 @@ def mechanisms(configuration: Configuration) -> int:
     """Returns how many mechanisms a configuration uses: the measure of simplicity.
 
     One for each part that ZeRO shares out (its stage), for checkpointing, tiled MLPs, TP, hpZ, a divided optimizer and
-    pageable memory; two for each step that states go away from the GPU (optimizer, parameters, NVMe), and for layers'
-    inputs in RAM, which depend on the RAM, CPU and disk of every node. SP depends on the model's attention and on links
-    in every layer: two for SP 2, and one more each time that twice as many ranks wait for each other; EP likewise
+    pageable memory, and for layers' inputs in RAM; two for each step that states go away from the GPU (optimizer,
+    parameters, NVMe), which depend on the RAM, CPU and disk of every node. SP depends on the model's attention and on
+    links in every layer: two for SP 2, and one more each time that twice as many ranks wait for each other; EP likewise
     depends on how tokens are spread.
     """
     zero, parallel = configuration.zero, configuration.parallel
     is_pageable = zero.is_offloaded and not zero.pin_memory
-    recomputation = (configuration.checkpointing.enabled, configuration.checkpointing.tiled_mlp)
+    recomputed = configuration.checkpointing
+    recomputation = (recomputed.enabled, recomputed.tiled_mlp, recomputed.offload)
     extras = (*recomputation, parallel.tp > 1, zero.hpz > 1, zero.offload_ratio < 1, is_pageable)
     groups = sum(degree.bit_length() for degree in (parallel.sp, parallel.ep) if degree > 1)
-    away = list(Offload).index(zero.offload) + configuration.checkpointing.offload
+    away = list(Offload).index(zero.offload)
     return zero.stage + 2 * away + groups + sum(extras)
 
 
@@ -245,10 +246,11 @@ def _checkpointings(request: Request, start: Checkpointing, *, tiles: int) -> It
     rows of many tiles, whether MLPs are tiled. Inputs wait in host RAM if that is asked for (`in_ram_too`)."""
     periods = PERIODS if request.grad_ckpt is None else (1,)
     is_open = tiles >= LEAST_TILES and not request.is_one_configuration
-    for enabled in _given(request.grad_ckpt, (False, True)):
+    either = (True,) if (request.grad_ckpt_every_n_layers or 1) > 1 else (False, True)
+    for enabled in _given(request.grad_ckpt, either):
         for period in _given(request.grad_ckpt_every_n_layers, periods if enabled else (1,)):
-            either = (False, True) if is_open and enabled and period == 1 else (False,)
-            for tiled_mlp in _given(request.tiled_mlp, either):
+            tiled = (False, True) if is_open and enabled and period == 1 else (False,)
+            for tiled_mlp in _given(request.tiled_mlp, tiled):
                 yield replace(start, enabled=enabled, every_n_layers=period, tiled_mlp=tiled_mlp)
 
 

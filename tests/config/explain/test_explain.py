@@ -40,6 +40,7 @@ WHOLE: dict[str, Any] = {
     },
 }
 OTHER = {
+    "optimizer.type": "Lion",
     **dict.fromkeys((f"bf16.{key}" for key in BF16_STATES), False),
     "zero_optimization.stage": 1,
     "zero_optimization.overlap_comm": False,

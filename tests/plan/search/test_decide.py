@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from cases import ask, plan
 
-from dstrain.choices import Attention, Method, Offload, Optimizer, Precision, Task
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.calibration import Calibration, Measured
 from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
 from dstrain.facts.data.row_contents import RowContents
 from dstrain.plan.estimate import assess
+from dstrain.plan.labels import label
+from dstrain.plan.search.alternatives import VALUES, gain_ratio, neighbours
 from dstrain.plan.search.decide import Survey, decide, survey
+from dstrain.plan.search.evaluator import estimated
+from dstrain.plan.search.reasons import faster
+from dstrain.plan.search.search import search
 from dstrain.plan.speed.step_time import speed
 
 
@@ -168,9 +174,107 @@ def test_a_divided_optimizer_is_divided_as_little_as_fits() -> None:
     assert found.configuration.zero.offload_ratio == 0.05
 
 
-def test_what_was_asked_for_and_costs_speed_is_said() -> None:
-    found = surveyed({"grad_ckpt": True, "micro_batch": 1}, model="qwen3-0.6b", gpus=8, gpu="h200")
-    assert said(found, r"^checkpointing, as asked; no checkpointing would be \d+ % faster and fits too")
+@pytest.mark.parametrize(
+    ("wishes", "question", "words"),
+    [
+        ({"grad_ckpt": True, "micro_batch": 1}, {"model": "qwen3-0.6b", "gpu": "h200"}, "--grad-ckpt"),
+        ({"micro_batch": 2}, {"model": "qwen3-32b", "gpu": "h100"}, "--micro-batch 2"),
+        ({"hpz": 8}, {"model": "qwen3-32b", "gpu": "h100"}, "--hpz 8"),
+        ({"attn": Attention.EAGER, "sp": 1}, {"model": "qwen3-0.6b", "gpu": "h200"}, "--attn eager"),
+        ({"loss": LossKernel.FULL, "qwz": True}, {"model": "qwen3-32b", "gpu": "h100"}, "--qwz --loss full"),
+    ],
+)
+def test_what_was_asked_for_is_compared_with_what_dstrain_would_choose(
+    wishes: dict[str, Any], question: dict[str, Any], words: str
+) -> None:
+    asked, free = surveyed(wishes, gpus=8, **question), surveyed(gpus=8, **question).first
+    (reason,) = said(asked, ", as asked; ")
+    assert asked.first.speed is not None and free.speed is not None
+    gain = free.speed.tokens_per_s_per_gpu / asked.first.speed.tokens_per_s_per_gpu - 1
+    without = "them" if " --" in words else "it"
+    assert (
+        reason == f"{words}, as asked; without {without}, {label(free.configuration)} would be {faster(gain)} and fits"
+    )
+    if words in ("--micro-batch 2", "--hpz 8"):
+        assert not said(asked, f"^{words.removeprefix('--').replace('hpz', 'hpZ')} over ")
+
+
+@pytest.mark.parametrize(
+    ("wishes", "question"),
+    [
+        ({}, {"model": "qwen3-32b", "gpu": "h100"}),
+        ({"global_batch": 512}, {"model": "qwen3-32b", "gpu": "h100"}),
+        ({"seq_len": 8192, "offload_ratio": 0.25}, {"model": "qwen3-32b", "gpu": "h100"}),
+        ({}, {"model": "qwen3-8b", "gpu": "h100"}),
+    ],
+)
+def test_no_alternative_of_a_choice_is_slower_than_a_plan_of_the_table(
+    wishes: dict[str, Any], question: dict[str, Any]
+) -> None:
+    asked = ask(gpus=8, **question)
+    workload, request = asked.workload, replace(asked.request, **{"sp": None, **wishes})
+    ranking = search(workload, request, top=6)
+    others = neighbours(
+        workload,
+        request,
+        ranking.plans[0],
+        ranking=ranking,
+        assess=partial(estimated, workload),
+        verify=partial(assess, workload),
+    )
+    assert others
+    for other in others:
+        values = VALUES[other.topic]
+        wanted = values(other.estimate.configuration, other.estimate.configuration.batch.micro_batch)
+        for row in ranking.plans:
+            if values(row.configuration, row.configuration.batch.micro_batch) == wanted:
+                gain = gain_ratio(workload.cluster, row, other.best) if other.best is not None else None
+                assert gain is not None and gain < 0.01, (other.other, label(row.configuration))
+
+
+def test_a_plan_says_which_links_and_which_ram_it_assumes() -> None:
+    of_links = "assumed: ib200 between nodes; change it with --interconnect"
+    assert of_links in plan(model="qwen3-32b", gpus=16).notes
+    assert of_links not in plan(model="qwen3-32b", gpus=16, interconnect="ib200").notes
+    assert of_links not in plan(model="qwen3-8b", gpus=8).notes
+    found = surveyed(model="qwen3-32b", gpus=8, gpu="h100")
+    assert found.first.configuration.checkpointing.offload
+    assert any(note.endswith("change it with --host-memory") for note in found.notes)
+    assert said(found, r"^host RAM: .*; in training layers' inputs take 32.0 GiB of it")
+
+
+def test_a_period_of_more_layers_than_there_are_is_refused() -> None:
+    for wishes in ({}, {"grad_ckpt": True}):
+        with pytest.raises(InvalidConfig, match="--grad-ckpt-every-n-layers 50; the model has fewer layers than that"):
+            surveyed({"grad_ckpt_every_n_layers": 50, **wishes}, model="qwen3-8b", gpus=8)
+
+
+def test_a_plan_that_is_passed_over_is_compared_with_the_choice_as_it_is_refined() -> None:
+    question: dict[str, Any] = {"model": "qwen3-32b", "gpus": 8, "gpu": "h100"}
+    found = surveyed({"seq_len": 8192}, **question)
+    named = surveyed({"seq_len": 8192, "offload_ratio": 0.25}, **question).first
+    assert found.first.configuration.zero.offload_ratio == 0.35
+    assert found.first.speed is not None and named.speed is not None
+    gain = named.speed.tokens_per_s_per_gpu / found.first.speed.tokens_per_s_per_gpu - 1
+    (reason,) = said(found, "^with larger engine buffers than .*offload of 25 %")
+    assert f"({100 * gain:.0f} ± " in reason
+
+
+def test_the_fastest_plan_that_is_passed_over_is_in_the_table() -> None:
+    found = surveyed(model="qwen3-32b", gpus=16)
+    (reason,) = said(found, "^simpler than ")
+    assert any(label(each.estimate.configuration) in reason for each in found.proposals[1:])
+
+
+def test_the_parts_of_what_limits_a_step_come_first() -> None:
+    found = surveyed({"hpz": 8}, model="qwen3-32b", gpus=8, gpu="h100")
+    assert said(found, r"limited by compute \(matrix products \d+ %, attention \d+ %; CPU optimizer \d+ %\)")
+
+
+def test_states_of_a_divided_optimizer_are_those_of_whole_sub_groups() -> None:
+    memory = surveyed({"seq_len": 8192}, model="qwen3-32b", gpus=8, gpu="h100").first.memory
+    assert memory.states.optimizer == pytest.approx(memory.breakdown_bytes.optimizer, rel=1e-4)
+    assert memory.states.optimizer == 3 * memory.states.grads
 
 
 def test_one_configuration_keeps_its_buffers_unless_it_fits_only_with_small_ones() -> None:

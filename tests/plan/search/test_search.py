@@ -131,7 +131,7 @@ def test_simplicity_counts_mechanisms() -> None:
     assert mechanisms(changed(DEFAULTS, zero_stage=2, grad_ckpt=True)) == 3
     assert mechanisms(changed(DEFAULTS, zero_stage=3, offload=Offload.PARAMS, pin_memory=False)) == 8
     assert mechanisms(changed(DEFAULTS, zero_stage=3, hpz=8, sp=2)) == 6
-    assert mechanisms(changed(DEFAULTS, grad_ckpt=True, activation_offload=True)) == 3
+    assert mechanisms(changed(DEFAULTS, grad_ckpt=True, activation_offload=True)) == 2
     assert mechanisms(changed(DEFAULTS, sp=4)) == mechanisms(changed(DEFAULTS, sp=2)) + 1
 
 
@@ -274,6 +274,28 @@ def test_a_micro_batch_that_does_not_fit_names_a_smaller_one() -> None:
     with pytest.raises(DoesNotFit) as caught:
         plan(model="qwen3-8b", gpus=8, offload="none", micro_batch=256, sp=1)
     assert "--micro-batch " in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("options", "fitting"),
+    [
+        ({"model": "qwen3-235b-a22b", "gpus": 8, "gpu": "h200", "method": "qlora"}, ["--method lora: ZeRO-3"]),
+        (
+            {"model": "qwen3-14b", "gpus": 1, "gpu": "5090", "host_memory": 2**36},
+            ["--method lora: ZeRO-3 + ", "--method qlora: ZeRO-0"],
+        ),
+        ({"model": "llama-3.1-70b", "gpus": 64, "gpu": "h100", "zero_stage": 1}, ["without --zero-stage 1: ZeRO-3"]),
+        ({"model": "qwen3-14b", "gpus": 8, "gpu": "a100", "grad_ckpt": False, "offload": "none", "sp": 1,
+          "seq_len": 32768}, ["without --no-grad-ckpt: "]),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_names_each_choice_without_which_something_fits(
+    options: dict[str, Any], fitting: list[str]
+) -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        plan(**options)
+    lines = [line.strip() for line in str(caught.value.hint).splitlines()]
+    assert all(any(line.startswith(words) for line in lines) for words in fitting), lines
 
 
 def test_parameter_offload_under_zero_2_is_refused() -> None:

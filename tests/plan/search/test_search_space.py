@@ -110,6 +110,7 @@ BROKEN: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("torch.compile needs Triton", "qwen3-8b", {"torch_compile": True}),
     ("activation offload needs checkpoints", "qwen3-8b", {"activation_offload": True}),
     ("every n-th layer needs checkpoints", "qwen3-8b", {"grad_ckpt_every_n_layers": 2}),
+    ("every n-th layer of n or more", "qwen3-8b", {"grad_ckpt": True, "grad_ckpt_every_n_layers": 50}),
     ("layers are counted in the decoder", "qwen3-vl-8b", {"grad_ckpt": True, "grad_ckpt_every_n_layers": 2}),
     ("tiles are of dense MLPs", "qwen3-30b-a3b", {"tiled_mlp": True}),
     ("tiled MLPs and AutoTP", "qwen3-8b", {"tiled_mlp": True, "tp": 2, "zero_stage": 2}),
@@ -290,7 +291,7 @@ def test_every_choice_given_is_one_configuration() -> None:
         ({"sp": 2, "tp": 2}, "--sp 2 and --tp 2; sequence and tensor parallelism exclude each other"),
         ({"sp": 3}, "--sp 3; SP must divide the GPUs"),
         ({"tp": 3}, "--tp 3; TP must divide the GPUs of a node"),
-        ({"activation_offload": True, "grad_ckpt": False}, "--activation-offload and --grad-ckpt False"),
+        ({"activation_offload": True, "grad_ckpt": False}, "--activation-offload and --no-grad-ckpt"),
         ({"global_batch": 16, "micro_batch": 3, "sp": 1, "tp": 1}, "not a multiple of 8 GPUs × micro-batch 3"),
         ({"global_batch": 50, "sp": 1, "tp": 1}, "--global-batch 50 cannot be shared by 8 GPUs"),
         (

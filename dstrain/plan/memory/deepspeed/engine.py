@@ -136,12 +136,24 @@ def host_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> 
     """
     if not configuration.zero.is_offloaded:
         return Host()
+    all_modules, settings = _alone(model, configuration)
+    return _host(all_modules, settings, num_ranks)
+
+
+def resident_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Resident:
+    """Returns what a rank holds between two steps; like `host_of` it depends on the parameters alone."""
+    all_modules, settings = _alone(model, configuration)
+    return resident(all_modules, settings, num_ranks)
+
+
+def _alone(model: ModelFacts, configuration: Configuration) -> tuple[Modules, Settings]:
+    """Returns the modules, and the engine's settings without those of a micro-batch."""
     asked, parallel = settings_of(configuration), replace(configuration.parallel, sp=1)
     settings = replace(asked, parallel=parallel, checkpointing=DEFAULTS.checkpointing)
     batch = replace(DEFAULTS.batch, seq_len=SHORT_SEQ_LEN)
     zero = replace(DEFAULTS.zero, stage=configuration.zero.stage)
     short = replace(configuration, batch=batch, zero=zero, parallel=parallel, step=DEFAULTS.step)
-    return _host(_modules(model, replace(short, checkpointing=DEFAULTS.checkpointing)), settings, num_ranks)
+    return _modules(model, replace(short, checkpointing=DEFAULTS.checkpointing)), settings
 
 
 @cache

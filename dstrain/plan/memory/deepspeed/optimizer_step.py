@@ -10,7 +10,14 @@ from dstrain.choices import Optimizer, Precision
 from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.gradient_buckets import NORM_ITEM
 from dstrain.plan.memory.deepspeed.modules import Modules
-from dstrain.plan.memory.deepspeed.resident import accumulation_item, is_wide, num_staying, state_sizes, sub_groups
+from dstrain.plan.memory.deepspeed.resident import (
+    accumulation_item,
+    is_wide,
+    matrices,
+    num_staying,
+    state_sizes,
+    sub_groups,
+)
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
 from dstrain.plan.memory.layers.ops import FP32
@@ -75,13 +82,21 @@ def _whole(modules: Modules, settings: Settings, kept: int) -> Iterator[StepInst
 def _partitioned(modules: Modules, settings: Settings, ranks: int, rank: int, kept: int) -> Iterator[StepInstant]:
     """ZeRO-1 and 2: a norm in fp64 of one tensor at a time; group by group a flat copy, then one as the master copy.
 
-    Source: runtime/zero/stage_1_and_2.py: get_grad_norm_direct, step.
+    Muon's updates are beside the gradients. Source: runtime/zero/stage_1_and_2.py: get_grad_norm_direct,
+    _get_flat_partition_unpadded, step.
     """
     flat_layout = layout(modules, ranks)
     item, wide, master = settings.model.item, accumulation_item(settings), master_item(settings.step.optimizer)
     slices = flat_layout.slices.items()
     mine = [numel for weight, parts in slices for at, numel in parts if flat_layout.is_of(rank, weight, at)]
     yield StepInstant(kept, (rounded(max(mine, default=0) * NORM_ITEM),))
+    if settings.step.optimizer is Optimizer.MUON:
+        updated = matrices(modules) // ranks
+        beside = rounded(item * updated)
+        for size in (updated, sum(flat_layout.partitions) - updated):
+            copied = rounded(master * size) if wide != master else 0
+            yield from _stepping(settings, size, kept + beside, rounded(item * size), copied)
+        return
     for group, size in zip(modules.groups(), flat_layout.partitions, strict=True):
         tensors = sum(flat_layout.is_of(rank, weight, at) for weight in group for at, _ in flat_layout.slices[weight])
         flat = rounded(item * size) if tensors > 1 and wide == item else 0

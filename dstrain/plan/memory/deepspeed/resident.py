@@ -91,11 +91,16 @@ def _stepped(sizes: Sequence[int], settings: Settings, saved: int) -> dict[str, 
     return {"optimizer": masters + states, "late": 0 if settings.has_early_states else max(0, states)}
 
 
+def matrices(modules: Modules) -> int:
+    """Returns the trained elements of matrices, which Muon steps."""
+    return sum(count * weight.numel for weight, count in modules.counted() if weight.trains and weight.is_matrix)
+
+
 def _saved_by_muon(modules: Modules, settings: Settings, ranks: int) -> int:
     """Returns the bytes that Muon's states, and what it keeps beside them, are below AdamW's."""
-    matrices = sum(count * weight.numel for weight, count in modules.counted() if weight.trains and weight.is_matrix)
-    saved = saved_by_muon(matrices, settings.model, settings.step, settings.zero, ranks)
-    return saved if settings.zero.stage < 3 else max(0, saved - muon_buffers(matrices, settings.model, ranks))
+    stepped = matrices(modules)
+    saved = saved_by_muon(stepped, settings.model, settings.step, settings.zero, ranks)
+    return saved if settings.zero.stage < 3 else max(0, saved - muon_buffers(stepped, settings.model, ranks))
 
 
 def sub_groups(modules: Modules, ranks: int, size: int) -> list[list[int]]:
