@@ -68,8 +68,9 @@ def states(model: ModelFacts, configuration: Configuration, num_ranks: int) -> S
     part = counts.trainable / (num_ranks if configuration.zero.stage >= 1 else 1)
     whole = sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)
     params, grads, optimizer = round(whole / share), round(sizes.grad * part), round(sizes.states * part)
-    if configuration.zero.is_offloaded:  # parameters and optimizer leave the GPU together
-        return States(params=0, grads=0, optimizer=0, host=params + grads + optimizer)
+    if configuration.zero.is_offloaded:
+        gone = params if configuration.zero.offloads_params else 0
+        return States(params=params - gone, grads=0, optimizer=0, host=gone + grads + optimizer)
     return States(params=params, grads=grads, optimizer=optimizer)
 
 
