@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -70,6 +71,15 @@ class InvalidConfig(DstrainError):
     """A config, job, hostfile or data file is invalid; several problems are joined, one per line."""
 
     exit_code = 3
+
+
+@contextmanager
+def located(where: object, *, place: Place | None = None) -> Iterator[None]:
+    """Puts the file, line or key that a problem is in before the text of an InvalidConfig."""
+    try:
+        yield
+    except InvalidConfig as error:
+        raise InvalidConfig(f"{where}: {error.problem}", place=place, hint=error.hint) from None
 
 
 class DoesNotFit(DstrainError):

@@ -20,7 +20,7 @@ _FACTORS = {
 def parse_bytes(text: str) -> int:
     """Returns bytes for `80GiB`, `512 MiB`, `1.5TB` (decimal), `80G` (binary, as SLURM counts) or a bare number.
 
-    Raises InvalidConfig for anything else.
+    Raises InvalidConfig for anything else, and for a bare number below 1 MiB, which is meant in another unit.
 
     >>> parse_bytes("80GiB"), parse_bytes("2 TB")
     (85899345920, 2000000000000)
@@ -28,6 +28,8 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _FACTORS:
         raise InvalidConfig(f'"{text}" is not a size', hint="Write a number and a unit, such as 80GiB or 2TB.")
+    if not match[2] and 0 < float(match[1]) < MIB:
+        raise InvalidConfig(f'"{text}" has no unit: it would be bytes', hint=f"Write {match[1]}GiB.")
     return round(float(match[1]) * _FACTORS[match[2].lower()])
 
 
@@ -45,6 +47,18 @@ def format_bytes(count: float) -> str:
             digits = 2 if abs(value) < 10 else 1 if abs(value) < 1000 else 0
             return f"{value:.{digits}f} {unit}"
     raise AssertionError("every size of 1 KiB or more has a unit")
+
+
+def format_sizes(*counts: float) -> list[str]:
+    """Returns sizes in one unit, that of the smallest, so that they can be compared.
+
+    >>> format_sizes(1008 * 2**30, 2**40), format_sizes(512, 2048)
+    (['1008 GiB', '1024 GiB'], ['512 B', '2048 B'])
+    """
+    unit = format_bytes(min(counts)).rpartition(" ")[2]
+    factor = 1 if unit == "B" else _FACTORS[unit.lower()]
+    sizes = [count / factor for count in counts]
+    return [f"{size:.{0 if unit == 'B' or size >= 1000 else 2 if size < 10 else 1}f} {unit}" for size in sizes]
 
 
 def format_count(count: float) -> str:

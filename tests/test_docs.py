@@ -101,7 +101,8 @@ def job_reference() -> str:
         for field, doc in pairwise(classes[name].body):
             if not (isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)):
                 continue
-            if isinstance(field.value, ast.Call) and ast.unparse(field.target) != "columns":
+            has_row = ast.unparse(field.target) in ("columns", "lr_scheduler_kwargs")
+            if isinstance(field.value, ast.Call) and not has_row:
                 continue  # a section, whose keys have rows of their own, or env
             default = "required" if field.value is None else f"`{_plain_default(field.value)}`"
             text = ast.literal_eval(doc.value).replace("\n", " ")

@@ -14,7 +14,7 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.memory.params import linear_names
+from dstrain.plan.memory.adapters import linear_names
 
 DEFAULT_SEQ_LEN = 2048
 """InternEvo's configs/7B_sft.py: SEQ_LEN, where the notes refer to it."""

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-import textwrap
 from collections.abc import Iterable
 from typing import Any
 
 from rich.console import Console
 
 from dstrain.errors import DstrainError
+from dstrain.wrapping import COLUMNS, wrapped
 
 
 class PlainConsole(Console):
@@ -25,13 +24,8 @@ class PlainConsole(Console):
 talk = PlainConsole(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 """Talk: choices, reasons, progress, errors. Plain text where stderr is not a terminal or NO_COLOR is set."""
 
-COLUMNS = 80
-"""Width that output fits where its terminal is not known."""
 _MAX_COLUMNS = 100
 """Width beyond which text is hard to read, even on a wider terminal."""
-_LEAD = re.compile(r" *(?:\S+(?: \w+)? {2,}|- )?")
-"""An indent, with the label or the dash that precedes a text."""
-_QUANTITY = re.compile(r"(\d) ([KMGT]?i?B|[KMT]|%|s|GPUs?)(?!\w)")
 
 
 def answer(text: str) -> None:
@@ -62,20 +56,6 @@ def say_unread_links() -> None:
 def width(console: Console) -> int:
     """Returns the columns to wrap at."""
     return min(console.width, _MAX_COLUMNS) if console.is_terminal else COLUMNS
-
-
-def wrapped(line: str, columns: int = COLUMNS) -> str:
-    """Returns a line wrapped under the text after its label or dash; a number stays with its unit.
-
-    >>> print(wrapped("  type      " + "word " * 16))
-      type      word word word word word word word word word word word word word
-                word word word
-    """
-    lead = _LEAD.match(line)
-    indent = " " * len(lead[0]) if lead else ""
-    whole = _QUANTITY.sub("\\1\xa0\\2", line)
-    filled = textwrap.fill(whole, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return filled.replace("\xa0", " ")
 
 
 def say(text: str = "", *, style: str | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import subprocess
 import sys
@@ -161,10 +160,10 @@ def _environment(job: Job) -> dict[str, str]:
 
     Raises EnvironmentProblem or InvalidConfig for a model that is neither there nor here.
     """
-    if hub_config.is_reached(job.model, job.hub):
-        return dict(os.environ)
-    say(hub_config.offline_note(job.model))
-    return {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment, note = hub_config.for_child(job.model, job.hub)
+    if note is not None:
+        say(note)
+    return environment
 
 
 def _job(file: str | None, path: Path | None, model: str | None, overrides: tuple[str, ...]) -> Job:

@@ -17,6 +17,7 @@ from dstrain.config.edits.manual_edits import document as manual_document
 from dstrain.config.edits.manual_edits import manual_edits
 from dstrain.errors import InvalidConfig
 from dstrain.launch.prepare.edit_effects import Effects, Measured, effects
+from dstrain.units import counted
 
 
 @click.command("diff")
@@ -26,7 +27,7 @@ def command(folder: Path, as_json: bool) -> None:
     """List your edits since the files of a folder were generated, with their effect on memory and speed.
 
     Compares each edit alone, then all edits together, with the generated files, on the model and the cluster they were
-    generated for. Writes nothing.
+    generated for. Also says what lint finds at an edit, beside all others. Writes nothing.
 
     \b
     Example:
@@ -56,6 +57,8 @@ def command(folder: Path, as_json: bool) -> None:
         answer(line)
     if result.reason is not None:
         say(f"no estimate: {result.reason}")
+    if result.num_errors:
+        say(f"the files have {counted(result.num_errors, 'error')}: dstrain lint shows them")
 
 
 def _lines(folder: Path, result: Effects) -> list[str]:
@@ -78,7 +81,7 @@ def _lines(folder: Path, result: Effects) -> list[str]:
 def _edit_text(measured: Measured, result: Effects) -> str:
     if measured.effect is not None:
         return f": {effect_text(measured.effect)}{f' ({measured.note})' if measured.note else ''}"
-    return "" if measured.note is None or result.reason is not None else f": {measured.note}"
+    return "" if measured.note is None else f": {measured.note}"
 
 
 def _document(folder: Path, result: Effects, gone: list[str]) -> dict[str, Any]:
@@ -95,4 +98,5 @@ def _document(folder: Path, result: Effects, gone: list[str]) -> dict[str, Any]:
         "removed_files": gone,
         "together": asdict(result.together) if result.together else None,
         "reason": result.reason,
+        "num_errors": result.num_errors,
     }

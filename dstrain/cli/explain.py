@@ -1,15 +1,15 @@
-"""`dstrain explain`: explains a key of ds_config.json, or the whole file, in words and numbers."""
+"""`dstrain explain`: explains a key of ds_config.json or job.yaml, or a whole file, in words and numbers."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from dstrain.cli.console import answer, answer_json, say_unread_links
-from dstrain.config.find_key import named
-from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.config.find_key import NoKey, named
+from dstrain.errors import DstrainError, InvalidConfig, nearest
 
 if TYPE_CHECKING:
     from dstrain.config.explain.key import Here
@@ -23,14 +23,16 @@ CONFIG, JOB = "ds_config.json", "job.yaml"
 @click.option("--job", type=click.Path(path_type=Path), help="Job file.  [default: job.yaml here, or beside FILE]")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
 def command(subject: str, job: Path | None, as_json: bool) -> None:
-    """Explain a key of a DeepSpeed configuration, or a whole file; by default, ds_config.json.
+    """Explain a key of a DeepSpeed configuration or of job.yaml, or a whole file; by default, ds_config.json.
 
-    A key is a path (zero_optimization.overlap_comm), a JSON pointer, or the unambiguous end of a path. With a job, also
-    shows the value that dstrain would choose, and what each value costs compared with the current file.
+    A key is a path (zero_optimization.overlap_comm, lora.rank), a JSON pointer, or the unambiguous end of a path. If
+    both files have it, both are explained. With a job, also shows the value that dstrain would choose, and what each
+    value costs compared with the current file.
 
     \b
     Example:
       dstrain explain overlap_comm
+      dstrain explain seq_len
       dstrain explain ds_config.json --json
     """
     if _is_file(subject):
@@ -40,19 +42,62 @@ def command(subject: str, job: Path | None, as_json: bool) -> None:
 
 
 def _is_file(subject: str) -> bool:
-    return subject.endswith((".json", ".jsonc", ".hjson")) or Path(subject).is_file()
+    from dstrain.config.explain.job_key import job_keys
+
+    return subject.endswith((".json", ".jsonc", ".hjson")) or (Path(subject).is_file() and subject not in job_keys())
 
 
 def _explain_key(subject: str, job: Path | None, *, as_json: bool) -> None:
+    from dstrain.cli.output import explain_job_key as job_text
     from dstrain.cli.output import explain_key as text
+    from dstrain.config.explain.job_key import find
 
-    pointer, key = named(subject)
-    here, missing = _here(job)
-    explanation = text.explain(pointer, key, here, missing)
-    if as_json:
-        answer_json(text.document(explanation))
+    of_job = find(subject)
+    is_exact = [key.path for key in of_job] == [subject]
+    try:
+        pointer, key = named(subject)
+    except InvalidConfig as error:
+        if not (of_job if isinstance(error, NoKey) else is_exact):
+            raise _no_key(error, subject) from None
+        explanation, others = None, "" if isinstance(error, NoKey) else f"\n{error.problem} (in ds_config.json)"
     else:
-        answer("\n".join(text.lines(explanation)))
+        explanation, of_job, others = text.explain(pointer, key, *_here(job)), of_job if is_exact else [], ""
+    if as_json:
+        document = {"schema": 1} if explanation is None else text.document(explanation)
+        answer_json({**document, **({"job": [job_text.document(one) for one in of_job]} if of_job else {})})
+        return
+    written = _written(job) if of_job else None
+    blocks = ["\n".join(job_text.lines(one, written)) for one in of_job]
+    blocks += [] if explanation is None else ["\n".join(text.lines(explanation))]
+    answer("\n\n".join(blocks) + others)
+
+
+def _no_key(error: InvalidConfig, subject: str) -> InvalidConfig:
+    """Returns the error with the key of job.yaml that is meant, if one is near."""
+    from dstrain.config.explain.job_key import job_keys
+    from dstrain.config.lint.rules.key_names import NEAR_ENOUGH, likeness
+
+    near = nearest(subject, job_keys()) if isinstance(error, NoKey) else None
+    if near is None or likeness(subject, near) < NEAR_ENOUGH:
+        return error
+    return InvalidConfig(error.problem, hint=f'Did you mean "{near}" of job.yaml?')
+
+
+def _written(job: Path | None) -> dict[str, Any] | None:
+    """Returns the job file here as it is written; None if there is none, or one without keys.
+
+    Raises InvalidConfig if it cannot be read.
+    """
+    from dstrain.job.yaml_source import parse_yaml
+
+    path = job or Path(JOB)
+    if job is None and not path.is_file():
+        return None
+    try:
+        value = parse_yaml(path.read_text(encoding="utf-8"), str(path))[0]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfig(f"{path}: cannot be read: {error}") from None
+    return value if isinstance(value, dict) else None
 
 
 def _explain_file(path: Path, job: Path | None, *, as_json: bool) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import click
 
-from dstrain.choices import Precision
+from dstrain.choices import Hub, Precision
 from dstrain.cli.console import say
 from dstrain.cli.types import Choice
 from dstrain.errors import InvalidConfig
+from dstrain.facts.model import hub_config
+from dstrain.job.adapter import CONFIG
 from dstrain.paths import python
 
 
@@ -39,8 +43,19 @@ def command(source: Path, out: Path, precision: Precision | None, dry_run: bool)
     if dry_run:
         words.append("--dry-run")
     say(f"reading {source}")
-    done = subprocess.run(python("-m", "dstrain.train.checkpoints.export", *words), check=False)
+    environment, note = hub_config.for_child(_base(source), Hub.HF)
+    if note is not None:
+        say(note)
+    done = subprocess.run(python("-m", "dstrain.train.checkpoints.export", *words), env=environment, check=False)
     if done.returncode != 0:
         sys.exit(done.returncode if done.returncode > 0 else 1)
     if not dry_run:
         say(f"next: python -c \"import transformers; transformers.AutoModelForCausalLM.from_pretrained('{out}')\"")
+
+
+def _base(source: Path) -> str:
+    """Returns the model that an adapter in a folder, or in those of a run, is merged into; the folder without one."""
+    for path in (*source.glob(CONFIG), *source.glob(f"*/{CONFIG}")):
+        with suppress(OSError, ValueError, AttributeError):
+            return str(json.loads(path.read_text(encoding="utf-8")).get("base_model_name_or_path") or source)
+    return str(source)

@@ -12,9 +12,10 @@ from dstrain.choices import LossKernel, StateDtypes
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.types import Choice
 from dstrain.config import jsonc
-from dstrain.config.edits.lock import beside_unused, planned_cluster, standing
+from dstrain.config.edits.lock import backups, differing, planned_cluster, standing
 from dstrain.config.lint import engine
-from dstrain.errors import Conflict, InvalidConfig
+from dstrain.errors import InvalidConfig
+from dstrain.facts.ds_config import ZERO, zero_stage
 from dstrain.job.file import JobFile, read_job
 from dstrain.launch.prepare.job_context import hosts_of, job_context, request_of, workload_of
 from dstrain.launch.prepare.lint_job import lint_job, read_text, refused
@@ -70,9 +71,9 @@ def _needs(file: JobFile, config: dict[str, Any], target: Target) -> list[str]:
         return []
     request = replace(request_of(file.job), loss=LossKernel.FULL)
     if target in (Target.FSDP2, Target.TORCHRUN):
-        stage = 0 if target is Target.TORCHRUN else 3 if config.get("zero_optimization", {}).get("stage") == 3 else 2
+        stage = 0 if target is Target.TORCHRUN else 3 if zero_stage(config) == 3 else 2
         request = replace(request, state_dtypes=StateDtypes.AUTOCAST)
-        config = {"zero_optimization": {"stage": stage}}
+        config = {ZERO: {"stage": stage}}
     try:
         found = estimate(workload, request, config)
     except InvalidConfig:
@@ -85,13 +86,8 @@ def _needs(file: JobFile, config: dict[str, Any], target: Target) -> list[str]:
 def _write(folder: Path, exported: Export, *, force: bool) -> None:
     """Writes the files. Raises Conflict if a different one exists, unless it is to be replaced."""
     there = standing(folder, exported.files)
-    different = {f"{name}.bak": text for name, text in there.items() if text != exported.files[name]}
+    different = {folder / name: text for name, text in there.items() if text != exported.files[name]}
     if different and not force:
-        names = ", ".join(str(folder / name.removesuffix(".bak")) for name in different)
-        raise Conflict(
-            f"{names}: exists already and differs; nothing was written",
-            hint="--force replaces it and keeps yours as .bak; -o DIR writes elsewhere.",
-        )
-    backups = {folder / name: text for name, text in beside_unused(folder, different).items()}
-    write_together({folder / name: text for name, text in exported.files.items()}, backups=backups)
+        raise differing(different, otherwise="-o DIR writes elsewhere")
+    write_together({folder / name: text for name, text in exported.files.items()}, backups=backups(different))
     say(f"wrote {', '.join(str(folder / name) for name in exported.files)}")

@@ -20,15 +20,14 @@ from dstrain.cli.options.remembered import ResolvedOptions
 from dstrain.cli.options.typed import spelled, typed
 from dstrain.cli.output import conflicts, page, plan_page
 from dstrain.cli.output.conflicts import OnConflict
-from dstrain.cli.output.generated import diff, next_lines
-from dstrain.cli.output.plan import plan_document, plan_lines
+from dstrain.cli.output.generated import diff, edited_lines, next_lines, other_lines
+from dstrain.cli.output.plan import estimate_document, plan_document, plan_lines
 from dstrain.cli.output.run_time import data_lines
 from dstrain.cli.types import Choice
 from dstrain.config.document import dotted
 from dstrain.config.edits.lock import LOCK, Lock, new_files, read_lock, standing, write_files
 from dstrain.config.edits.regenerate import Regenerated, Standing, regenerate, replaced
-from dstrain.errors import Conflict
-from dstrain.job.yaml_source import parse_yaml
+from dstrain.errors import Conflict, DstrainError
 from dstrain.paths import alone, leftovers
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.search.decide import plan_of, survey
@@ -89,8 +88,9 @@ def command(
         files = _files(out, lock, before, reopens=on_conflict is not None)
         merged = replaced(files) if force else regenerate(files, decide)
         shown = {**lock.base, **merged.files}
+        lines, edited_document = _edited(planned, lock.base, shown)
         if as_json:
-            extra = {"conflicts": conflicts.document(merged.conflicts), "files": shown}
+            extra = {"conflicts": conflicts.document(merged.conflicts), "files": shown, **edited_document}
             answer_json({**planned.document, **extra, **({"diff": diff(out, shown)} if as_diff else {})})
         elif as_diff:
             answer(diff(out, shown))
@@ -101,7 +101,7 @@ def command(
             _require_unchanged(out, files)
             _write(out, replace(lock, unsettled=merged.unsettled), before, merged, planned.page)
     if is_written:
-        say_lines(_other_lines(lock, merged))
+        say_lines([*other_lines(lock.base, merged.files), *lines])
         if not merged.open:
             say_lines(next_lines(out, merged.files, planned.asked, planned.plan))
     _show_conflicts(out, merged, asked, before, lock.base if is_written else None)
@@ -114,6 +114,8 @@ class _Planned:
     asked: PlanInputs
     """Model, machines and request."""
     plan: Plan
+    data: data_lengths.TrainingData
+    """What is known of the training data."""
     document: dict[str, Any]
     """The plan as JSON."""
     page: tuple[Path, str] | None
@@ -158,9 +160,30 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
     return _Planned(
         asked=facts,
         plan=plan_of(surveyed, facts.workload.cluster, facts.request),
+        data=data,
         document=document,
         page=(html, plan_page.page(surveyed, question, name=html.name)) if html is not None else None,
     )
+
+
+def _edited(
+    planned: _Planned, generated: Mapping[str, str], files: Mapping[str, str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Returns what files train whose edits stay, in lines and as JSON; nothing where that is the plan."""
+    if all(files[name] == text for name, text in generated.items()):
+        return [], {}
+    from dstrain.launch.prepare.edit_effects import edited  # only where somebody edited
+
+    workload = planned.asked.workload
+    try:
+        found = edited(workload, generated, files)
+    except DstrainError as error:
+        return [f"edits    yours stay, and no plan can be made of them: {error.problem}"], {}
+    if found is None:
+        return [], {}
+    trained = replace(planned.data, job=found.job).run_time(workload, found.estimate)
+    document = {**estimate_document(found.estimate), **planned.data.document(trained)}
+    return edited_lines(found, trained, workload.cluster), {"with_edits": document}
 
 
 def _say_repeated(asked: ResolvedOptions, before: Lock | None) -> None:
@@ -211,25 +234,6 @@ def _require_unchanged(out: Path, files: Sequence[Standing]) -> None:
     if changed:
         problem = f"{', '.join(changed)}: changed while this was being planned; nothing was written"
         raise Conflict(problem, hint="Type it again.")
-
-
-def _other_lines(lock: Lock, merged: Regenerated) -> list[str]:
-    """Returns notes on an edited job that names another model or configuration than this plan."""
-    lines = []
-    for key in ("model", "ds_config"):
-        yours, planned = (_job_key(text, key) for text in (merged.files.get("job.yaml"), lock.base["job.yaml"]))
-        if yours is None:
-            lines.append(
-                f"note     job.yaml names no {key}, and this plan is for {planned}: write `{key}: {planned}` there"
-            )
-        elif yours != planned:
-            what = f": give --model {yours} to plan that" if key == "model" else ", which it does not read"
-            lines.append(f"note     job.yaml names {key} {yours}, and this plan is for {planned}{what}")
-    return lines
-
-
-def _job_key(text: str | None, key: str) -> Any:
-    return parse_yaml(text, "job.yaml")[0].get(key) if text else None
 
 
 def _write(out: Path, lock: Lock, before: Lock | None, merged: Regenerated, html: tuple[Path, str] | None) -> None:

@@ -18,7 +18,7 @@ from dstrain.cli.options.typed import typed
 from dstrain.cli.output.generated import next_lines
 from dstrain.cli.output.imported import ImportReport, read_document, read_lines, report_document, report_lines
 from dstrain.config import jsonc
-from dstrain.config.edits.lock import LOCK, Lock, read_lock, standing, write_files
+from dstrain.config.edits.lock import LOCK, Lock, differing, read_lock, standing, write_files
 from dstrain.config.edits.regenerate import Standing, replaced
 from dstrain.config.imports import job_text
 from dstrain.config.imports.read import TOOLS, import_file
@@ -26,7 +26,7 @@ from dstrain.config.imports.strategy import runs_deepspeed
 from dstrain.config.imports.walk import Imported
 from dstrain.config.lint.rules.releases import past_faults
 from dstrain.config.lint.subject import JobContext
-from dstrain.errors import Conflict, InvalidConfig
+from dstrain.errors import InvalidConfig
 from dstrain.job.file import JobFile, job_of
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.launch.prepare import job_checks
@@ -180,11 +180,8 @@ def _write(out: Path, made: _Made, *, force: bool) -> None:
     ]
     merged = replaced(files)
     if merged.beside and not force:
-        names = ", ".join(str(out / name.removesuffix(".bak")) for name in merged.beside)
-        raise Conflict(
-            f"{names}: exists already and differs; nothing was written",
-            hint="--force replaces it and keeps yours as .bak; -o DIR writes elsewhere.",
-        )
+        paths = [out / name.removesuffix(".bak") for name in merged.beside]
+        raise differing(paths, otherwise="-o DIR writes elsewhere")
     changed = write_files(out, made.lock, merged.files, merged.beside, before=before)
     say()
     say(

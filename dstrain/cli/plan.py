@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.text import Text
 
-from dstrain.cli.console import PlainConsole, answer_json, say_lines, width, wrapped
+from dstrain.cli.console import PlainConsole, answer_json, say_lines, width
 from dstrain.cli.options import data_lengths
 from dstrain.cli.options.planning import DATA, HTML, is_generated, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
@@ -22,6 +22,7 @@ from dstrain.cli.output.run_time import data_lines
 from dstrain.plan.search.decide import Survey, survey
 from dstrain.plan.search.infeasible import does_not_fit
 from dstrain.plan.search.search import DEFAULT_TOP
+from dstrain.wrapping import wrapped
 
 
 @click.command("plan")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import replace
@@ -16,6 +17,7 @@ from dstrain.cli.options.script import BATCH, COMMON, JOB, MACHINES, PODS, PORT,
 from dstrain.cli.script_file import Script, finish
 from dstrain.job.file import JobFile, read_job
 from dstrain.launch import environment
+from dstrain.launch.prepare.lint_job import planned
 from dstrain.launch.prepare.prepare import prepare as check_job
 from dstrain.launch.scripts import batch as batches
 from dstrain.launch.scripts import k8s as manifests
@@ -23,8 +25,9 @@ from dstrain.launch.scripts import ready, shell
 from dstrain.launch.scripts.batch import Batch, parse_time
 from dstrain.launch.scripts.k8s import Kind, Pods, label, parse_claim
 from dstrain.launch.scripts.script_context import ScriptContext, describe
+from dstrain.plan.run_time import checkpoint_seconds
 from dstrain.rundir import RunDir
-from dstrain.units import counted
+from dstrain.units import GIB, counted, format_bytes
 
 
 @click.group("script", cls=Group)
@@ -44,8 +47,17 @@ def command() -> None:
 def _batch(kind: str, submit: str, typed: dict[str, Any]) -> None:
     """Writes a script for a batch scheduler."""
     file, context = _context(typed)
+    estimate, warning_s, notes = planned(file), batches.WARNING_S, []
+    if estimate is not None and estimate.speed is not None:
+        checkpoint_s = checkpoint_seconds(estimate, context.nodes, only_model=file.job.save_only_model)
+        warning_s = batches.warning_s(estimate.speed.step_s, checkpoint_s)
+    if estimate is not None and typed["memory"] is None:
+        needed = estimate.memory.host_bytes_per_node
+        option = f"--memory {math.ceil(1.1 * needed / GIB)}GiB"
+        notes.append(f"note: the script asks for no RAM; the plan needs {format_bytes(needed)} a node: {option}")
     limits = Batch(
-        time_s=parse_time(typed["time"]),
+        time_s=parse_time(typed["time"], warning_s),
+        warning_s=warning_s,
         cpus=typed["cpus"],
         memory_bytes=typed["memory"],
         partition=typed["partition"],
@@ -55,7 +67,7 @@ def _batch(kind: str, submit: str, typed: dict[str, Any]) -> None:
     )
     text = batches.BATCH[kind](context, limits)
     ending = {"slurm": "sbatch"}.get(kind, kind)
-    script = Script(kind=kind, ending=ending, submit=submit, text=text)
+    script = Script(kind=kind, ending=ending, submit=submit, text=text, notes=tuple(notes))
     if not finish(script, context, typed):
         return
     batches.logs(context).mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.cli.console import answer, answer_json, say, say_lines
-from dstrain.config.edits.lock import beside_unused
+from dstrain.config.edits.lock import backups, differing
 from dstrain.errors import Conflict
 from dstrain.launch.scripts.script_context import ScriptContext
 from dstrain.paths import write_atomic, write_together
@@ -63,10 +63,6 @@ def _write(out: Path, script: Script, *, force: bool) -> None:
         raise Conflict(f"{out}: {error.strerror}; nothing was written", hint="Name another file with --out.") from None
     if present != script.text:
         if not force:
-            raise Conflict(
-                f"{out} exists already and differs; nothing was written",
-                hint="--force replaces it and keeps yours as .bak; --dry-run prints the new one.",
-            )
-        backups = beside_unused(out.parent, {f"{out.name}.bak": present})
-        write_together({}, backups={out.parent / name: text for name, text in backups.items()})
+            raise differing([out], otherwise="--dry-run prints the new one")
+        write_together({}, backups=backups({out: present}))
     write_atomic(out, script.text, mode=mode)

@@ -8,10 +8,14 @@ from dstrain.config.keys.table import KEYS, key_of
 from dstrain.errors import InvalidConfig, nearest
 
 
+class NoKey(InvalidConfig):
+    """DeepSpeed has no such key."""
+
+
 def named(text: str) -> tuple[Pointer, Key]:
     """Returns the place and the row of a key.
 
-    Raises InvalidConfig, with suggestions, if no key or several keys end with the text.
+    Raises NoKey if no key ends with the text, and InvalidConfig if several keys do, with suggestions.
 
     >>> named("overlap_comm")[0]
     ('zero_optimization', 'overlap_comm')
@@ -33,7 +37,7 @@ def named(text: str) -> tuple[Pointer, Key]:
             f'several keys end with "{text}":\n' + "\n".join(paths),
             hint=f"Write the whole path: dstrain explain {paths[0]}",
         )
-    raise InvalidConfig(f'DeepSpeed has no key "{text}"', hint=_did_you_mean(".".join(map(str, pointer))))
+    raise NoKey(f'neither DeepSpeed nor job.yaml has a key "{text}"', hint=_did_you_mean(".".join(map(str, pointer))))
 
 
 def _from_pointer(text: str) -> Pointer:

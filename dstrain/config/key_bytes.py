@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dstrain.choices import Method, Offload, Precision
 from dstrain.config.document import lookup
+from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.configuration import Configuration, TrainedModel, Zero
 from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.zero import bucket_bytes, num_buckets, prefetch_bytes, sub_group_bytes
@@ -90,10 +91,9 @@ def _zero(config: Mapping[str, Any], name: str, default: Any) -> Any:
 
 def _way(config: Mapping[str, Any], by: Scale, **sizes: Any) -> Configuration:
     """Returns the parts of a configuration that buffer sizes depend on."""
-    stage = _zero(config, "stage", 0)
     is_offloaded = lookup(config, ("zero_optimization", "offload_optimizer", "device"), "none") in ("cpu", "nvme")
     zero = Zero(
-        stage=int(stage) if str(stage) in ("1", "2", "3") else 0,
+        stage=zero_stage(config),
         overlap_comm=_zero(config, "overlap_comm", False) is True,
         offload=Offload.OPTIMIZER if is_offloaded else Offload.NONE,
         max_live_parameters=_LARGEST,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import Optimizer
 from dstrain.config.jsonc import Pointer
-from dstrain.plan.estimate import BF16_STATES
+from dstrain.plan.estimate import BF16_STATES, auto_sizes
 
 if TYPE_CHECKING:
     from dstrain.facts.model.model_facts import ModelFacts
@@ -93,10 +93,5 @@ def filled(job: Job, model: ModelFacts | None, *, num_ranks: int | None) -> dict
     if num_ranks is not None:
         values[("train_batch_size",)] = job.samples_per_step(num_ranks)
     if model is not None:
-        h = model.hidden_size
-        values |= {
-            ("zero_optimization", "reduce_bucket_size"): h * h,
-            ("zero_optimization", "stage3_prefetch_bucket_size"): int(0.9 * h * h),
-            ("zero_optimization", "stage3_param_persistence_threshold"): 10 * h,
-        }
+        values |= {("zero_optimization", key): size for key, size in auto_sizes(model.hidden_size).items()}
     return values

@@ -14,6 +14,7 @@ from dstrain.doctor.facts import Question
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.data.datafile import found
 from dstrain.facts.deepspeed_ops import needed_ops
+from dstrain.facts.ds_config import ZERO, section
 from dstrain.facts.ports import DEFAULT_PORT
 from dstrain.facts.this_machine import ACCELERATOR
 from dstrain.job.file import is_local
@@ -204,10 +205,9 @@ def _num_checkpoints(job: Job) -> int | None:
 
 def _nvme_path(ds_config: Mapping[str, Any]) -> str | None:
     """Returns the NVMe folder of offloaded states."""
-    zero = ds_config.get("zero_optimization") or {}
-    for key in ("offload_optimizer", "offload_param"):
-        offload = zero.get(key) or {}
-        path = offload.get("nvme_path") if isinstance(offload, Mapping) and offload.get("device") == "nvme" else None
+    zero = section(ds_config, ZERO)
+    for offload in (section(zero, key) for key in ("offload_optimizer", "offload_param")):
+        path = offload.get("nvme_path") if offload.get("device") == "nvme" else None
         if isinstance(path, str):
             return path
     return None

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from dstrain.choices import Attention
 from dstrain.facts import probe
+from dstrain.facts.caches import hf_hub_cache, is_hub_offline
 from dstrain.facts.cluster.gpus import Gpu, from_nvml
 from dstrain.facts.deepspeed_ops import torch_build
 from dstrain.facts.releases import installed, is_in_range, release
@@ -115,7 +116,7 @@ def here(capabilities: Collection[tuple[int, int]], environment: Mapping[str, st
     packages = {kernel.attn.value: version for kernel in usable if (version := _package(kernel)) is not None}
     loaded = usable if is_cuda and _has_loader() else []
     cached = {kernel.attn.value: commit for kernel in loaded if (commit := _cached(kernel, environment)) is not None}
-    missing = () if _is_offline(environment) else tuple(k.attn.value for k in loaded if k.attn not in cached)
+    missing = () if is_hub_offline(environment) else tuple(k.attn.value for k in loaded if k.attn not in cached)
     return AttentionKernels(packages=packages, cached=cached, downloadable=missing)
 
 
@@ -131,11 +132,6 @@ def _has_loader() -> bool:
     return version is not None and is_in_range(version, LOADER_RANGE)
 
 
-def _is_offline(environment: Mapping[str, str]) -> bool:
-    value = environment.get("HF_HUB_OFFLINE") or environment.get("TRANSFORMERS_OFFLINE") or ""
-    return value.upper() in {"1", "ON", "YES", "TRUE"}
-
-
 def repo_version(kernel: Kernel) -> int:
     """Returns the version of a kernel's repository that Transformers asks for with the installed PyTorch."""
     is_new = release(installed("torch") or "0") >= (2, 10)
@@ -147,7 +143,7 @@ def _cached(kernel: Kernel, environment: Mapping[str, str]) -> str | None:
 
     Source: kernels 0.17 _versions.py: _get_available_versions_from_cache, resolver.py: resolve_hub_cache_kernel.
     """
-    folder = _cache(environment)
+    folder = Path(environment.get("KERNELS_CACHE") or hf_hub_cache(environment)).expanduser()
     for kind in ("kernels", "models"):
         repo = folder / "--".join((kind, *kernel.repo.split("/")))
         try:
@@ -158,14 +154,6 @@ def _cached(kernel: Kernel, environment: Mapping[str, str]) -> str | None:
         if any(_fits(name) for name in builds):
             return commit
     return None
-
-
-def _cache(environment: Mapping[str, str]) -> Path:
-    """Returns the folder of what huggingface_hub has downloaded. Source: huggingface_hub 2.4 constants.py."""
-    home = Path(environment.get("HOME") or Path.home())
-    xdg = Path(environment.get("XDG_CACHE_HOME") or home / ".cache")
-    hub = Path(environment.get("HF_HOME") or xdg / "huggingface") / "hub"
-    return Path(environment.get("KERNELS_CACHE") or environment.get("HF_HUB_CACHE") or hub).expanduser()
 
 
 _BUILD = re.compile(

@@ -15,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dstrain.facts.caches import user_cache
+from dstrain.facts.ds_config import ZERO, section
 from dstrain.open_files import open_files
 
 OPS: Mapping[str, str] = MappingProxyType(
@@ -34,7 +36,7 @@ def needed_ops(ds_config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
     Source: deepspeed 0.19.8 ops/op_builder; comm/torch.py: build_shm_op; runtime/swap_tensor; runtime/engine.py:
     get_optimizer_configuration.
     """
-    zero = section(ds_config, "zero_optimization")
+    zero = section(ds_config, ZERO)
     optimizer = section(zero, "offload_optimizer").get("device", "none")
     params = section(zero, "offload_param").get("device", "none")
     needed = [] if on_gpu else ["deepspeed_shm_comm"]
@@ -45,12 +47,6 @@ def needed_ops(ds_config: Mapping[str, Any], *, on_gpu: bool) -> list[str]:
     if "nvme" in (optimizer, params):
         needed.append("async_io")
     return needed
-
-
-def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Returns the object under a key; an empty one if it is missing or not an object."""
-    section = config.get(key)
-    return section if isinstance(section, Mapping) else {}
 
 
 def torch_folder() -> Path | None:
@@ -84,8 +80,7 @@ def extension_folder(environment: Mapping[str, str]) -> Path:
     """
     if environment.get("TORCH_EXTENSIONS_DIR"):
         return Path(environment["TORCH_EXTENSIONS_DIR"])
-    home = Path(environment.get("HOME") or Path.home())
-    cache = Path(environment.get("XDG_CACHE_HOME") or home / ".cache") / "torch_extensions"
+    cache = user_cache(environment) / "torch_extensions"
     hip, cuda = torch_build("hip"), torch_build("cuda")
     kind = f"rocm{hip.replace('.', '')}" if hip else f"cu{cuda.replace('.', '')}" if cuda else "cpu"
     return cache / f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}_{kind}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Method
-from dstrain.errors import InvalidConfig, Place
+from dstrain.errors import InvalidConfig, Place, located
 from dstrain.job.adapter import shape_of_adapter
 from dstrain.job.data_source import with_paths
 from dstrain.job.schema import Job
@@ -80,10 +80,8 @@ def _with_shape(job: Job, data: Mapping[str, Any], locate: Locator) -> Job:
         raise InvalidConfig(f"{locate(('adapter',))}: adapter is given, but method is full", hint="method: lora")
     if not Path(job.adapter).is_dir():
         return job
-    try:
+    with located(locate(("adapter",))):
         shape = shape_of_adapter(Path(job.adapter), job.lora, given=data.get("lora") or {})
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{locate(('adapter',))}: {error.problem}", hint=error.hint) from None
     return replace(job, lora=replace(job.lora, **shape))
 
 

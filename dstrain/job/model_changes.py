@@ -15,6 +15,8 @@ Ratio = Annotated[float, Ge(0), Le(1)]
 """A share, 0…1."""
 
 
+ALL_LINEAR = "all-linear"
+"""The word for all linear layers among an adapter's `targets`, where it stands alone."""
 ALL_EXPERTS = "experts"
 """The word for all stacked weights of experts among an adapter's `target_parameters`."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from dstrain.child_process import run
-from dstrain.facts.deepspeed_ops import section
+from dstrain.facts.ds_config import ZERO, section
 from dstrain.paths import python
 from dstrain.rundir import RunDir
 from dstrain.units import counted
@@ -73,7 +73,7 @@ def options(cores: str | None) -> list[str]:
 
 def is_on_cpu(ds_config: Mapping[str, Any]) -> bool:
     """Returns whether a configuration keeps optimizer states or parameters on the CPU."""
-    zero = section(ds_config, "zero_optimization")
+    zero = section(ds_config, ZERO)
     return any(section(zero, name).get("device") == "cpu" for name in ("offload_optimizer", "offload_param"))
 
 

@@ -98,7 +98,8 @@ class MetricsCallback(TrainerCallback):
         self.meter.end_step()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Gathers the readings of all ranks if this step is logged."""
+        """Gathers the readings of all ranks if this step is logged, as the last one always is."""
+        control.should_log = control.should_log or state.global_step >= state.max_steps
         if not control.should_log:
             return
         steps, self._last_step = state.global_step - self._last_step, state.global_step

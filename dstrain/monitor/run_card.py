@@ -11,6 +11,7 @@ from typing import Any
 from dstrain.choices import Method
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.data.datafile import found
+from dstrain.facts.ds_config import zero_stage
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
@@ -45,7 +46,7 @@ def run_card(
     """Returns the description of a run; the job's own name takes precedence."""
     name = _word(model.name if model is not None else Path(job.model).name)
     gpu = _word(cluster.gpu.name.removeprefix("rtx-")) if cluster is not None else "gpu"
-    stage = _stage(ds_config)
+    stage = zero_stage(ds_config)
     machines = f"{num_ranks}x{gpu}"
     tags = (name, job.method.value, machines, f"zero{stage}", job.precision.value)
     config = {
@@ -88,12 +89,6 @@ def without_secrets(value: Any, name: str = "") -> Any:
 def _word(name: str) -> str:
     """Returns a name in the form of a tag: `Qwen/Qwen3 8B` becomes `qwen3-8b`."""
     return re.sub(r"[^a-z0-9.]+", "-", name.lower().rstrip("/").rpartition("/")[2]).strip("-.") or "model"
-
-
-def _stage(ds_config: Mapping[str, Any]) -> int:
-    zero = ds_config.get("zero_optimization")
-    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    return int(stage) if str(stage) in ("1", "2", "3") else 0
 
 
 def _names(sources: Sequence[DataSource]) -> str | None:

@@ -42,6 +42,34 @@ def series(windows: Sequence[Line], name: str) -> list[tuple[int, float]]:
 
 
 @dataclass(frozen=True, slots=True)
+class Throughput:
+    """What all logged steps of a run trained on."""
+
+    tokens: int
+    """Tokens of all ranks, without padding."""
+    seconds: float
+    """Seconds of the steps, without those of evaluations and checkpoints."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens over the time in which they were trained."""
+        return self.tokens / self.seconds
+
+
+def throughput(windows: Sequence[Line]) -> Throughput | None:
+    """Returns the tokens of all windows and the time of their steps, warm-up included; None without a window.
+
+    >>> throughput([{"step": 9, "tokens": 30, "tokens_per_s": 10.0}, {"step": 12, "tokens": 20, "tokens_per_s": 20.0}])
+    Throughput(tokens=50, seconds=4.0)
+    """
+    pairs = [(number(window.get("tokens")), number(window.get("tokens_per_s"))) for window in windows]
+    timed = [(tokens, rate) for tokens, rate in pairs if tokens and rate]
+    if not timed:
+        return None
+    return Throughput(round(sum(tokens for tokens, _ in timed)), sum(tokens / rate for tokens, rate in timed))
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """The windows of a run whose time counts."""
 

@@ -142,20 +142,39 @@ def _effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]
     )
 
 
+def auto_sizes(hidden_size: int) -> Mapping[str, int]:
+    """Returns what Transformers fills in for "auto", by the key of `zero_optimization`: h², 0.9·h² and 10·h elements.
+
+    Source: Transformers 5.23 integrations/deepspeed.py: trainer_config_process.
+    """
+    return {
+        "reduce_bucket_size": hidden_size**2,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+
+
+_SIZES = (
+    *("reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance"),
+)
+"""Keys of sizes in elements; without `stage3_`, which the engine takes too, they are fields of `Zero`."""
+
+
 def _zero(model: ModelFacts, section: Mapping[str, Any]) -> Zero:
     """Returns ZeRO's settings from the section `zero_optimization`."""
     stage = _within("zero_optimization.stage", int(section.get("stage", 0)), 0, 3)
-    h, default = model.hidden_size, DEFAULTS.zero
+    auto = auto_sizes(model.hidden_size)
     optimizer = section.get("offload_optimizer") or {}
     overlaps = section.get("overlap_comm")
     ratio = _within("offload_optimizer.ratio", float(optimizer.get("ratio", 1.0)), 0, 1) if stage == 3 else 1.0
     hpz = int(section.get("zero_hpz_partition_size", 1)) if stage == 3 else 1
 
-    def number(key: str, default: int, auto: int | None = None) -> int:
-        value = section.get(key, section.get(key.removeprefix("stage3_"), default))  # the engine takes either name
-        if value == "auto":
-            return default if auto is None else auto
-        return round(_within(key, float(value), 0, _LARGEST))
+    def number(key: str) -> int:
+        name = key.removeprefix("stage3_")
+        default: int = getattr(DEFAULTS.zero, name)
+        value = section.get(key, section.get(name, default))
+        return auto.get(key, default) if value == "auto" else round(_within(key, float(value), 0, _LARGEST))
 
     return Zero(
         stage=stage,
@@ -166,14 +185,7 @@ def _zero(model: ModelFacts, section: Mapping[str, Any]) -> Zero:
         qgz=stage == 3 and section.get("zero_quantized_gradients") is True,
         overlap_comm=stage == 3 if overlaps is None else bool(overlaps),
         pin_memory=bool(optimizer.get("pin_memory", True)),
-        reduce_bucket_size=number("reduce_bucket_size", default.reduce_bucket_size, h * h),
-        sub_group_size=number("sub_group_size", default.sub_group_size),
-        prefetch_bucket_size=number("stage3_prefetch_bucket_size", default.prefetch_bucket_size, round(0.9 * h * h)),
-        param_persistence_threshold=number(
-            "stage3_param_persistence_threshold", default.param_persistence_threshold, 10 * h
-        ),
-        max_live_parameters=number("stage3_max_live_parameters", default.max_live_parameters),
-        max_reuse_distance=number("stage3_max_reuse_distance", default.max_reuse_distance),
+        **{key.removeprefix("stage3_"): number(key) for key in _SIZES},
     )
 
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.memory import Memory, shard_bytes
 from dstrain.records import type_config
-from dstrain.units import format_bytes
+from dstrain.units import format_sizes
 
 
 class Limit(StrEnum):
@@ -94,7 +94,8 @@ class Estimate:
             needed, usable = self.memory.needed_bytes_per_gpu, self.usable_bytes_per_gpu
         else:
             needed, usable, where = self.memory.host_bytes_per_node, self.usable_bytes_per_host, "of host RAM per node"
-        return f"{format_bytes(needed)} {where}, {format_bytes(usable)} usable"
+        sizes = format_sizes(needed, usable)
+        return f"{sizes[0]} {where}, {sizes[1]} usable"
 
 
 class Topic(StrEnum):

@@ -13,9 +13,16 @@ from dstrain.errors import InvalidConfig, nearest
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.parameter_names import names_of
 from dstrain.facts.model.parts import Part, part_of
-from dstrain.job.model_changes import ALL_EXPERTS, Lora
+from dstrain.job.model_changes import ALL_EXPERTS, ALL_LINEAR, Lora
 from dstrain.job.schema import Job
-from dstrain.plan.memory.params import adapted, adapted_experts, linear_names, stacked_experts
+from dstrain.plan.memory.adapters import (
+    adapted,
+    adapted_experts,
+    kept_whole,
+    linear_names,
+    named_targets,
+    stacked_experts,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +36,7 @@ class Unknown:
     """What to write, with the closest names of the model, best first."""
 
 
-def unknown(job: Job, names: Sequence[str]) -> Iterator[Unknown]:
+def unknown(job: Job, names: Sequence[str], model: ModelFacts | None = None) -> Iterator[Unknown]:
     """Yields what a job names that is in none of the names of parameters.
 
     `freeze` and `train_only` are regular expressions that may match anywhere in a name of a parameter;
@@ -42,17 +49,18 @@ def unknown(job: Job, names: Sequence[str]) -> Iterator[Unknown]:
                 if not any(re.search(pattern, name) for name in names):
                     yield _of_pattern((key, index), pattern, names)
     else:
-        yield from unknown_modules(job.lora, names)
+        yield from unknown_modules(job.lora, names, model)
 
 
-def unknown_modules(lora: Lora, names: Sequence[str]) -> Iterator[Unknown]:
+def unknown_modules(lora: Lora, names: Sequence[str], model: ModelFacts | None = None) -> Iterator[Unknown]:
     """Yields what an adapter names that no module of the model is named, as `unknown` does."""
     language = modules(name for name in names if part_of(name) is Part.LANGUAGE_MODEL)
     heads = () if "score" in language else ("lm_head",)  # a tied head has no parameter of its own
-    whole = Lora().targets[0]
-    if whole in lora.targets and len(lora.targets) > 1:
-        problem = f"lora: targets has {whole} beside other names, which PEFT takes alone"
-        yield Unknown(keys=("lora", "targets"), problem=problem, fix=f"write {whole} alone, or the ends of all names")
+    if ALL_LINEAR in lora.targets and len(lora.targets) > 1:
+        problem = f"lora: targets has {ALL_LINEAR} beside other names, which PEFT takes alone"
+        fix = f"write {ALL_LINEAR} alone, or the ends of all names"
+        fix = f"write [{', '.join(named_targets(model, lora.targets))}]" if model is not None else fix
+        yield Unknown(keys=("lora", "targets"), problem=problem, fix=fix)
     elif lora.targets != Lora().targets:
         yield from _missing("targets", lora.targets, (*language, *heads), dot=".")
     yield from _missing("modules_to_save", lora.modules_to_save, (*modules(names), *heads), dot="")
@@ -73,10 +81,16 @@ def unknown_experts(lora: Lora, stacked: Sequence[str]) -> Iterator[Unknown]:
 
 
 def untargeted(model: ModelFacts, lora: Lora) -> Unknown | None:
-    """Returns what is wrong if none of an adapter's targets is a linear layer or holds experts, or None."""
+    """Returns what is wrong if none of an adapter's targets is a linear layer, an embedding or holds experts, or None.
+
+    Nor can PEFT wrap a head whose weight is that of an embedding that trains whole.
+    """
+    if model.tie_word_embeddings and "lm_head" in lora.targets and kept_whole(model, lora):
+        problem = "lora: targets has lm_head, whose weight is the embedding, which modules_to_save trains whole"
+        return Unknown(keys=("lora", "targets"), problem=problem, fix="remove lm_head from lora: targets")
     if adapted(model, lora) or adapted_experts(model, lora):
         return None
-    problem = f"no linear layer of {model.name} is named {', '.join(lora.targets)}"
+    problem = f"no linear layer or embedding of {model.name} is named {', '.join(lora.targets)}"
     problem = problem if lora.targets else "lora: targets is empty, so that nothing gets an adapter"
     fix = f"write some of {', '.join(linear_names(model))}, or all-linear"
     return Unknown(keys=("lora", "targets"), problem=problem, fix=fix)
@@ -87,7 +101,7 @@ def require_targets(model: ModelFacts, lora: Lora) -> None:
     names = names_of(model, model.source)
     none = untargeted(model, lora)
     experts = unknown_experts(lora, [group.name for group in stacked_experts(model)])
-    for missing in (*(unknown_modules(lora, names) if names else ()), *experts, *((none,) if none else ())):
+    for missing in (*(unknown_modules(lora, names, model) if names else ()), *experts, *((none,) if none else ())):
         raise InvalidConfig(missing.problem, hint=f"{missing.fix[0].upper()}{missing.fix[1:]}.")
 
 

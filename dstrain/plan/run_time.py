@@ -24,9 +24,9 @@ from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.request import Request
 from dstrain.plan.search.search_space import (
     DEFAULT_GLOBAL_BATCH,
-    DEFAULT_SEQ_LEN,
     data_parallel_ranks,
     global_batch,
+    row_tokens,
 )
 from dstrain.plan.speed.step_time import forward_s, speed
 
@@ -55,6 +55,8 @@ class RunTime:
     """Passes over the data in these steps."""
     rows_per_epoch: int
     """Rows of an epoch: samples, or with packing what several of them share."""
+    seq_len: int
+    """Tokens of the longest row."""
     tokens_per_epoch: int
     """Tokens of all samples, as far as they are not cut."""
     cut_share: float
@@ -82,11 +84,6 @@ class RunTime:
     """Seconds of all checkpoints where each node writes `CHECKPOINT_BYTES_PER_S`, which `seconds` include."""
     uncertainty_ratio: float
     """Half the width of the range that it is in for 8 of 10 runs, over `seconds`."""
-
-
-def row_tokens(request: Request, model: ModelFacts) -> int:
-    """Returns the tokens of the longest row, by default if the request leaves them open."""
-    return request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
 
 
 def with_lengths(
@@ -143,9 +140,8 @@ def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job,
     items = _rows(lengths, c.batch.seq_len, is_packed=c.batch.packing)
     cut = [min(length, c.batch.seq_len) for length in lengths.tokens]
     scale = lengths.num_samples / len(lengths.tokens)
-    rows = round(len(items) * scale)
-    per_epoch = max(1, round(rows / global_batch(workload.cluster, c)))
-    steps = job.max_steps or per_epoch * job.num_train_epochs
+    rows, batch = round(len(items) * scale), global_batch(workload.cluster, c)
+    steps, per_epoch = _steps(job, rows / batch)
     ranks = data_parallel_ranks(workload.cluster, c)
     longest = _largest_micro_batch(items, c.batch.micro_batch, ranks)
     step_s = _step_s(workload, estimate, longest)
@@ -153,40 +149,53 @@ def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job,
     evaluated = eval_samples * rows / lengths.num_samples / c.batch.micro_batch / ranks
     evaluation_s = evaluations * math.ceil(evaluated) * _forward_share(workload, c) * (step_s or 0.0)
     checkpoints = _times(job.save_strategy, job.save_steps, steps, per_epoch)
-    checkpoint_bytes = estimate.saved_bytes(only_model=job.save_only_model)
-    checkpoint_s = checkpoints * checkpoint_bytes / workload.cluster.num_nodes / CHECKPOINT_BYTES_PER_S
+    num_nodes, only_model = workload.cluster.num_nodes, job.save_only_model
+    checkpoint_s = checkpoints * checkpoint_seconds(estimate, num_nodes, only_model=only_model)
     packed = _packed(workload.model, c, lengths) or items
     return RunTime(
-        steps=round(steps),
+        steps=steps,
         epochs=steps / per_epoch,
         rows_per_epoch=rows,
+        seq_len=c.batch.seq_len,
         tokens_per_epoch=round(sum(cut) * scale),
         cut_share=lengths.share_longer(c.batch.seq_len),
         idle_share=1 - c.batch.micro_batch * sum(items) / len(items) / longest,
         padded_ratio=_largest_micro_batch(cut, c.batch.micro_batch, ranks) * len(cut) / longest / len(items),
         packed_ratio=longest * len(items) / _largest_micro_batch(packed, c.batch.micro_batch, ranks) / len(packed),
-        packed_steps=round(job.max_steps or steps * len(packed) / len(items)),
+        packed_steps=_steps(job, len(packed) * scale / batch)[0],
         seconds=None if step_s is None else steps * step_s + evaluation_s + checkpoint_s,
         evaluations=evaluations if eval_samples else 0,
         evaluation_s=evaluation_s,
         checkpoints=checkpoints,
-        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_bytes=estimate.saved_bytes(only_model=only_model),
         checkpoint_s=checkpoint_s,
         uncertainty_ratio=estimate.speed.uncertainty_ratio if estimate.speed else 0.0,
     )
 
 
-def _times(strategy: Interval, interval: float | None, steps: float, per_epoch: int) -> int:
-    """Returns how often something is done in a run that is due after each epoch, or so many steps, or share of them.
+def _steps(job: Job, batches: float) -> tuple[int, int]:
+    """Returns the steps of a run, and of an epoch, whose last one is filled up (`Trainer._get_train_sampler`)."""
+    per_epoch = math.ceil(batches)
+    return job.max_steps or math.ceil(per_epoch * job.num_train_epochs), per_epoch
+
+
+def checkpoint_seconds(estimate: Estimate, num_nodes: int, *, only_model: bool) -> float:
+    """Returns the seconds that a checkpoint takes where each node writes `CHECKPOINT_BYTES_PER_S`."""
+    return estimate.saved_bytes(only_model=only_model) / num_nodes / CHECKPOINT_BYTES_PER_S
+
+
+def _times(strategy: Interval, interval: float | None, steps: int, per_epoch: int) -> int:
+    """Returns how often something is done in a run that is due after each epoch, or so many steps, or share of them,
+    and after the last step.
 
     >>> [_times(Interval.STEPS, interval, 1000, 400) for interval in (None, 300, 0.25)]
-    [0, 3, 4]
+    [0, 4, 4]
     """
     if strategy is Interval.EPOCH:
         return math.ceil(steps / per_epoch)
     if interval is None:
         return 0
-    return int(steps // (interval if interval >= 1 else math.ceil(interval * steps)))
+    return math.ceil(steps / (interval if interval >= 1 else math.ceil(interval * steps)))
 
 
 def _forward_share(workload: Workload, configuration: Configuration) -> float:

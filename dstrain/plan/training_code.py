@@ -6,12 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dstrain.choices import Method
 from dstrain.plan.memory.layers.kernels import PLAIN, FusedParts
 from dstrain.plan.speed.kernel_costs import Cost
 
 if TYPE_CHECKING:
     from dstrain.plan.memory.layers.context import Context
     from dstrain.plan.memory.layers.tensor import Param, Tensor
+
+
+def needs_reentrant(method: Method, zero_stage: int) -> bool:
+    """Returns whether activation checkpointing has to be of its reentrant form: for adapters under ZeRO-3.
+
+    The other form compares the metadata of saved tensors; a frozen parameter that ZeRO-3 has partitioned in the
+    meantime does not match and raises CheckpointError. Source: transformers#47254, trl#2514.
+    """
+    return method is not Method.FULL and zero_stage == 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from dstrain.monitor.observed_run import read_run
 from dstrain.monitor.shared_run import Counted, Figures, SharedRun, Wire, shape
 from dstrain.monitor.windows import counted
 from dstrain.plan.configuration import DEFAULTS, flat
-from dstrain.plan.memory.params import adapted_experts, linear_names
+from dstrain.plan.memory.adapters import adapted_experts, linear_names
 from dstrain.records import to_data
 from dstrain.report.recorded import Recorded
 from dstrain.report.report import Report

@@ -122,6 +122,24 @@ def note_on_base(job: Job) -> str | None:
     return None if same else f"the adapter names {base} as its model; the job has {job.model}"
 
 
+def untie(model: Any) -> bool:
+    """Gives the head its own weight if an adapter of the embedding or of the head would change both; returns whether.
+
+    Merged into a weight that the two share, it would be part of both. Source: peft issue 2777.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = model.get_base_model()
+    ends = (base.get_input_embeddings(), base.get_output_embeddings())
+    if scoring.has_score(base) or not is_tied(base) or not any(isinstance(end, BaseTunerLayer) for end in ends):
+        return False
+    head = getattr(ends[1], "base_layer", ends[1])
+    head.weight = torch.nn.Parameter(head.weight.detach().clone())
+    for config in (base.config, base.config.get_text_config()):
+        config.tie_word_embeddings = False
+    return True
+
+
 _COPY = ".modules_to_save."
 """A part of the name of a module that trains whole; PEFT saves it without."""
 

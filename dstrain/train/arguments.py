@@ -11,28 +11,20 @@ from accelerate.utils import DeepSpeedSequenceParallelConfig  # type: ignore[imp
 from transformers import TrainingArguments
 from transformers.utils.import_utils import is_torch_tf32_available
 
-from dstrain.choices import Interval, Method, Optimizer, Precision
+from dstrain.choices import Interval, Optimizer, Precision
+from dstrain.facts.ds_config import section, zero_stage
 from dstrain.job.schema import Job
-
-
-def zero_stage(ds_config: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage of a configuration, by default 0."""
-    stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
-    return stage if isinstance(stage, int) else 0
+from dstrain.plan.training_code import needs_reentrant
 
 
 def is_deepcompile(ds_config: Mapping[str, Any]) -> bool:
     """Returns whether a configuration has DeepSpeed compile the whole model, with ZeRO's communication."""
-    return bool((ds_config.get("compile") or {}).get("deepcompile"))
+    return bool(section(ds_config, "compile").get("deepcompile"))
 
 
 def checkpointing_kwargs(job: Job, ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the form of activation checkpointing: non-reentrant, except for adapters under ZeRO-3.
-
-    The non-reentrant form compares the metadata of saved tensors; a frozen parameter that ZeRO-3 has partitioned in
-    the meantime does not match and raises CheckpointError. Source: transformers#47254, trl#2514.
-    """
-    kwargs: dict[str, Any] = {"use_reentrant": job.method is not Method.FULL and zero_stage(ds_config) == 3}
+    """Returns the form of activation checkpointing: non-reentrant, except for adapters under ZeRO-3."""
+    kwargs: dict[str, Any] = {"use_reentrant": needs_reentrant(job.method, zero_stage(ds_config))}
     if job.grad_ckpt_every_n_layers > 1:
         kwargs["every_n_layers"] = job.grad_ckpt_every_n_layers
     if job.activation_offload:

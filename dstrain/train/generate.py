@@ -14,13 +14,13 @@ from transformers import GenerationConfig, TrainerCallback, TrainerControl, Trai
 
 from dstrain.choices import Task, Thinking
 from dstrain.errors import InvalidConfig
+from dstrain.facts.ds_config import zero_stage
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.monitor import Samples
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.generated import GeneratedText
 from dstrain.monitor.sinks.jsonl import JsonlFile
-from dstrain.train.arguments import zero_stage
 from dstrain.train.data.by_sample import attending_whole_rows
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.tokenize import IGNORED

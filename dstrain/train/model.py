@@ -16,15 +16,21 @@ from transformers.utils.logging import set_tqdm_hook
 
 from dstrain.choices import LossKernel, Method
 from dstrain.errors import EnvironmentProblem
+from dstrain.facts.ds_config import zero_stage
+from dstrain.facts.model.parts import ALIGNER, VISION, has_tower
 from dstrain.job.schema import Job
 from dstrain.train import adapters, model_parts, rope_scaling, scoring
-from dstrain.train.arguments import is_deepcompile, zero_stage
+from dstrain.train.arguments import is_deepcompile
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
 from dstrain.train.compiled_layers import compile_layers
 from dstrain.train.liger import replace_kernels
 from dstrain.train.loss import replace_loss
 from dstrain.train.tiled_mlp import tile_mlps
 from dstrain.train.tokenizer import cannot_load
+
+_NOT_QUANTIZED = (*(rf"(.*\.)?{name}" for name in sorted(VISION | ALIGNER)), "lm_head", "score")
+"""Patterns of the modules of a model that sees or hears that QLoRA leaves as they are. Source: transformers 5.23
+quantizers/quantizers_utils.py: should_convert_module; a list replaces the head, which is left out by default."""
 
 
 def load_model(
@@ -48,10 +54,10 @@ def load_model(
         "attn_implementation": str(job.attn),
         "trust_remote_code": job.trust_remote_code,
     }
-    if job.method is Method.QLORA:
-        options["quantization_config"] = _quantization(job)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
+        if job.method is Method.QLORA:
+            options["quantization_config"] = _quantization(job, config)
         rope_scaling.scale(config, job.rope_scaling)
         _unpack_mxfp4(config)
         with _counting(report), _shapes_before_partitioning(), _whole_while_loading():
@@ -208,8 +214,11 @@ def _keep_4_bit_layout(model: Any) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def _quantization(job: Job) -> Any:
-    """Returns the 4-bit settings; ZeRO-3 needs the compute dtype as storage dtype."""
+def _quantization(job: Job, config: Any) -> Any:
+    """Returns the 4-bit settings; ZeRO-3 needs the compute dtype as storage dtype.
+
+    A tower and its aligner stay in the job's dtype, as the plan has them; Transformers would quantize them too.
+    """
     if find_spec("bitsandbytes") is None:
         raise EnvironmentProblem(
             "method: qlora needs bitsandbytes, which is not installed", hint="pip install 'dstrain[qlora]'"
@@ -223,4 +232,5 @@ def _quantization(job: Job) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype,
         bnb_4bit_quant_storage=dtype,
+        llm_int8_skip_modules=list(_NOT_QUANTIZED) if has_tower(config) else None,  # None: the head alone
     )

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.facts.deepspeed_ops import OPS, missing_ops, needed_ops, unheld_locks
+from dstrain.facts.ds_config import section
 from dstrain.heartbeat import SAVE_ON_TERM
 
 
@@ -167,7 +168,7 @@ def import_muon(ds_config: Mapping[str, Any]) -> None:
     Every engine compares its optimizer with Muon, whose decorators load TorchInductor: 4 CPU seconds of each rank.
     Source: deepspeed 0.19.8 runtime/zero/utils.py is_zero_supported_optimizer, original_muon.py.
     """
-    if str((ds_config.get("optimizer") or {}).get("type")).lower() == "muon" or DYNAMO_OFF in os.environ:
+    if str(section(ds_config, "optimizer").get("type")).lower() == "muon" or DYNAMO_OFF in os.environ:
         return
     os.environ[DYNAMO_OFF] = "1"
     try:

@@ -13,12 +13,12 @@ import transformers
 from dstrain.choices import Method
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import InvalidConfig
+from dstrain.facts.ds_config import ZERO, section, zero_stage
 from dstrain.job.schema import Job
 from dstrain.monitor.best_model import BestModel
 from dstrain.paths import flush
 from dstrain.rundir import RunDir, is_whole, rotate
 from dstrain.train import rope_scaling
-from dstrain.train.arguments import zero_stage
 from dstrain.train.best_model import BestModelCallback, copy_model
 from dstrain.train.checkpoints import checkpoints, saved_model
 from dstrain.train.checkpoints.checkpoints import Written
@@ -28,7 +28,7 @@ from dstrain.train.rank import Rank
 
 def require_weights(job: Job, ds_config: Mapping[str, Any]) -> None:
     """Raises InvalidConfig for checkpoints of the weights alone under a ZeRO-3 that does not gather them."""
-    gathers = (ds_config.get("zero_optimization") or {}).get(GATHERS)
+    gathers = section(ds_config, ZERO).get(GATHERS)
     if job.save_only_model and job.method is Method.FULL and zero_stage(ds_config) == 3 and not gathers:
         problem = f"save_only_model is true, but {GATHERS} is not, so that checkpoints would have no weights"
         raise InvalidConfig(problem, hint=f'Write "{GATHERS}": true into zero_optimization.')
@@ -174,7 +174,7 @@ class SavingTrainer(transformers.Trainer):
         final, best = self._run_dir.final, self._best_checkpoint()
         if not self._can_gather():
             self._rank.say(
-                "stage3_gather_16bit_weights_on_model_save is false, so the final model is not gathered; "
+                f"{GATHERS} is false, so the final model is not gathered; "
                 f"to get it: python -m dstrain.train.checkpoints.export {self._run_dir.path} OUT"
             )
             return None

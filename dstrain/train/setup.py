@@ -29,6 +29,7 @@ from dstrain.monitor.meter import CountingCollator, Meter
 from dstrain.monitor.metrics import Hardware, hardware
 from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
+from dstrain.monitor.windows import throughput
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
 from dstrain.train import job_data
@@ -249,9 +250,8 @@ class TrainingSetup:
         """Returns the content of `summary.json`."""
         metrics = self.metrics
         assert metrics is not None
-        trained = next((line for line in trainer.state.log_history[::-1] if "train_runtime" in line), {})
-        train_s = trained.get("train_runtime")
         logged = current_steps(read_jsonl(self.run_dir.metrics))
+        steps = throughput(logged)
         return {
             "steps": trainer.state.global_step,
             "skipped_steps": trainer.skipped_steps,
@@ -259,9 +259,9 @@ class TrainingSetup:
             "last_loss": metrics.last_loss,
             "eval_loss": metrics.eval_loss,
             "best": to_data(trainer.best_model) if trainer.best_model else None,
-            "tokens": metrics.total_tokens,
-            "train_s": train_s,
-            "tokens_per_s": metrics.total_tokens / train_s if train_s else None,
+            "tokens": steps.tokens if steps else 0,
+            "train_s": steps.seconds if steps else None,
+            "tokens_per_s": steps.tokens_per_s if steps else None,
             "peak_bytes_per_gpu": metrics.peak_bytes,
             "measured": to_data(measurement(logged)),
             "ranks": self.rank.world_size,

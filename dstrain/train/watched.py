@@ -45,6 +45,7 @@ class WatchedTrainer(SavingTrainer):
         self._evidence = Evidence()
         self._batches: list[MicroBatchInputs] = []
         self._num_told = 0
+        self._rate = 0.0
 
     @property
     def meter(self) -> Meter:
@@ -68,10 +69,19 @@ class WatchedTrainer(SavingTrainer):
         tokens, labels = inputs["input_ids"], inputs.get("labels")
         if not self._batches:
             self._random_state = random_state()
+            optimizer: Any = self.optimizer
+            self._rate = float(optimizer.param_groups[0]["lr"])
         self._batches.append(MicroBatchInputs(inputs=dict(inputs), arguments=arguments, options=options))
         loss = super().training_step(model, inputs, *arguments, **options)
         self._evidence.note(loss, tokens, labels)
         return loss
+
+    def _get_learning_rate(self) -> float:
+        """Returns the rate that the last step used: an engine that builds the optimizer has set the next one already.
+
+        Source: deepspeed 0.19.8 runtime/engine.py: _take_model_step.
+        """
+        return self._rate
 
     def pass_again(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Returns the loss of a micro-batch after its backward pass, of which nothing is noted."""

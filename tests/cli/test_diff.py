@@ -116,6 +116,28 @@ def test_what_is_not_counted_is_said_in_lints_words(dstrain: Type, tmp_path: Pat
     assert "localhost 8 → 4: changes the machines: run dstrain gen-config to plan for them" in shown
 
 
+def test_an_edit_is_judged_beside_all_others_as_lint_does(dstrain: Type, tmp_path: Path) -> None:
+    dstrain("gen-config", "--gpus", "8", "--gpu", "a100", "--model", "qwen3-8b", "--zero-stage", "2")
+    zenflow = '"stage": 2, "zenflow": {"topk_ratio": 0.1}, '
+    edit(tmp_path / "ds_config.json", '"stage": 2,', zenflow)
+    assert "zenflow (none) → {" + '"topk_ratio": 0.1}: an error, DS307: ' in dstrain("diff").stdout
+    edit(tmp_path / "ds_config.json", zenflow, f'{zenflow}"offload_optimizer": {{"device": "cpu"}}, ')
+    adamw = '"optimizer": {"type": "AdamW", "params": {"lr": "auto"}},\n'
+    edit(tmp_path / "ds_config.json", '"zero_optimization"', f'{adamw}"zero_optimization"')
+    edit(tmp_path / "job.yaml", "grad_accum: 8", "grad_accum: 1")
+    done = dstrain("diff")
+    assert ("an error" in done.stdout, "errors" in done.stderr) == (False, False), done
+    edit(tmp_path / "ds_config.json", '"train_batch_size": "auto"', '"train_batch_size": 17')
+    edit(tmp_path / "job.yaml", "seed: 42", "seed: 42\noptimizer: adamw_bf16")
+    edit(tmp_path / "ds_config.json", adamw, "")
+    edit(tmp_path / "job.yaml", 'precision: "bf16"', 'precision: "fp32"')
+    done, linted = dstrain("diff"), dstrain("lint", "--json")
+    assert 'train_batch_size "auto" → 17: an error, DS410: ' in done.stdout
+    assert re.search(r'optimizer \(none\) → "adamw_bf16": .*an error, DS808: dstrain run refuses it', done.stdout)
+    num_errors = sum(finding["severity"] == "error" for finding in json.loads(linted.stdout)["findings"])
+    assert f"the files have {num_errors} errors: dstrain lint shows them" in done.stderr
+
+
 def test_measured_links_that_cannot_be_read_are_said(dstrain: Type, tmp_path: Path) -> None:
     dstrain("gen-config", "--gpus", "8", "--gpu", "a100", "--model", "qwen3-8b", "--zero-stage", "2")
     edit(tmp_path / "job.yaml", "packing: false", "packing: true")

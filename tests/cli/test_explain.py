@@ -46,6 +46,35 @@ def test_a_key_is_explained_without_a_job_and_says_what_numbers_need(dstrain: Ty
         assert said in done.stdout
 
 
+def test_a_key_of_the_job_is_explained_beside_that_of_the_engine(dstrain: Type, folder: Path) -> None:
+    (folder / "job.yaml").write_text((folder / "job.yaml").read_text() + "optimizer: muon\n")
+    done = dstrain("explain", "optimizer", cwd=folder)
+    of_job, _, of_engine = done.stdout.partition("\n\noptimizer\n")
+    assert of_job.startswith("optimizer of job.yaml\n  `adamw`, `adamw_8bit`")
+    for said in ("type      adamw, adamw_8bit, adamw_bf16 or muon", 'default   "adamw"', 'here      "muon"'):
+        assert said in of_job
+    assert "source    deepspeed/runtime/config.py: get_optimizer_name" in of_engine
+    assert "job.yaml  micro_batch; " in dstrain("explain", "train_micro_batch_size_per_gpu", cwd=folder).stdout
+    assert dstrain("explain", "hostfile", cwd=folder).stdout.startswith("hostfile of job.yaml"), "a file has that name"
+    found = json.loads(dstrain("explain", "rank", "--json", cwd=folder).stdout)
+    assert [(key["key"], key["default"]) for key in found["job"]] == [("lora.rank", 16)]
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "said"),
+    [
+        ("activation_offload", 0, "whether the inputs of layers wait in host RAM"),
+        ("activation_ofload", 3, 'Did you mean "activation_offload" of job.yaml?'),
+        ("overlap_com", 3, 'Did you mean "zero_optimization.overlap_comm"'),
+        ("beta", 0, "kto.beta of job.yaml"),
+        ("enabled", 3, 'several keys end with "enabled"'),
+    ],
+)
+def test_a_key_is_one_of_the_job_where_the_engine_has_none(dstrain: Type, typed: str, code: int, said: str) -> None:
+    done = dstrain("explain", typed)
+    assert (done.returncode, said in " ".join((done.stdout + done.stderr).split())) == (code, True), done
+
+
 def test_a_switch_is_estimated_either_way(dstrain: Type, folder: Path) -> None:
     done = dstrain("explain", "overlap_comm", "--json", cwd=folder)
     here = json.loads(done.stdout)["here"]

@@ -447,12 +447,21 @@ def test_lengths_of_the_data_choose_packing_and_tell_the_time(
     done = dstrain(*tuned, "--global-batch", "8")
     assert re.search(r"data     400 samples; tokens: half ≤ \d+, 95 % ≤ \d+, longest \d+\n", done.stderr), done.stderr
     assert "of a step is padding, or waiting for the longest sample" in done.stderr
-    told = r"         --packing computes \d\.\d × fewer tokens, in \d+ steps in place of 150\n"
-    assert re.search(told, done.stderr), done.stderr
+    told = r"         (--packing --seq-len 512): \d\.\d × fewer tokens, (\d+) steps in place of 150\n"
+    proposed = re.search(told, done.stderr)
+    assert proposed, done.stderr
+    packed = dstrain(*tuned, "--global-batch", "8", *proposed[1].split(), "--dry-run", "--json")
+    assert json.loads(packed.stdout)["run"]["steps"] == int(proposed[2])
     assert re.search(r"         longer than (\d+: \d+ %(, )?)+\n", done.stderr), done.stderr
     assert re.search(r"time     [\d.]+ s ± \d+ %, 0.0 GPU-hours: 150 steps, 3 epochs of", done.stderr), done.stderr
     job = (tmp_path / "job.yaml").read_text()
     assert ("packing: false" in job, "seq_len: 512" in job) == (True, True)
+    (tmp_path / "job.yaml").write_text(job.replace("grad_accum: 1 ", "grad_accum: 4 "))
+    done = dstrain("gen-config", "--json")
+    assert "edits    yours stay, so this plan is not what the files train. With them:" in done.stderr
+    assert re.search(r"time     [\d.]+ s ± \d+ %, 0.0 GPU-hours: 39 steps, 3 epochs of", done.stderr), done.stderr
+    edited = json.loads(done.stdout)["with_edits"]
+    assert (edited["grad_accum"], edited["run"]["steps"]) == (4, 39)
     (tmp_path / "job.yaml").write_text(job.replace("num_train_epochs: 3", "num_train_epochs: 20"))
     (tmp_path / "train.jsonl").write_text((tmp_path / "train.jsonl").read_text() * 30)
     done = dstrain("gen-config", "--json")

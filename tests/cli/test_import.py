@@ -202,13 +202,23 @@ def test_a_strategy_that_a_file_names_stays(dstrain: Type, tmp_path: Path) -> No
     assert read_job(tmp_path / "job" / "job.yaml").job.grad_accum == 4
 
 
-def test_targets_that_no_adapter_can_have_are_found_where_the_file_names_them(dstrain: Type, tmp_path: Path) -> None:
+def test_all_linear_beside_other_names_is_written_as_the_names_of_the_layers(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "sft.sh").write_text(
         "swift sft --model Qwen/Qwen3-8B --use_hf true --max_length 2048 --tuner_type lora --deepspeed zero2 \\\n"
         "  --target_modules all-linear embed_tokens lm_head\n"
     )
+    done = dstrain("import", "sft.sh", *MACHINE, "-o", "job")
+    assert "PEFT takes all-linear alone, so the job names the layers" in done.stdout, done.stderr
+    assert "DS227" not in done.stdout
+    layers = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert read_job(tmp_path / "job" / "job.yaml").job.lora.targets == (*layers, "embed_tokens", "lm_head")
+
+
+def test_targets_that_no_adapter_can_have_are_found_where_the_file_names_them(dstrain: Type, tmp_path: Path) -> None:
+    line = "swift sft --model Qwen/Qwen3-8B --use_hf true --max_length 2048 --tuner_type lora --deepspeed zero2 \\\n"
+    (tmp_path / "sft.sh").write_text(f"{line}  --target_modules all-embedding\n")
     done = dstrain("import", "sft.sh", *MACHINE, "-n")
-    assert "sft.sh:2:3: error DS227: lora: targets has all-linear beside other names" in done.stdout, done.stderr
+    assert 'sft.sh:2:3: error DS227: lora: targets has "all-embedding"' in done.stdout, done.stderr
 
 
 def test_data_sets_of_a_file_are_named_from_the_job(dstrain: Type, tmp_path: Path, train: Path) -> None:

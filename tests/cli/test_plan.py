@@ -157,6 +157,7 @@ def test_the_next_command_works_as_it_is_typed(dstrain: Type, words: tuple[str, 
     is_generated = not {"lion", "liger", "--lora-rank"}.intersection(words)
     assert bool(following) == is_generated
     if following:
+        assert following.count("\n") == 1, "a command that is broken cannot be pasted"
         typed = dstrain(*shlex.split(following))
         assert typed.returncode == 0, typed.stderr
 

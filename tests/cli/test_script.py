@@ -84,7 +84,7 @@ def test_an_edited_script_stays(dstrain: Type, job: Path) -> None:
     path = job.parent / "job.sbatch"
     path.write_text(path.read_text() + "# mine\n")
     done = dstrain("script", "slurm", "--partition", "gpu")
-    assert (done.returncode, "job.sbatch exists already and differs" in done.stderr) == (6, True)
+    assert (done.returncode, "job.sbatch: exists already and differs" in done.stderr) == (6, True)
     assert path.read_text().endswith("# mine\n")
     assert dstrain("script", "slurm", "--partition", "gpu", "--force").returncode == 0
     assert "#SBATCH --partition=gpu\n" in path.read_text()
@@ -106,6 +106,8 @@ def test_an_edited_script_stays(dstrain: Type, job: Path) -> None:
         (("script", "k8s"), 2, "Missing option '--image'"),
         (("script", "k8s", "--image", "a", "--kind", "pytorchjobs"), 2, "did you mean pytorchjob?"),
         (("script", "k8s", "--image", "a", "--pvc", "shared"), 3, "CLAIM:/path"),
+        (("script", "k8s", "--image", "a", "--memory", "64"), 3, "Write --memory 64Gi."),
+        (("script", "slurm", "--memory", "64"), 2, '"64" has no unit: it would be bytes. Write 64GiB.'),
         (("script", "k8s", "--image", "a", "--name", "A"), 3, '--name is "A"'),
     ],
 )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dstrain.cli.console import COLUMNS
 from dstrain.cli.output.doctor import grouped
 from dstrain.doctor.network_judge import Figures, figures, findings, gpu_of, table
 from dstrain.facts.cluster import gpus, links
 from dstrain.facts.cluster.cluster import Origin, describe
 from dstrain.facts.cluster.network_measurement import Network, Timing, rounds
+from dstrain.wrapping import COLUMNS
 from tests.doctor.samples import said
 from tests.facts.cluster.test_network_measurement import network
 

@@ -13,7 +13,7 @@ from dstrain.facts import probe
 from dstrain.facts.model.parameter_names import names_of
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.plan.named_parts import Unknown, unknown
+from dstrain.plan.named_parts import Unknown, unknown, untargeted
 
 
 def of(model: str, **keys: Any) -> list[Unknown]:
@@ -21,7 +21,7 @@ def of(model: str, **keys: Any) -> list[Unknown]:
     facts = probe.read_model(model)
     names = names_of(facts, facts.source)
     assert names is not None
-    return list(unknown(Job(model=model, output_dir="o", **keys), names))
+    return list(unknown(Job(model=model, output_dir="o", **keys), names, facts))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_pattern_in_no_name_is_found_with_the_closest_names(model: str, key: s
         ),
         (
             Lora(targets=("all-linear", "lm_head")),
-            [("lora: targets has all-linear beside other names, which PEFT takes alone", "write all-linear alone, or")],
+            [("lora: targets has all-linear beside other names, which PEFT takes alone", "write [q_proj, k_proj, ")],
         ),
         (
             Lora(targets=("dense",)),
@@ -89,6 +89,15 @@ def test_modules_of_an_adapter_are_compared_as_peft_does(lora: Lora, problems: l
 
 def test_a_tied_head_is_a_module_too() -> None:
     assert of("qwen3-4b", method=Method.LORA, lora=Lora(modules_to_save=("lm_head", "embed_tokens"))) == []
+
+
+def test_a_tied_head_has_no_adapter_beside_an_embedding_that_trains_whole() -> None:
+    # PEFT 0.21 ends in a TypeError
+    lora = Lora(targets=("q_proj", "lm_head"), modules_to_save=("embed_tokens",))
+    missing = untargeted(probe.read_model("qwen3-4b"), lora)
+    assert missing is not None
+    assert "whose weight is the embedding" in missing.problem
+    assert untargeted(probe.read_model("qwen3-8b"), lora) is None
 
 
 def test_an_adapter_has_no_targets_in_a_vision_tower() -> None:

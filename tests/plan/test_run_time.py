@@ -94,6 +94,7 @@ def test_rows_and_steps_are_those_of_the_samples() -> None:
     assert 1 <= packed.rows_per_epoch * 4096 / tokens < 1.02
     assert packed.steps == pytest.approx(3 * packed.rows_per_epoch / 64, abs=3)
     assert packed.steps >= LEAST_STEPS
+    assert trained(lengths(SHORT, 300), packing=False).steps == 3 * 5  # the last step of an epoch is filled up
 
 
 def test_a_shared_row_wastes_nothing_and_one_of_its_own_waits_for_the_longest_of_all_ranks() -> None:
@@ -117,9 +118,9 @@ def test_equal_samples_take_the_step_of_the_plan() -> None:
     data = lengths((4096,) * 50, 64_000)
     request = with_lengths(Request(packing=False), MODEL.model, data, epochs=1)
     chosen = choice(MODEL, request)
-    run = run_time(MODEL, chosen, data, job(num_train_epochs=1.0, save_steps=5000))
+    run = run_time(MODEL, chosen, data, job(num_train_epochs=1.0))
     assert chosen.speed is not None
-    assert run.seconds == pytest.approx(1000 * chosen.speed.step_s)
+    assert run.seconds == pytest.approx(1000 * chosen.speed.step_s + run.checkpoint_s)
     assert (run.idle_share, run.cut_share) == (0, 0)
 
 
@@ -128,15 +129,16 @@ def test_evaluations_and_checkpoints_take_their_time() -> None:
     chosen = choice(MODEL, with_lengths(Request(packing=False), MODEL.model, data, epochs=1))
     plain = job(num_train_epochs=1.0, save_steps=5000)
     alone = run_time(MODEL, chosen, data, plain)
-    assert (alone.evaluations, alone.checkpoints, alone.checkpoint_s) == (0, 0, 0.0)
+    assert (alone.evaluations, alone.checkpoints) == (0, 1)  # of the last step
     both = replace(plain, save_steps=400, eval_steps=0.25, eval_on_start=True)
     run = run_time(MODEL, chosen, data, both, eval_samples=6_400)
-    assert (run.checkpoints, run.evaluations) == (2, 5)
-    assert run.checkpoint_s == 2 * chosen.memory.checkpoint_bytes / 1e9
+    assert (run.checkpoints, run.evaluations) == (3, 5)  # steps 400, 800 and the last one
+    assert run.checkpoint_s == 3 * chosen.memory.checkpoint_bytes / 1e9
     assert alone.seconds is not None and run.seconds is not None
-    assert run.seconds == pytest.approx(alone.seconds + run.checkpoint_s + run.evaluation_s)
+    steps_s = alone.seconds - alone.checkpoint_s
+    assert run.seconds == pytest.approx(steps_s + run.checkpoint_s + run.evaluation_s)
     # a forward pass is a quarter to a half of a step, and an evaluation has a tenth of an epoch's samples
-    assert 0.25 < run.evaluation_s / (5 * alone.seconds / 10) < 0.5
+    assert 0.25 < run.evaluation_s / (5 * steps_s / 10) < 0.5
     once = run_time(MODEL, chosen, data, plain, eval_samples=6_400)
     assert once.evaluation_s == pytest.approx(run.evaluation_s / 5)
     by_epoch = replace(plain, num_train_epochs=3.0, save_strategy=Interval.EPOCH, save_only_model=True)

@@ -47,7 +47,8 @@ def one_pass(model: Any, question: Question) -> None:
     labels = torch.ones_like(ids)
     inputs = images(model, ids, question)
     loss = model(input_ids=ids, labels=labels, **inputs).loss
-    inputs.pop("pixel_values", None)  # the Trainer drops a micro-batch before the backward pass
+    for name in [name for name in inputs if name.startswith("pixel_")]:
+        del inputs[name]  # the Trainer drops a micro-batch before the backward pass
     loss.backward()
 
 
@@ -58,6 +59,10 @@ def images(model: Any, ids: torch.Tensor, question: Question) -> dict[str, Any]:
     base = without_adapter(model)
     made = {name: value for name, value in make_inputs(question, model).items() if name not in ("input_ids", "labels")}
     made = {name: torch.ones_like(value, device="cpu") if value.is_meta else value for name, value in made.items()}
+    if "image_position_ids" in made:  # else all patches of an image have one place
+        side = int(question.image_patches**0.5)
+        places = torch.cartesian_prod(torch.arange(side), torch.arange(side))
+        made["image_position_ids"][:] = places
     takes = signature(base.model.get_image_features).parameters
     features = base.model.get_image_features(**{name: value for name, value in made.items() if name in takes})
     parts = features.pooler_output

@@ -166,6 +166,10 @@ WHOLE: dict[str, Any] = {
     "method": Method.LORA,
     "lora": Lora(rank=8, modules_to_save=("embed_tokens", "lm_head")),
 }
+ENDS: dict[str, Any] = {
+    "method": Method.LORA,
+    "lora": Lora(rank=8, targets=("q_proj", "down_proj", "embed_tokens", "lm_head")),
+}
 EXPERTS: dict[str, Any] = {
     "model": SPARSE,
     "method": Method.LORA,
@@ -238,6 +242,10 @@ CASES = (
     case("adapters, whole embedding and head", 2, **WHOLE),
     case("adapters, whole embedding that is the head, checkpointing", 2, model=TIED, **WHOLE, **CKPT),
     case("adapters, whole embedding and head", 3, **WHOLE),
+    case("adapters of embedding and head, accumulating", 2, **ENDS, grad_accum=2),
+    case("adapters of an embedding that is the head, checkpointing", 2, model=TIED, **ENDS, **CKPT),
+    case("adapters of embedding and head, checkpointing", 3, **ENDS, **CKPT),
+    case("adapters of embedding and head", 3, **ENDS, **gathers(0, 0)),
     case("fused loss, adapters, checkpointing", 3, loss=LossKernel.FUSED, **FULL_LORA, **CKPT),
     case("fused loss, nothing kept, sequence-parallel", 3, sp=2, loss=LossKernel.FUSED, **NARROW, **gathers(0, 0)),
     case("chunked loss, checkpointing", 3, loss=LossKernel.CHUNKED, **CKPT),

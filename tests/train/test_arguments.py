@@ -12,7 +12,7 @@ from transformers import get_scheduler
 
 from dstrain.choices import Interval, Method, Precision, Schedule
 from dstrain.job.schema import Job
-from dstrain.train.arguments import checkpointing_kwargs, training_arguments, zero_stage
+from dstrain.train.arguments import checkpointing_kwargs, training_arguments
 
 DS_CONFIG: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -143,7 +143,3 @@ def test_the_layers_to_recompute_reach_the_trainer(tmp_path: Path) -> None:
 def test_recomputation_is_off_when_the_job_says_so(tmp_path: Path) -> None:
     assert made(tmp_path, grad_ckpt=False).activation_checkpointing is False
     assert made(tmp_path).activation_checkpointing is True
-
-
-def test_a_configuration_without_zero_has_stage_0() -> None:
-    assert zero_stage({}) == 0

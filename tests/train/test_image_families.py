@@ -116,7 +116,7 @@ def test_adapters_are_those_of_the_language_model_and_a_tower_has_no_backward_pa
 
     for name, module in model.named_modules():
         module.register_forward_hook(lambda _module, _inputs, output, name=name: note(name, output))
-    assert model(**micro_batches(models, family, model.get_base_model(), 0)[0]).loss.requires_grad
+    assert model(**micro_batches(models, family, model, 0)[0]).loss.requires_grad
     assert differentiated == {Part.LANGUAGE_MODEL}
 
 

@@ -113,7 +113,7 @@ def test_weights_are_quantised_one_by_one(
         assert 0.5 < (peak - quantised) / (CPU_BYTES * largest) < 1.5
 
 
-def test_an_evaluation_packs_no_4_bit_weights_for_inference(
+def test_a_tower_stays_in_16_bits_and_an_evaluation_packs_no_4_bit_weights(
     folders: dict[str, Path], engine: Engine, tmp_path: Path, need: Callable[[object, str], None]
 ) -> None:
     need((QLORA / "bitsandbytes").is_dir(), "bitsandbytes is not installed: make qlora")

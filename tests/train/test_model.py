@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen3MoeConfig,
@@ -18,13 +22,17 @@ from transformers import (
 
 from dstrain.choices import Hub, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.model.families import from_config
 from dstrain.facts.probe import read_model
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.plan.memory.params import lora_params
+from dstrain.plan.memory.adapters import lora_params
+from dstrain.plan.memory.params import trained as planned
 from dstrain.train import model as models
+from dstrain.train.adapters import with_adapter
 from dstrain.train.model import load_model
 from dstrain.train.tokenizer import load_tokenizer, source_of
+from tests.train.engine_cases import LLAMA, SEEING, TIED
 
 # of PEFT, which calls Transformers by a name that will change
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
@@ -114,6 +122,33 @@ def test_a_missing_package_is_named_with_how_to_install_it(vision_model: Path, m
 
 def test_a_local_folder_needs_no_hub(vision_model: Path) -> None:
     assert source_of(job(vision_model, hub=Hub.MODELSCOPE)) == str(vision_model)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize(
+    "config", [LLAMA, TIED, {**TIED, "model_type": "gemma3_text"}, SEEING], ids=lambda c: c["model_type"]
+)
+@pytest.mark.parametrize(
+    "lora",
+    [
+        Lora(rank=4, targets=("q_proj", "embed_tokens", "lm_head")),
+        Lora(rank=4, targets=("q_proj", "embed_tokens"), modules_to_save=("lm_head",)),
+        Lora(rank=4, targets=("lm_head",)),
+    ],
+    ids=["both", "one whole", "head"],
+)
+def test_adapters_of_embedding_and_head_have_the_parameters_that_are_planned(
+    config: Mapping[str, Any], lora: Lora
+) -> None:
+    family = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = family.from_config(AutoConfig.for_model(**config))
+        model.tie_weights()
+        adapted = with_adapter(model, lora, grad_ckpt=False, dtype=None)
+    facts = from_config(config, name="model", source="model")
+    assert planned(facts, Method.LORA, lora).trainable == sum(
+        p.numel() for p in adapted.parameters() if p.requires_grad
+    )
 
 
 def test_all_linear_of_a_mixture_of_experts_is_attention(tmp_path: Path) -> None:

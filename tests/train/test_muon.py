@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import get_cosine_schedule_with_warmup
 
 from dstrain.choices import Optimizer, Precision
 from dstrain.config.lint.subject import JobContext
@@ -21,7 +22,7 @@ from dstrain.launch.prepare.lint_job import lint_text
 from tests.cases import files
 from tests.train.engine import Engine
 from tests.train.engine_cases import case, predicted, run
-from tests.train.launching import codes, losses, make_run, said, tensors
+from tests.train.launching import codes, lines, losses, make_run, said, tensors
 
 JOB: dict[str, Any] = {
     "optimizer": "muon",
@@ -64,6 +65,19 @@ def test_a_killed_run_under_zero_3_ends_as_an_undisturbed_one_under_zero_2(runs:
     assert losses(cut) == pytest.approx(losses(whole), rel=1e-3)
     final, expected = tensors(cut / "final"), tensors(whole / "final")
     assert all(torch.allclose(final[key].float(), expected[key].float(), atol=2e-3) for key in expected)
+
+
+def test_the_rate_in_the_log_is_the_one_that_the_step_used(runs: Path) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    schedule = get_cosine_schedule_with_warmup(torch.optim.SGD([parameter], lr=1e-3), 1, 4)
+    used = []
+    for _ in range(4):
+        used.append(schedule.get_last_lr()[0])
+        schedule.optimizer.step()
+        schedule.step()
+    logged = [line["learning_rate"] for line in lines(runs / "whole")]
+    assert logged == pytest.approx(used)
+    assert (used[0], used[1]) == (0.0, 1e-3)
 
 
 def test_matrices_of_layers_have_one_moment_and_the_rest_two(runs: Path) -> None:

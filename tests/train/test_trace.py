@@ -83,9 +83,19 @@ LLAVA = {
 GEMMA4: dict[str, Any] = {
     "model_type": "gemma4",
     "text_config": {**LLAMA, "model_type": "gemma4_text", "num_hidden_layers": 6, "vocab_size_per_layer_input": V},
-    "vision_config": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2},
+    "vision_config": {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "patch_size": 8,
+    },
 }
 """The heads of its sixth layer are wider than those of the others."""
+WHOLE_IMAGES = {"use_bidirectional_attention": "vision"}
+"""The tokens of an image see each other, as in the larger models of Gemma 4."""
 PATCHES = 64
 PLAIN = Question(subject=Subject(config=LLAMA), micro_batch=B, seq_len=S, round_bytes=1)
 
@@ -99,7 +109,16 @@ def tower(depth: int) -> Question:
     return of(config, image_patches=PATCHES, frozen_parts=(), num_hidden_layers=None)
 
 
-SEEN = {"qwen2_5_vl": 64, "glm4v": 64, "gemma3": 16, "internvl": 32, "llava_onevision": 48, "mistral3": 64}
+SEEN = {
+    "qwen2_5_vl": 64,
+    "glm4v": 64,
+    "gemma3": 16,
+    "internvl": 32,
+    "llava_onevision": 48,
+    "mistral3": 64,
+    "idefics3": 32,
+    "smolvlm": 32,
+}
 """Family → patches of a sample: grids, one or several crops, a whole image with crops of it, an image of any size."""
 
 
@@ -118,6 +137,8 @@ SIZES: dict[str, dict[str, int | None]] = {
     "internvl": {"spatial_merge_size": 2, "crop_patches": 16},
     "llava_onevision": {"spatial_merge_size": 1, "crop_patches": 16},
     "mistral3": {"spatial_merge_size": 2, "crop_patches": None},
+    "idefics3": {"spatial_merge_size": 2, "crop_patches": 16},
+    "smolvlm": {"spatial_merge_size": 2, "crop_patches": 16},
 }
 """What a tower shows at work."""
 
@@ -152,10 +173,9 @@ QUESTIONS = {
     "odd patches": of(QWEN3_VL, image_patches=7),
     **{f"sizes of {name}": replace(seeing(name), wanted=Wanted.DESCRIPTION) for name in SIZES},
     "gemma 4": of(GEMMA4, wanted=Wanted.DESCRIPTION),
-    "images of gemma 4": of(GEMMA4, image_patches=64),
+    "odd images of gemma 4": of(GEMMA4, image_patches=64),
     "half a crop": replace(seeing("internvl"), image_patches=8),
     "no such image": replace(seeing("llava_onevision"), image_patches=64),
-    "pixels": replace(seeing("gemma3"), subject=Subject(config={"model_type": "idefics3"})),
     "packed, with images": replace(seeing("qwen2_5_vl"), is_packed=True, attn=Attention.SDPA),
     "packed, no positions": replace(seeing("qwen2_5_vl"), image_patches=0, is_packed=True, attn=Attention.SDPA),
     "not packed": replace(seeing("qwen2_5_vl"), image_patches=0, attn=Attention.SDPA),
@@ -318,10 +338,9 @@ def test_packed_rows_of_a_family_whose_attention_gets_no_positions_have_masks(tr
         ("wrong", "Transformers cannot read the config"),
         ("images", "images of llama cannot be traced"),
         ("odd patches", "7 image patches are not a multiple of the 4"),
-        ("images of gemma 4", "images of gemma4 cannot be traced"),
+        ("odd images of gemma 4", "64 image patches are not a multiple of the 9"),
         ("half a crop", "images of internvl are not 8 patches"),
         ("no such image", "images of llava_onevision are not 64 patches"),
-        ("pixels", "images of idefics3 cannot be traced: its code looks into their pixels"),
         ("targets", 'lora: targets is "nothing"'),
     ],
 )
@@ -381,6 +400,13 @@ ON_A_CPU |= {
     for name in SEEN
     for what, parts in (("frozen", tuple(sorted(FROZEN))), ("trained", ()))
     for grad_ckpt in (False, True)
+}
+ON_A_CPU |= {
+    f"gemma4, {what}": of(config, image_patches=36, seq_len=96, attn=Attention.EAGER, frozen_parts=parts)
+    for what, config, parts in (
+        ("frozen", GEMMA4, tuple(sorted(FROZEN))),
+        ("trained, images seen whole", {**GEMMA4, "text_config": {**GEMMA4["text_config"], **WHOLE_IMAGES}}, ()),
+    )
 }
 
 

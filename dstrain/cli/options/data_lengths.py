@@ -27,6 +27,7 @@ from dstrain.paths import shown
 from dstrain.plan import run_time
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.run_time import RunTime
+from dstrain.plan.search.search_space import row_tokens
 
 _FEWEST_ROWS = 200
 """Rows that are read of a data set, however many there are: a share of them is known to 7 points, 19 times of 20."""
@@ -73,7 +74,7 @@ class TrainingData:
             return inputs
         epochs, max_steps, model = self.job.num_train_epochs, self.job.max_steps, inputs.workload.model
         request = run_time.with_lengths(inputs.request, model, self.lengths, epochs=epochs, max_steps=max_steps)
-        contents = self.lengths.contents(run_time.row_tokens(request, model))
+        contents = self.lengths.contents(row_tokens(request, model))
         return replace(inputs, request=request, workload=replace(inputs.workload, contents=contents))
 
     def run_time(self, workload: Workload, chosen: Estimate) -> RunTime | None:

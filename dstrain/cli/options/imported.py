@@ -18,10 +18,12 @@ from dstrain.config import jsonc
 from dstrain.config.document import REMOVED, lookup
 from dstrain.config.imports.rows import Fate
 from dstrain.config.imports.strategy import HYBRID
-from dstrain.config.imports.walk import Imported, Note, Value
+from dstrain.config.imports.walk import Imported, Note, Value, is_full
 from dstrain.config.templates.files import config_text
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
+from dstrain.job.model_changes import ALL_LINEAR
 from dstrain.plan.estimate import effective
+from dstrain.plan.memory.adapters import named_targets
 from dstrain.plan.memory.layers.kernels import LIGER
 from dstrain.plan.request import Request
 from dstrain.plan.search.contradictions import Terms, Unsatisfiable
@@ -85,7 +87,7 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
         imported, facts = _without_liger(imported, facts)
         options.pop("liger")
     added = _whole(plan, facts) if config is None else _strategy(config, name, facts)
-    imported, batch = _with_batch(imported, facts)
+    imported, batch = _with_batch(_with_targets(imported, facts), facts)
     options |= added | batch
     if added or batch:
         facts = replace(facts, request=plan_request(_parsed(options)))
@@ -139,6 +141,18 @@ def _without_liger(imported: Imported, facts: PlanInputs) -> tuple[Imported, Pla
     note = Note(fate=Fate.MISSING, key="liger", place=imported.values["liger"].place, text=text)
     request = replace(facts.request, liger=False)
     return replace(imported, values=values, notes=(*imported.notes, note)), replace(facts, request=request)
+
+
+def _with_targets(imported: Imported, facts: PlanInputs) -> Imported:
+    """Returns the file with the names of linear layers in place of an `all-linear` beside other names."""
+    value = imported.values.get("lora.targets")
+    if value is None or is_full(imported.values) or ALL_LINEAR not in value.value or len(value.value) == 1:
+        return imported
+    names = list(named_targets(facts.workload.model, value.value))
+    text = f"PEFT takes {ALL_LINEAR} alone, so the job names the layers: {', '.join(names)}"
+    note = Note(fate=Fate.CHANGED, key=value.key, place=value.place, text=text)
+    values = {**imported.values, "lora.targets": replace(value, value=names)}
+    return replace(imported, values=values, notes=(*imported.notes, note))
 
 
 _DATA = ("data", "eval_data")

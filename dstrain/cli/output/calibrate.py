@@ -7,7 +7,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dstrain.cli.console import wrapped
 from dstrain.monitor.observed_run import ObservedRun
 from dstrain.plan.calibration.fit import Compared, Fit
 from dstrain.plan.calibration.next_run import NextRun, next_run
@@ -16,6 +15,7 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.search.search_space import global_batch
 from dstrain.records import to_data
 from dstrain.units import format_bytes, format_seconds
+from dstrain.wrapping import wrapped
 
 
 def text(fits: Sequence[Fit], runs: Sequence[ObservedRun]) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.cli.console import COLUMNS
 from dstrain.doctor.finding import SIGNS, Finding, Mark, count_text, errors
 from dstrain.records import to_data
+from dstrain.wrapping import COLUMNS
 
 if TYPE_CHECKING:
     from dstrain.doctor.network_judge import Figures

@@ -8,17 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.cli.console import wrapped
 from dstrain.cli.output.effects import cost_text
 from dstrain.cli.output.plan import LIMITS, subject_lines
 from dstrain.config.document import dotted, lookup
-from dstrain.config.explain.file import BATCH, OTHER, PRECISION, ZERO, Entry, Section, rest_bytes, sections, stage_of
+from dstrain.config.explain.file import BATCH, OTHER, PRECISION, ZERO, Entry, Section, rest_bytes, sections
 from dstrain.config.explain.key import Here, estimate_of
 from dstrain.config.key_bytes import scale
 from dstrain.config.key_text import meaning, summary
 from dstrain.config.lint.finding import json_pointer
 from dstrain.config.lint.subject import ABSENT, JobContext
 from dstrain.config.resolve_auto import filled
+from dstrain.facts.ds_config import zero_stage
 from dstrain.facts.workload import Workload
 from dstrain.launch.prepare.job_context import request_of, workload_of
 from dstrain.plan.estimate import unplanned_optimizer
@@ -26,6 +26,7 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import arithmetic, batch_label, label
 from dstrain.plan.speed.setting import row_samples
 from dstrain.units import format_bytes, format_seconds
+from dstrain.wrapping import wrapped
 
 _SHARED = {
     0: "Every GPU has all parameters, gradients and optimizer states",
@@ -141,7 +142,7 @@ def _section(section: Section, explanation: Explanation) -> Iterator[str]:
 def _words(section: Section, explanation: Explanation) -> Iterator[str]:
     """Yields sentences about a section."""
     if section.name == ZERO:
-        yield _SHARED[stage_of(explanation.config)]
+        yield _SHARED[zero_stage(explanation.config)]
         yield from _offload_words(explanation)
     elif section.name == PRECISION and explanation.estimate is not None:
         precision = explanation.estimate.configuration.model.precision

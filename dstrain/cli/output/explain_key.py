@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dstrain.cli.console import wrapped
 from dstrain.cli.output.effects import cost_text, effect_text
 from dstrain.cli.output.plan import subject_lines
 from dstrain.config.document import REMOVED, lookup
-from dstrain.config.explain.file import is_idle, stage_of
+from dstrain.config.explain.file import is_idle
 from dstrain.config.explain.key import OF_JOB, Chosen, Here, Way, choose, counted, ways, why
 from dstrain.config.jsonc import Pointer
 from dstrain.config.key_bytes import Scale, cost, scale
@@ -19,11 +18,14 @@ from dstrain.config.key_text import default_text, kind_text, meaning
 from dstrain.config.keys.key import Key, Kind
 from dstrain.config.keys.table import children
 from dstrain.config.lint.finding import json_pointer
+from dstrain.config.lint.rules.batch import JOB_KEYS
 from dstrain.config.lint.subject import ABSENT
 from dstrain.errors import DstrainError
+from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.effect import Effect
 from dstrain.plan.estimate import unplanned_optimizer
 from dstrain.units import format_bytes, format_seconds
+from dstrain.wrapping import wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ def _facts(key: Key) -> list[tuple[str, str]]:
     if key.kind is not Kind.OBJECT and key.removed is None:
         nobody = "not filled in; the Trainer ends the run"
         facts.append(('"auto"', f"the Trainer fills in {key.filled}" if key.filled else nobody))
+    if (of_job := JOB_KEYS.get(tuple(key.path.split(".")))) is not None:
+        facts.append(("job.yaml", f"{of_job}; dstrain explain {of_job} says more"))
     if key.alias_of is not None:
         facts.append(("same as", key.alias_of))
     if key.since is not None:
@@ -107,7 +111,7 @@ def _here_lines(explanation: Explanation) -> list[str]:
     by = scale(here.config, here.request, model, num_ranks=cluster.num_gpus)
     path = tuple(key.path.split(".")) if "*" not in key.path else explanation.pointer
     text = [*(f"{line}" for line in subject_lines(here.workload)), ""]
-    stage = stage_of(here.config)
+    stage = zero_stage(here.config)
     idle = f"; not read under ZeRO-{stage}" if is_idle(key, stage) else ""
     now = lookup(here.config, path)
     text.append(f"  here      {_value_text(now, here.config, key, by)}{_of_job(key, here, now)}{idle}")

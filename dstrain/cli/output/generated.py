@@ -6,12 +6,21 @@ import difflib
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import Method, Optimizer
 from dstrain.cli.options.question import PlanInputs
+from dstrain.cli.output.effects import effect_text
+from dstrain.cli.output.run_time import time_lines
 from dstrain.facts.cluster import hostfile
+from dstrain.facts.cluster.cluster import Cluster
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.plan.estimate_records import Plan
+from dstrain.plan.run_time import RunTime
+from dstrain.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from dstrain.launch.prepare.edit_effects import Edited
 
 
 def diff(out: Path, files: Mapping[str, str]) -> str:
@@ -24,6 +33,40 @@ def diff(out: Path, files: Mapping[str, str]) -> str:
             present.splitlines(keepends=True), text.splitlines(keepends=True), str(path), f"{path} (new)"
         )
     return "".join(pieces)
+
+
+def other_lines(generated: Mapping[str, str], files: Mapping[str, str]) -> list[str]:
+    """Returns notes on an edited job that names another model or configuration than this plan."""
+    lines = []
+    for key in ("model", "ds_config"):
+        yours, planned = (_job_key(text, key) for text in (files.get("job.yaml"), generated["job.yaml"]))
+        if yours is None:
+            lines.append(
+                f"note     job.yaml names no {key}, and this plan is for {planned}: write `{key}: {planned}` there"
+            )
+        elif yours != planned:
+            what = f": give --model {yours} to plan that" if key == "model" else ", which it does not read"
+            lines.append(f"note     job.yaml names {key} {yours}, and this plan is for {planned}{what}")
+    return lines
+
+
+def _job_key(text: str | None, key: str) -> Any:
+    return parse_yaml(text, "job.yaml")[0].get(key) if text else None
+
+
+def edited_lines(edited: Edited, trained: RunTime | None, cluster: Cluster) -> list[str]:
+    """Returns what the files train with the edits that stay in them, where that differs from the plan."""
+    estimate = edited.estimate
+    needed, usable = (
+        format_bytes(count) for count in (estimate.memory.device_bytes_per_gpu, estimate.usable_bytes_per_gpu)
+    )
+    fits = "" if estimate.fits else ": does not fit"
+    step = f", {format_seconds(estimate.speed.step_s)} a step" if estimate.speed else ""
+    lines = [
+        "edits    yours stay, so this plan is not what the files train. With them:",
+        f"         {needed} per GPU, {usable} usable{fits}{step} ({effect_text(edited.effect)})",
+    ]
+    return [*lines, *time_lines(trained, cluster)] if trained is not None else lines
 
 
 def next_lines(out: Path, files: Mapping[str, str], asked: PlanInputs, plan: Plan) -> list[str]:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dstrain.cli.console import COLUMNS, wrapped
 from dstrain.cli.output.plan import subject_lines, table_lines, table_row
 from dstrain.config.imports.rows import Fate
 from dstrain.config.imports.strategy import runs_deepspeed
@@ -19,6 +18,7 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
 from dstrain.plan.search.decide import Proposal, Survey
 from dstrain.units import format_bytes
+from dstrain.wrapping import COLUMNS, wrapped
 
 HEADINGS = {
     Fate.OTHER_TRAINING: "would be another training",

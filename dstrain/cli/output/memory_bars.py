@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
-from dstrain.cli.console import COLUMNS
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.labels import label, short_label
 from dstrain.plan.memory.memory import Breakdown, Memory
 from dstrain.plan.search.decide import Survey
 from dstrain.units import GIB
+from dstrain.wrapping import COLUMNS
 
 WIDTH = 64
 """Cells of the longest bar."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.cli.console import wrapped
 from dstrain.config.lint.finding import printable
 from dstrain.launch.again import RUN, line_of
 from dstrain.launch.run.state import State
 from dstrain.oom import NamedTensors, OutOfMemory, ProposedChange
 from dstrain.units import format_bytes
+from dstrain.wrapping import wrapped
 
 TOTAL = "total"
 """The last row of the table."""

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from dstrain.choices import Attention, LossKernel
-from dstrain.cli.console import COLUMNS
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.network_measurement import rate_text
 from dstrain.facts.workload import Workload
@@ -17,6 +16,7 @@ from dstrain.plan.labels import arithmetic, label, short_label
 from dstrain.plan.search.decide import Proposal, Survey
 from dstrain.plan.search.reasons import percent
 from dstrain.units import GIB, counted, format_bytes, format_count
+from dstrain.wrapping import COLUMNS
 
 UNKNOWN = "-"
 """The cell of an unknown figure."""
@@ -194,8 +194,8 @@ _MEMORY = (
 _SPEED = ("step_s", "tokens_per_s_per_gpu", "mfu_ratio", "limited_by", "uncertainty_ratio")
 
 
-def _entry(proposal: Proposal) -> dict[str, Any]:
-    estimate = proposal.estimate
+def estimate_document(estimate: Estimate) -> dict[str, Any]:
+    """Returns a configuration and its estimate as JSON-ready data."""
     memory, speed = asdict(estimate.memory), asdict(estimate.speed) if estimate.speed else {}
     return {
         "title": label(estimate.configuration),
@@ -203,5 +203,8 @@ def _entry(proposal: Proposal) -> dict[str, Any]:
         "fits": estimate.fits,
         "memory": {name: memory[name] for name in _MEMORY},
         "speed": {name: speed.get(name) for name in _SPEED},
-        "reasons": [reason.text for reason in proposal.reasons],
     }
+
+
+def _entry(proposal: Proposal) -> dict[str, Any]:
+    return {**estimate_document(proposal.estimate), "reasons": [reason.text for reason in proposal.reasons]}

@@ -11,7 +11,6 @@ from textwrap import shorten
 from typing import Any
 
 from dstrain import units
-from dstrain.cli.console import wrapped
 from dstrain.cli.output import out_of_memory
 from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
@@ -19,12 +18,13 @@ from dstrain.monitor.best_model import best_model
 from dstrain.monitor.comparison import planned_speed
 from dstrain.monitor.comparison_text import difference_text, split_text, table
 from dstrain.monitor.row_contents import contents_text, trained_contents
-from dstrain.monitor.windows import counted
+from dstrain.monitor.windows import counted, throughput
 from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.records import to_data
 from dstrain.report.report import UNKNOWN, Report, Restart
 from dstrain.units import format_bytes, format_seconds
+from dstrain.wrapping import wrapped
 
 _MOST_MARKS = 5
 _MOST_SAMPLES = 3
@@ -170,8 +170,9 @@ def _health(report: Report) -> Iterator[str]:
 
 def throughput_text(report: Report) -> str:
     """Returns the speed of all GPUs over the run, with what slows it."""
-    text = " → ".join(f"{rate:,.0f}" for rate in report.quarters) + " tokens/s"
-    text += " over the quarters of the run" if len(report.quarters) > 1 else " in the median"
+    whole, quarters = throughput(report.recorded.windows), " → ".join(f"{rate:,.0f}" for rate in report.quarters)
+    text = f"{quarters} tokens/s over the quarters of the run, " if len(report.quarters) > 1 else ""
+    text += f"{whole.tokens_per_s:,.0f}{'' if text else ' tokens/s'} in all steps" if whole is not None else ""
     shares = (("waiting for data", report.data_wait_share), ("padding", report.padding_share))
     return ", ".join([text, *(f"{100 * share:.1f} % {name}" for name, share in shares if share is not None)])
 
@@ -230,10 +231,11 @@ def document(report: Report) -> dict[str, Any]:
     """Returns the report of one run as JSON-ready data."""
     recorded = report.recorded
     names = ("stage", "seconds", "step", "total_steps", "data_wait_share", "padding_share")
-    lists = ("quarters", "checkpoints", "damaged", "missing")
+    lists, steps = ("quarters", "checkpoints", "damaged", "missing"), throughput(recorded.windows)
     return {
         "run_dir": str(recorded.run_dir.path),
         **{name: getattr(report, name) for name in names},
+        "tokens_per_s": None if steps is None else steps.tokens_per_s,
         "comparisons": [asdict(one) | {"off": one.off} for one in report.comparisons],
         "differs_most": asdict(report.largest) if report.largest else None,
         "warm_up_steps": counted(recorded.windows).warm_up_steps,

@@ -9,6 +9,7 @@ from typing import Any
 from dstrain.choices import Offload
 from dstrain.errors import RunFailed
 from dstrain.facts.cluster.cluster import Origin
+from dstrain.facts.ds_config import zero_stage
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.monitor.best_model import best_model
 from dstrain.monitor.mode import upload_command
@@ -24,12 +25,11 @@ def before_lines(prepared: PreparedRun) -> list[str]:
     is_known = prepared.cluster.gpu_origin is not Origin.ASSUMED
     device = "CPU" if prepared.on_cpu else prepared.cluster.gpu.name if is_known else "GPU"
     machines = "this machine" if prepared.is_local else f"{len(hosts.hosts)} hosts"
-    stage = prepared.ds_config["zero_optimization"].get("stage", 0)
     numbers = arithmetic(job.precision, job.optimizer)
     lines = [
         f"run      {job.method} training of {shown(job.model)}",
-        f"on       {hosts.num_slots} × {device}, {machines}; ZeRO-{stage}, {numbers}, micro-batch"
-        f" {job.micro_batch} × {job.grad_accum} accumulated, {job.seq_len} tokens"
+        f"on       {hosts.num_slots} × {device}, {machines}; ZeRO-{zero_stage(prepared.ds_config)}, {numbers},"
+        f" micro-batch {job.micro_batch} × {job.grad_accum} accumulated, {job.seq_len} tokens"
         f"{', packed' if job.packing else ''}{f', over SP {job.sp}' if job.sp > 1 else ''}"
         f"{f', over TP {job.tp}' if job.tp > 1 else ''}{f', over EP {job.ep}' if job.ep > 1 else ''}"
         + (f", {job.rope_scaling}" if job.rope_scaling else ""),
@@ -88,7 +88,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     if summary.get("skipped_steps"):
         rows.append(("skipped steps", f"{summary['skipped_steps']} of {summary['steps']}: gradients not finite"))
     if summary.get("tokens_per_s"):
-        total = f"{format_count(summary['tokens'])} tokens in {format_seconds(summary['train_s'])}"
+        total = f"{format_count(summary['tokens'])} tokens in {format_seconds(summary['train_s'])} of steps"
         rows.append(("tokens/s", f"{summary['tokens_per_s']:,.0f} ({total})"))
     rows += _state_rows(summary.get("states"))
     if summary.get("peak_bytes_per_gpu"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import datetime, timedelta
 
-from dstrain.cli.console import wrapped
 from dstrain.cli.options.data_lengths import TrainingData, histogram
 from dstrain.cli.options.question import PlanInputs
 from dstrain.facts.cluster.cluster import Cluster
@@ -13,6 +12,7 @@ from dstrain.paths import shown
 from dstrain.plan.run_time import CHECKPOINT_BYTES_PER_S, RunTime
 from dstrain.plan.search.reasons import percent
 from dstrain.units import counted, format_bytes, format_count, format_seconds
+from dstrain.wrapping import wrapped
 
 _LOST_SHARE = 0.005
 """Share of cut samples from which a longer row is named."""
@@ -32,7 +32,7 @@ def data_lines(data: TrainingData, run: RunTime | None, asked: PlanInputs) -> li
         return []
     each = _source_lines(data) if len(data.sources) > 1 else []
     lines = [*_length_lines(data.lengths, run, asked), *each, *_histogram_lines(data.lengths)]
-    lines += _time_lines(run, asked.workload.cluster)
+    lines += time_lines(run, asked.workload.cluster)
     is_left_out = run.seconds is not None and data.job is not None and data.job.has_eval and not data.eval_samples
     lines += ["         without evaluations: how many samples they have is unknown"] if is_left_out else []
     if run.seconds is not None and data.job is not None:
@@ -67,11 +67,24 @@ def _length_lines(lengths: Lengths, run: RunTime, asked: PlanInputs) -> list[str
         lines.append(f"         {percent(run.idle_share)} of a step is padding, or waiting for the longest sample")
         if run.packed_ratio >= _WORTH_PACKING:
             steps = f"{counted(run.packed_steps, 'step')} in place of {run.steps:,}"
-            lines.append(f"         --packing computes {run.packed_ratio:.1f} × fewer tokens, in {steps}")
+            option = f"--packing --seq-len {run.seq_len}"
+            lines.append(f"         {option}: {run.packed_ratio:.1f} × fewer tokens, {steps}")
     if run.cut_share >= _LOST_SHARE:
-        whole = 1 << (lengths.at(1 - _LOST_SHARE) - 1).bit_length()
-        lines.append(f"         {percent(run.cut_share)} of the samples are cut: --seq-len {whole} keeps them whole")
+        lines.append(f"         {percent(run.cut_share)} of the samples are cut: {_longer(lengths)}")
     return lines
+
+
+def _longer(lengths: Lengths) -> str:
+    """Returns rows in which next to no sample is cut.
+
+    >>> _longer(Lengths(tokens=(100, 5000), num_samples=2))
+    '--seq-len 8192 keeps them whole'
+    >>> _longer(Lengths(tokens=(100,) * 999 + (9000,), num_samples=1000))
+    '--seq-len 128 cuts 0.1 %'
+    """
+    whole = 1 << (lengths.at(1 - _LOST_SHARE) - 1).bit_length()
+    is_all = lengths.at(1) <= whole
+    return f"--seq-len {whole} {'keeps them whole' if is_all else f'cuts {100 * lengths.share_longer(whole):.2g} %'}"
 
 
 def _histogram_lines(lengths: Lengths) -> list[str]:
@@ -88,7 +101,8 @@ def _number(samples: int, lengths: Lengths) -> str:
     return f"{samples:,}" if lengths.estimate is None else f"about {format_count(samples)}"
 
 
-def _time_lines(run: RunTime, cluster: Cluster) -> list[str]:
+def time_lines(run: RunTime, cluster: Cluster) -> list[str]:
+    """Returns how long a run takes, and how many steps."""
     passes = f"{run.epochs:.3g} epoch{'s' if run.epochs != 1 else ''} of {format_count(run.tokens_per_epoch)} tokens"
     steps = f"{counted(run.steps, 'step')}, {passes}"
     if run.seconds is None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.text import Text
 
-from dstrain.cli.console import wrapped
 from dstrain.cli.output.report import checks_text, edit_text, first_text, restart_text, verdict
 from dstrain.config.lint.finding import printable
 from dstrain.monitor.best_model import best_model
@@ -18,6 +17,7 @@ from dstrain.paths import shown
 from dstrain.report.progress import seconds_left
 from dstrain.report.report import Report
 from dstrain.units import format_bytes, format_seconds
+from dstrain.wrapping import wrapped
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CELLS = 36

@@ -126,7 +126,14 @@ def standing(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return texts
 
 
-def beside_unused(folder: Path, beside: Mapping[str, str], *, ours: Mapping[str, str] | None = None) -> dict[str, str]:
+def differing(paths: Iterable[Path], *, otherwise: str) -> Conflict:
+    """Returns the error of existing files with other texts than those to write; `otherwise` is what else to type."""
+    names = ", ".join(map(str, paths))
+    hint = f"--force replaces it and keeps yours as .bak; {otherwise}."
+    return Conflict(f"{names}: exists already and differs; nothing was written", hint=hint)
+
+
+def _beside_unused(folder: Path, beside: Mapping[str, str], *, ours: Mapping[str, str] | None = None) -> dict[str, str]:
     """Returns the additional files under names that overwrite none of yours: `.bak`, then `.bak2`, `.bak3` …
 
     A name is free if no file has it, or if the file already has the text or, byte for byte, the text that dstrain wrote
@@ -139,6 +146,15 @@ def beside_unused(folder: Path, beside: Mapping[str, str], *, ours: Mapping[str,
             free, number = f"{name}{number}", number + 1
         named[free] = text
     return named
+
+
+def backups(texts: Mapping[Path, str]) -> dict[Path, str]:
+    """Returns the copies to keep of files that are replaced, given with their texts: `.bak`, then `.bak2` …"""
+    return {
+        path.parent / name: text
+        for path, present in texts.items()
+        for name, text in _beside_unused(path.parent, {f"{path.name}.bak": present}).items()
+    }
 
 
 def _is_one_of(path: Path, texts: Iterable[str | None]) -> bool:
@@ -166,7 +182,7 @@ def write_files(
     ours = before.base if before else {}
     earlier = new_files(folder, ours)
     open_ = {f"{path.stem}.new": lock.base[path.stem] for path in earlier if path.stem in lock.unsettled}
-    named = beside_unused(folder, {**beside, **open_}, ours={f"{name}.new": text for name, text in ours.items()})
+    named = _beside_unused(folder, {**beside, **open_}, ours={f"{name}.new": text for name, text in ours.items()})
     copies = {folder / name: folder / Path(name).stem for name in named} | {folder / LOCK: folder / "job.yaml"}
     schemas = {folder / name: text for name, text in schema_files().items()}
     texts = {**{folder / name: text for name, text in files.items()}, **schemas, folder / LOCK: to_json(lock)}

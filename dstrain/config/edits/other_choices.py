@@ -11,7 +11,7 @@ from typing import Any
 from dstrain.choices import Offload
 from dstrain.config.document import Change, dotted
 from dstrain.config.edits import edit
-from dstrain.config.edits.lock import LOCK, Lock, beside_unused, read_lock, standing, write_files
+from dstrain.config.edits.lock import LOCK, Lock, backups, read_lock, standing, write_files
 from dstrain.config.edits.manual_edits import edits_in
 from dstrain.config.edits.merge import merge
 from dstrain.config.edits.regenerate import Decision, Regenerated, Standing, regenerate
@@ -213,12 +213,9 @@ def write(files: JobFiles, chosen: OtherChoices, workload: Workload) -> list[Pat
                 raise Conflict(f"{path}: changed meanwhile; nothing was written", hint="Type it again.")
         if files.lock is not None:
             return _write_generated(files, files.lock, chosen, workload)
-        backups: dict[Path, str] = {}
-        for name, path in files.paths.items():
-            if chosen.merged.files[name] != files.texts[name]:
-                named = beside_unused(path.parent, {f"{path.name}.bak": files.texts[name]})
-                backups |= {path.parent / free: text for free, text in named.items()}
-        return write_together({path: chosen.merged.files[name] for name, path in files.paths.items()}, backups=backups)
+        texts = {path: chosen.merged.files[name] for name, path in files.paths.items()}
+        before = {path: files.texts[name] for name, path in files.paths.items() if files.texts[name] != texts[path]}
+        return write_together(texts, backups=backups(before))
 
 
 def _write_generated(files: JobFiles, before: Lock, chosen: OtherChoices, workload: Workload) -> list[Path]:

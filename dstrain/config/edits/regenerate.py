@@ -202,7 +202,7 @@ def _of_hosts(merged: Merged, base: Mapping[str, Any], yours: Mapping[str, int],
 
 def _with_comments(changes: list[Change], texts: tuple[str, str, str], value: Any, gets: Any) -> list[Change]:
     """Returns the changes of a YAML text and of its line-end comments that you did not edit: a comment follows the new
-    text if the value does (`grad_accum: 8  # 64 samples a step`), and is removed with its key."""
+    text if the value does (`grad_accum: 8  # micro-batches`), and is removed with its key."""
     base, yours, new = (edit_yaml.comments(text.removeprefix("\ufeff")) for text in texts)
     removed = [change.pointer for change in changes if change.value is REMOVED]
     before, after = [], []

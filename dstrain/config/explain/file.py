@@ -14,6 +14,7 @@ from dstrain.config.key_text import default_text, summary
 from dstrain.config.keys.key import Key
 from dstrain.config.keys.table import KEYS, key_of
 from dstrain.config.lint.subject import ABSENT
+from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.estimate_records import Estimate
 
 BATCH, PRECISION, ZERO, OTHER = "batch", "precision", "ZeRO", "other keys"
@@ -79,18 +80,6 @@ def sections(
     ]
 
 
-def stage_of(config: Mapping[str, Any]) -> int:
-    """Returns the ZeRO stage of a configuration; 0 for an illegal value.
-
-    >>> stage_of({"zero_optimization": {"stage": 3}}), stage_of({"zero_optimization": True}), stage_of({})
-    (3, 1, 0)
-    """
-    if config.get("zero_optimization") is True:
-        return 1
-    stage = lookup(config, ("zero_optimization", "stage"), 0)
-    return stage if stage in (1, 2, 3) and not isinstance(stage, bool) else 0
-
-
 def rest_bytes(estimate: Estimate) -> Mapping[str, int]:
     """Returns the bytes of each GPU that belong to no key, by part."""
     parts = estimate.memory.breakdown_bytes
@@ -143,7 +132,7 @@ def _entries(
         key=key,
         filled=by_trainer,
         cost=cost(key.alias_of or key.path, number, config, by) if key else None,
-        is_idle=key is not None and is_idle(key, stage_of(config)),
+        is_idle=key is not None and is_idle(key, zero_stage(config)),
     )
 
 
@@ -161,9 +150,9 @@ def _silent(group: str, config: Mapping[str, Any]) -> Iterator[tuple[Key, str]]:
             continue
         if not isinstance(lookup(config, pointer[:-1], {} if len(pointer) == 2 else None), dict):
             continue  # its section is missing, or not an object
-        if group == ZERO and path != "zero_optimization.stage" and stage_of(config) == 0:
+        if group == ZERO and path != "zero_optimization.stage" and zero_stage(config) == 0:
             continue
-        if not is_idle(key, stage_of(config)) and (default := default_text(key)) is not None:
+        if not is_idle(key, zero_stage(config)) and (default := default_text(key)) is not None:
             yield key, default
 
 

@@ -33,7 +33,7 @@ ROWS = table(
     to("lora_alpha", "lora.alpha", convert.count),
     to("lora_dropout", "lora.dropout", convert.number, default=0.0),
     to("lora_target_modules", "lora.targets", values.targets),
-    to("lora_target_linear", "lora.targets", convert.always(["all-linear"])),
+    to("lora_target_linear", "lora.targets", values.linear),
     to("sequence_len", "seq_len", convert.count, default=512),
     to("excess_length_strategy", "on_long_sample", convert.drops, default="drop"),
     to("sample_packing", "packing", convert.flag, default=False),

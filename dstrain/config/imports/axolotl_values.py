@@ -13,6 +13,7 @@ from dstrain.config.imports import preferences
 from dstrain.config.imports.rows import ABSENT, READ, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.config.imports.strategy import ds_config as named_config
+from dstrain.job.model_changes import ALL_LINEAR
 
 
 def method(value: Any, source: Source) -> Any:
@@ -35,11 +36,17 @@ def task(value: Any, source: Source) -> Any:
 
 def targets(value: Any, source: Source) -> Any:
     """Returns the layers with an adapter."""
-    if source.value("lora_target_linear") is True or not value:
-        return ["all-linear"]
+    everything = [ALL_LINEAR] if source.value("lora_target_linear") is True or not value else []
     if isinstance(value, str):
         raise Unmatched("a regular expression: write the names of the layers into lora.targets")
-    return convert.names(value, source)
+    return everything + [name for name in convert.names(value or [], source) if name not in everything]
+
+
+def linear(value: Any, source: Source) -> Any:
+    """Returns all linear layers, which names in `lora_target_modules` only add to."""
+    if value is True and isinstance(source.value("lora_target_modules"), list):
+        return READ
+    return [ALL_LINEAR] if value is True else ABSENT
 
 
 def experts(value: Any, source: Source) -> Any:

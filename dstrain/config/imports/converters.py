@@ -10,6 +10,7 @@ from dstrain.choices import Attention, Method, Schedule, SinkName
 from dstrain.config.imports.rows import ABSENT, Convert, Converted, OtherTraining, Unmatched
 from dstrain.config.imports.source import Source
 from dstrain.errors import InvalidConfig
+from dstrain.job.model_changes import ALL_LINEAR
 from dstrain.plan.labels import bf16_losses
 
 
@@ -92,6 +93,20 @@ def opposite(value: Any, source: Source) -> bool:
 def names(value: Any, _: Source) -> list[str]:
     """Returns a list of names, also one written with commas."""
     return [part.strip() for item in listed(value) for part in str(item).split(",") if part.strip()]
+
+
+def targets(everything: str) -> Convert:
+    """Returns a converter of an adapter's layers, where a tool takes its word for all linear layers alone."""
+
+    def convert(value: Any, source: Source) -> Any:
+        given = names(value, source)
+        if given == [everything]:
+            return [ALL_LINEAR]
+        others = [name for name in given if name != everything]
+        note = f"beside other names `{everything}` is that of a layer, which no model has: the others have adapters"
+        return others if others == given else Converted(values={"lora.targets": others}, note=note)
+
+    return convert
 
 
 def listed(value: Any) -> list[Any]:

@@ -68,10 +68,6 @@ def _alpha(value: Any, source: Source) -> Any:
     return value if value is not None else 2 * convert.count(source.value("lora_rank"), source)
 
 
-def _targets(value: Any, source: Source) -> list[str]:
-    return ["all-linear"] if value == "all" else convert.names(value, source)
-
-
 def _neat_packing(value: Any, source: Source) -> Any:
     return convert.flag(value, source) or convert.flag(source.value("packing", False), source)
 
@@ -133,7 +129,7 @@ ROWS = table(
     to("lora_rank", "lora.rank", convert.count, default=8),
     to("lora_alpha", "lora.alpha", _alpha, default=None),
     to("lora_dropout", "lora.dropout", convert.number, default=0.0),
-    to("lora_target", "lora.targets", _targets, default="all"),
+    to("lora_target", "lora.targets", convert.targets("all"), default="all"),
     to("moe_aux_loss_coef", "router_aux_loss_coef", convert.number),
     to("cutoff_len", "seq_len", convert.count, default=2048),
     to("neat_packing", "packing", _neat_packing, default=False),

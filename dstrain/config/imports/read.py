@@ -14,7 +14,7 @@ from dstrain.config import jsonc
 from dstrain.config.imports import accelerate, axolotl, llamafactory, shell, swift, trainer
 from dstrain.config.imports.source import Setting, Source, Tool, settings_of
 from dstrain.config.imports.walk import Imported, walk
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, located
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Locator
 
@@ -175,10 +175,8 @@ def _of_launcher(path: Path, command: shell.Command, at: int) -> Source:
     named = source.settings.get("config_file")
     if named is None:
         return source
-    try:
+    with located("config_file", place=named.place):
         path = source.find(str(named.value))
-    except InvalidConfig as error:
-        raise InvalidConfig(f"config_file: {error.text}", place=named.place, hint=error.hint) from None
     file = read(path, tool="accelerate")
     return replace(source, settings={**file.settings, **source.settings})
 

@@ -49,7 +49,7 @@ ROWS = table(
     to("lora_r", "lora.rank", convert.count, default=16),
     to("lora_alpha", "lora.alpha", convert.count, default=32),
     to("lora_dropout", "lora.dropout", convert.number, default=0.05),
-    to("lora_target_modules", "lora.targets", convert.names),
+    to("lora_target_modules", "lora.targets", convert.targets("all-linear")),
     to("mixed_precision", "precision", _mixed),
     needless(
         """

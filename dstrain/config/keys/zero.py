@@ -124,7 +124,8 @@ ZERO: tuple[Key, ...] = (
         row("cpu_offload_param", BOOL, "Old switch: parameters in host memory (stage 3).", is_nullable=True,
             instead="write zero_optimization.offload_param with device cpu"),
         row("cpu_offload_use_pin_memory", BOOL, "Old switch of pinned host memory; accepted, but without effect.",
-            is_nullable=True, instead="write pin_memory in zero_optimization.offload_optimizer and offload_param"),
+            is_nullable=True, instead="write zero_optimization.offload_optimizer.pin_memory "
+            "or zero_optimization.offload_param.pin_memory"),
     ),
 )
 # fmt: on

@@ -38,11 +38,9 @@ from dstrain.config.lint.rules import (
 )
 from dstrain.config.lint.subject import Subject
 from dstrain.errors import Place
-from dstrain.job.file import JobFile
 
 if TYPE_CHECKING:
     from dstrain.facts.workload import Workload
-    from dstrain.job.schema import Job
 
 RULES: tuple[Rule, ...] = (
     *syntax.RULES,
@@ -80,17 +78,21 @@ def read(text: str, name: str) -> tuple[Document | None, list[Finding]]:
     if isinstance(document.value, dict):
         return document, []
     problem = "a DeepSpeed configuration must be an object in braces"
-    return None, [_unreadable(syntax.NO_OBJECT, document.place(()), problem)]
+    fix = 'write an object: {"zero_optimization": {"stage": 2}, …}'
+    return None, [_unreadable(syntax.NO_OBJECT, document.place(()), problem, fix)]
 
 
-def _unreadable(rule: str, place: Place, problem: str) -> Finding:
+_CORRECT = "correct this place: JSON has double quotes, true, false, null, and commas between values"
+
+
+def _unreadable(rule: str, place: Place, problem: str, fix: str = _CORRECT) -> Finding:
     return Finding(
         rule=rule,
         severity=Severity.ERROR,
         place=place,
         problem=problem,
         effect="the Trainer stops at it; DeepSpeed's own reader may misread it without a warning",
-        fix="correct this place: JSON has double quotes, true, false, null, and commas between values",
+        fix=fix,
     )
 
 
@@ -164,15 +166,11 @@ def _score(findings: Sequence[Finding]) -> tuple[int, int, int]:
     return counts[0], counts[1], counts[2]
 
 
-def remarks(
-    config: Mapping[str, Any], pointer: Pointer, workload: Workload, *, job: Job | None = None
-) -> list[Finding]:
+def remarks(config: Mapping[str, Any], pointer: Pointer, workload: Workload) -> list[Finding]:
     """Returns the findings about one key of a configuration or its contents, errors first."""
     document, findings = read(json.dumps(config), "ds_config.json")
     if document is not None:
-        file = JobFile(job=job, locate=lambda keys: Place(file="job.yaml")) if job is not None else None
-        subject = Subject(document=document, is_trainers=True, job=file, model=workload.model, cluster=workload.cluster)
-        findings = check(subject)
+        findings = check(Subject(document=document, is_trainers=True, model=workload.model, cluster=workload.cluster))
     place = json_pointer(pointer)
     return sorted(
         (finding for finding in findings if f"{finding.pointer}/".startswith(f"{place}/")),

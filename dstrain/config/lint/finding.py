@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,6 +10,7 @@ from typing import Any
 from dstrain.config.document import Change
 from dstrain.config.jsonc import Pointer
 from dstrain.errors import Place
+from dstrain.wrapping import wrapped
 
 
 class Severity(StrEnum):
@@ -75,14 +75,12 @@ class Finding:
 
 def lines(finding: Finding, *, with_severity: bool = True) -> list[str]:
     """Returns a finding for display: place and problem on one machine-readable line, then effect and fix, wrapped to 80
-    columns."""
+    columns; what they say to type stays whole."""
     kind = f"{finding.severity.value} " if with_severity else ""
     pointer = f" {finding.pointer}" if finding.pointer else ""
     head = printable(f"{finding.place}: {kind}{finding.rule}{pointer}: {finding.problem}")
-    wrapper = textwrap.TextWrapper(
-        80, initial_indent="  ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
-    return [head, *wrapper.wrap(printable(finding.effect)), *wrapper.wrap(printable(f"fix: {finding.fix}"))]
+    below = (wrapped(printable(text), indent="  ") for text in (finding.effect, f"fix: {finding.fix}"))
+    return [head, *(row for text in below for row in text.splitlines())]
 
 
 def printable(text: str) -> str:

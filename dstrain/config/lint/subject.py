@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 from dstrain.config.document import REMOVED, lookup
 from dstrain.config.jsonc import Document, Pointer
 from dstrain.config.keys.table import ROWS
+from dstrain.facts.ds_config import ZERO, section, zero_stage
 
 if TYPE_CHECKING:
     from dstrain.facts.cluster.cluster import Cluster
     from dstrain.facts.cluster.hostfile import Hosts
     from dstrain.facts.model.model_facts import ModelFacts
     from dstrain.job.file import JobFile
+    from dstrain.job.schema import Job
     from dstrain.plan.estimate_records import Estimate
 
 _OTHER_NAMES = {row.path: row.alias_of for row in ROWS if row.alias_of is not None}
+OLD_OFFLOADS = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
+"""Sections of ZeRO's offload → the switches that predate them."""
 ABSENT: Any = REMOVED
 """The result of a look-up for a missing key."""
 
@@ -31,6 +35,11 @@ class JobContext:
     hosts: Hosts | None = None
     model: ModelFacts | None = None
     cluster: Cluster | None = None
+
+    @property
+    def asked(self) -> Job | None:
+        """What the job file asks for; None without one."""
+        return self.job.job if self.job is not None else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,17 +81,18 @@ class Subject(JobContext):
         return self.at(path, default) is True
 
     @property
+    def zero(self) -> Mapping[str, Any]:
+        """The section on ZeRO; empty if there is none."""
+        return section(self.config, ZERO)
+
+    @property
     def stage(self) -> int:
-        """The ZeRO stage that the engine runs; it reads "3" as 3, and any illegal value as 0."""
-        stage = self.at("zero_optimization.stage", 0)
-        if isinstance(stage, str) and stage.strip() in ("0", "1", "2", "3"):
-            return int(stage)
-        return stage if isinstance(stage, int) and not isinstance(stage, bool) else 0
+        """The ZeRO stage that the engine runs."""
+        return zero_stage(self.config)
 
     def device(self, section: str) -> str:
         """Returns the device of `offload_optimizer` or `offload_param`: `cpu`, `nvme` or `none`."""
-        old = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}[section]
-        before = "cpu" if self.at(f"zero_optimization.{old}", None) is True else "none"
+        before = "cpu" if self.is_true(f"zero_optimization.{OLD_OFFLOADS[section]}") else "none"
         device = self.at(f"zero_optimization.{section}.device", before)
         return device if device in ("cpu", "nvme") else "none"
 

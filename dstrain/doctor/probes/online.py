@@ -16,18 +16,18 @@ from pathlib import Path
 from dstrain.doctor.facts import Endpoint, Folder, Online, Question
 from dstrain.doctor.probes.machine import folder
 from dstrain.doctor.run_probes import all_at_once
+from dstrain.facts.caches import hf_hub_cache, is_hub_offline
 from dstrain.monitor.mode import has_login
 
 REACH_S = 3.0
 """How long an address may take to answer."""
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
-_TRUE = {"1", "ON", "YES", "TRUE"}
 
 
 def look(question: Question, environment: Mapping[str, str]) -> Online:
     """Returns which internet addresses can be reached, and the caches."""
     proxies = _proxies(environment)
-    is_offline = any(environment.get(name, "").upper() in _TRUE for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    is_offline = is_hub_offline(environment)
     asked = {name: url for name, url in question.endpoints.items() if not (is_offline and name == "Hugging Face")}
     tried = all_at_once({name: partial(reach, url, proxies) for name, url in asked.items()}, REACH_S + 0.2)
     return Online(
@@ -86,12 +86,9 @@ def masked(text: str) -> str:
 
 
 def _caches(environment: Mapping[str, str]) -> dict[str, Folder]:
-    """Returns the folder in which each hub keeps what it downloads. Source: huggingface_hub constants.py; modelscope
-    utils/file_utils.py."""
-    xdg = Path(environment.get("XDG_CACHE_HOME") or "~/.cache")
-    home = Path(environment.get("HF_HOME") or xdg / "huggingface")
+    """Returns the folder in which each hub keeps what it downloads. Source: modelscope utils/file_utils.py."""
     hubs = {
-        "Hugging Face": Path(environment.get("HF_HUB_CACHE") or home / "hub"),
+        "Hugging Face": hf_hub_cache(environment),
         "ModelScope": Path(environment.get("MODELSCOPE_CACHE") or "~/.cache/modelscope/hub"),
     }
     return {name: folder(path) for name, path in hubs.items()}

@@ -13,6 +13,8 @@ QWZ = _ZERO + "zero_quantized_weights"
 """Key of parameters that are gathered in 8 bits."""
 QGZ = _ZERO + "zero_quantized_gradients"
 """Key of gradients that are reduced in 4 bits."""
+OFFLOADED = "the optimizer is offloaded"
+"""What lets a limit of an optimizer run all the same, which a configuration says."""
 _OPTIONS = {QWZ: "qwz", QGZ: "qgz"}
 
 
@@ -116,6 +118,14 @@ CPU_LIMITS = (
         why="DeepSpeed's Lamb is a CUDA kernel",
         instead="AdamW",
         source="deepspeed 0.19.8 ops/lamb/fused_lamb.py: FusedLamb",
+    ),
+    CpuLimit(
+        key="optimizer.type",
+        value="Lion",
+        why="DeepSpeed's Lion is a CUDA kernel",
+        instead="AdamW",
+        unless=OFFLOADED,
+        source="deepspeed 0.19.8 runtime/engine.py: _configure_basic_optimizer (FusedLion, DeepSpeedCPULion)",
     ),
 )
 """Everything else that dstrain plans trains on a CPU too, in 4 bits with bitsandbytes 0.49 or later."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dstrain.choices import DataFormat
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, located
 from dstrain.facts.data import audios, images, media, videos
 from dstrain.facts.data.media_kinds import KINDS
 from dstrain.facts.data.preferences import Pair, to_marked, to_pair
@@ -162,15 +162,13 @@ class _Seen:
 
 
 def _require_whole(sample: Conversation, where: str) -> None:
-    try:
+    with located(where):
         for path in sample.images:
             images.opened(path)
         for video in sample.videos:
             videos.require_whole(video)
         for audio in sample.audios:
             audios.opened(audio, _TRIED_RATE)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{where}: {error.problem}", hint=error.hint) from None
 
 
 def _problems(source: Path, errors: list[InvalidConfig]) -> InvalidConfig:
@@ -211,7 +209,7 @@ def samples(path: str | Path, refuse: Refuse = stop, part: Part | None = None) -
 def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
     """Returns the conversation, text or pair of a row. Raises InvalidConfig with file and line, for missing images,
     videos and audios too."""
-    try:
+    with located(sample.where):
         if reading.format is DataFormat.PREFERENCE:
             pair = to_pair(sample.row, reading)
             chosen, rejected = (_located(side, sample.folder) for side in pair.sides)
@@ -220,8 +218,6 @@ def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
             return _located(to_marked(sample.row, reading), sample.folder)
         found = to_sample(sample.row, reading)
         return found if isinstance(found, str) else _located(found, sample.folder)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{sample.where}: {error.problem}", hint=error.hint) from None
 
 
 def _located(found: Conversation, folder: Path | None) -> Conversation:
@@ -242,7 +238,5 @@ def _noun(video: media.Files) -> str:
 
 def reading_of(name: str, columns: list[str], reading: Reading) -> Reading:
     """Returns the reading with its format, detected if it is `auto`. Raises InvalidConfig with the file's name."""
-    try:
+    with located(name):
         return require(columns, reading)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{name}: {error.problem}", hint=error.hint) from None

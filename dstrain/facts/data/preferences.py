@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dstrain.choices import DataFormat
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, located
 from dstrain.facts.data import media_kinds, untrained_columns
 from dstrain.facts.data.sample_formats import (
     LABELS,
@@ -108,7 +108,7 @@ def to_marked(row: Row, reading: Reading) -> Conversation:
 
 def _whole(row: Row, name: str, reading: Reading) -> Conversation:
     """Returns the conversation of one side. Raises InvalidConfig that names the side."""
-    try:
+    with located(name):
         answer = _turns(row[name], "assistant")
         if row.get("instruction") is not None:
             asked = {key: row.get(key) for key in _BESIDE_ANSWER}
@@ -122,8 +122,6 @@ def _whole(row: Row, name: str, reading: Reading) -> Conversation:
         elif not any(message["role"] == "user" for message in found.messages):
             raise InvalidConfig("has no question", hint=f"A pair needs {NEEDS[DataFormat.PREFERENCE]}.")
         return found
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{name}: {error.problem}", hint=error.hint) from None
 
 
 def _conversation(row: Row, reading: Reading, data_format: DataFormat) -> Conversation:

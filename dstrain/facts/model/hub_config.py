@@ -17,9 +17,12 @@ from typing import IO, Any
 
 from dstrain.choices import Hub
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.facts.caches import hf_home, hf_hub_cache, is_hub_offline
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 """Files of a model."""
+OFFLINE = "HF_HUB_OFFLINE"
+"""The variable with which Transformers, datasets and kernels read the cache of the Hugging Face hub alone."""
 TIMEOUT_S = 10.0
 MAX_BYTES = 8 * 2**20
 _MOST = 2**48
@@ -45,7 +48,7 @@ def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> di
     if cached is not None:
         return parse_config(cached.read_text(encoding="utf-8"), str(cached))
     download = _DOWNLOADS[hub].format(model_id)
-    if hub is Hub.HF and _is_offline():
+    if hub is Hub.HF and is_hub_offline(os.environ):
         raise EnvironmentProblem(
             f'"{model_id}" is not in the cache, and HF_HUB_OFFLINE is set',
             hint=f"Type `unset HF_HUB_OFFLINE`, or with a network connection `{download}`.",
@@ -75,14 +78,14 @@ def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> di
 def is_reached(source: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> bool:
     """Returns whether Transformers may ask the hub for a model; if not, its cache is all there is.
 
-    It would ask for each file again and again, for 20 to 50 seconds. True also of a folder, and if HF_HUB_OFFLINE is
-    set. Raises as `fetch_config` does for a model that is not in the cache.
+    It would ask for each file again and again, for minutes. True also of a folder, and if HF_HUB_OFFLINE is set. Raises
+    as `fetch_config` does for a model that is not in the cache.
     """
     if not is_hub_id(source) or Path(source).exists():
         return True
     if cached_file(source, hub) is None:
         fetch_config(source, hub, timeout_s=timeout_s)
-    elif hub is Hub.HF and not _is_offline():
+    elif hub is Hub.HF and not is_hub_offline(os.environ):
         try:
             _download(_url(source, hub), hub, timeout_s)
         except urllib.error.HTTPError as error:
@@ -90,6 +93,21 @@ def is_reached(source: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> bool:
         except (OSError, http.client.HTTPException, ValueError):
             return False
     return True
+
+
+def for_child(source: str, hub: Hub) -> tuple[dict[str, str], str | None]:
+    """Returns the environment of a child process that loads a model, and a note if that reads the cache alone.
+
+    Raises as `is_reached` does.
+    """
+    if is_reached(source, hub):
+        return dict(os.environ), None
+    return {**os.environ, OFFLINE: "1"}, offline_note(source)
+
+
+def has_data_set(name: str) -> bool:
+    """Returns whether the cache has files of a data set on the Hugging Face hub."""
+    return any((_hf_folder("datasets", name) / "snapshots").glob("*/*"))
 
 
 def offline_note(source: str) -> str:
@@ -156,8 +174,7 @@ def _file_here(source: str, hub: Hub, name: str) -> Path | None:
 
 def _hf_cached(model_id: str, name: str) -> list[Path]:
     """Returns candidate paths: the commit of `main`, then all others, newest first."""
-    root = _variable("HF_HUB_CACHE") or str(_hf_home() / "hub")
-    model = Path(root).expanduser() / f"models--{model_id.replace('/', '--')}"
+    model = _hf_folder("models", model_id)
     others = sorted((model / "snapshots").glob(f"*/{name}"), key=lambda path: path.stat().st_mtime, reverse=True)
     main = model / "refs" / "main"
     if main.is_file():
@@ -165,9 +182,8 @@ def _hf_cached(model_id: str, name: str) -> list[Path]:
     return others
 
 
-def _hf_home() -> Path:
-    fallback = Path(_variable("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    return Path(_variable("HF_HOME") or fallback).expanduser()
+def _hf_folder(kind: str, name: str) -> Path:
+    return hf_hub_cache(os.environ) / f"{kind}--{name.replace('/', '--')}"
 
 
 def _modelscope_cached(model_id: str, file: str) -> list[Path]:
@@ -184,11 +200,6 @@ def _modelscope_cached(model_id: str, file: str) -> list[Path]:
 def _variable(name: str) -> str | None:
     """Returns an environment variable, or None if it is unset or empty."""
     return os.environ.get(name, "").strip() or None
-
-
-def _is_offline() -> bool:
-    values = (_variable("HF_HUB_OFFLINE"), _variable("TRANSFORMERS_OFFLINE"))
-    return any(value is not None and value.upper() in {"1", "ON", "YES", "TRUE"} for value in values)
 
 
 def _endpoint(hub: Hub) -> str:
@@ -237,7 +248,7 @@ def _hf_token() -> str | None:
     token = _variable("HF_TOKEN")
     if token is not None:
         return token
-    stored = Path(_variable("HF_TOKEN_PATH") or _hf_home() / "token").expanduser()
+    stored = Path(_variable("HF_TOKEN_PATH") or hf_home(os.environ) / "token").expanduser()
     try:
         return stored.read_text(encoding="utf-8").strip() or None
     except (OSError, ValueError):

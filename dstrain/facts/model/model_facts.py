@@ -39,6 +39,11 @@ class TensorGroup:
     """Those of the `count` tensors that a job freezes, from 0; without a job all of a vision tower."""
 
     @property
+    def is_quantizable(self) -> bool:
+        """Whether QLoRA holds it in 4 bits: linears outside the head and the vision tower."""
+        return self.is_linear and self.kind not in (Kind.HEAD, Kind.VISION)
+
+    @property
     def num_trained(self) -> int:
         """Elements of the tensors that train if all of the model does."""
         return self.numel * (self.count - len(self.frozen))

@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from dstrain.choices import Hub
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.caches import user_cache
+from dstrain.facts.model import hub_config
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
 from dstrain.facts.model.traced_activations import ActivationProfile, Traced
@@ -122,7 +125,7 @@ def ask(
 
 def cache_folder() -> Path:
     """Returns the folder of the cache: `dstrain/traces` below $XDG_CACHE_HOME, or else below ~/.cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dstrain" / "traces"
+    return user_cache(os.environ) / "dstrain" / "traces"
 
 
 def _file(question: Question, folder: Path | None) -> Path | None:
@@ -155,9 +158,16 @@ def _sources() -> list[Path]:
 
 
 def _run(questions: Sequence[Question], timeout_s: float) -> tuple[Answer, ...]:
-    """Returns the answers of a child process without GPUs; it is offline unless a model brings its own code."""
-    remote = any(question.subject.trust_remote_code for question in questions)
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | ({} if remote else {"HF_HUB_OFFLINE": "1"})
+    """Returns the answers of a child process without GPUs.
+
+    It is offline unless a model brings its own code, which is not in the cache or on a hub that answers.
+    """
+    remote = [question.subject.source or "" for question in questions if question.subject.trust_remote_code]
+    is_online = bool(remote) and all(
+        hub_config.cached_file(source, Hub.HF) is None or hub_config.is_reached(source, Hub.HF)
+        for source in dict.fromkeys(remote)
+    )
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""} | ({} if is_online else {hub_config.OFFLINE: "1"})
     try:
         child = subprocess.run(
             python("-m", "dstrain.train.trace"),

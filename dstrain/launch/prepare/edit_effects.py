@@ -8,20 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Attention, Hub
-from dstrain.config.document import Change, applied
+from dstrain.config.document import REMOVED, Change, applied
 from dstrain.config.edits.edit import read
 from dstrain.config.edits.lock import Lock
 from dstrain.config.edits.manual_edits import Edit
 from dstrain.config.explain.key import remark_text
-from dstrain.config.lint.engine import remarks
+from dstrain.config.lint.engine import errors
+from dstrain.config.lint.finding import Finding, json_pointer
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster import hostfile
 from dstrain.facts.model.model_facts import with_head_of
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
-from dstrain.job.file import looks_local
+from dstrain.job.file import JobFile, looks_local, read_job
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_context import request_of, trace_question
+from dstrain.launch.prepare.lint_job import lint_job
 from dstrain.plan.effect import Effect, effect
 from dstrain.plan.estimate import BF16_STATES, effective, estimate, unplanned_optimizer
 from dstrain.plan.estimate_records import Estimate
@@ -49,7 +51,7 @@ class Measured:
     effect: Effect | None
     """Its effect compared with the generated files; None without an effect or an estimate."""
     note: str | None
-    """Why it has no effect, or how to read the effect."""
+    """What lint says about it beside the other edits, why it has no effect, or how to read the effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class Effects:
     """The effect of all edits; None without an effect or an estimate."""
     reason: str | None
     """Why nothing can be estimated, if so."""
+    num_errors: int
+    """Errors that lint finds in the files with all edits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,26 +82,19 @@ class _Subject:
         Raises InvalidConfig if the edits cannot be estimated.
         """
         if not edits:
-            return self._estimate(self.values)
+            return self.estimate_files(self.values)
         changed = {
             name: applied(
                 value, [Change(pointer=edit.pointer, value=edit.yours) for edit in edits if edit.file == name]
             )
             for name, value in self.values.items()
         }
-        if self._configuration(changed) == self._configuration(self.values):
+        if self.configuration(changed) == self.configuration(self.values):
             return None
-        return self._estimate(changed)
+        return self.estimate_files(changed)
 
-    def remark(self, edit: Edit, judged: Sequence[Edit]) -> str | None:
-        """Returns the remark of lint about an edit of ds_config.json, made with others, that is not planned."""
-        if edit.file != CONFIG:
-            return None
-        config = applied(self.values[CONFIG], [Change(pointer=each.pointer, value=each.yours) for each in judged])
-        findings = remarks(config, edit.pointer, self.workload, job=_job(self.values[JOB]))
-        return remark_text(findings[0]) if findings else None
-
-    def _configuration(self, values: Mapping[str, Any]) -> object:
+    def configuration(self, values: Mapping[str, Any]) -> object:
+        """Returns what the planner sees of the values of files."""
         job = _job(values[JOB])
         return (
             effective(self.workload.model, request_of(job), values[CONFIG]),
@@ -106,29 +103,96 @@ class _Subject:
             frozen_parts(job),
         )
 
-    def _estimate(self, values: Mapping[str, Any]) -> Estimate:
+    def estimate_files(self, values: Mapping[str, Any]) -> Estimate:
+        """Returns the estimate of the values of files."""
         job = _job(values[JOB])
         model = with_frozen(self.workload.model, job)
         return estimate(replace(self.workload, model=model), request_of(job), values[CONFIG])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edited:
+    """Generated files with the edits that stay in them."""
+
+    job: Job
+    estimate: Estimate
+    effect: Effect
+    """What the edits change."""
+
+
+def edited(workload: Workload, generated: Mapping[str, str], files: Mapping[str, str]) -> Edited | None:
+    """Returns what files train that were edited since they were generated; None if the configuration is the same.
+
+    Raises DstrainError if they cannot be estimated.
+    """
+    before, after = ({name: read(texts[name], name) for name in (CONFIG, JOB)} for texts in (generated, files))
+    subject = _Subject(workload=workload, values=before)
+    if subject.configuration(after) == subject.configuration(before):
+        return None
+    estimates = [subject.estimate_files(values) for values in (before, after)]
+    return Edited(job=_job(after[JOB]), estimate=estimates[1], effect=effect(*estimates))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Linted:
+    """What lint says of the files with all edits."""
+
+    job: JobFile | None = None
+    findings: tuple[Finding, ...] = ()
+
+    def of(self, edit: Edit) -> list[Finding]:
+        """Returns the findings at the place of an edit, errors first."""
+        if edit.file == CONFIG:
+            at = f"{json_pointer(edit.pointer)}/"
+            findings = [finding for finding in self.findings if f"{finding.pointer}/".startswith(at)]
+        elif edit.file == JOB and self.job is not None and edit.yours is not REMOVED:
+            at_job = self.job.locate(edit.pointer)
+            findings = [finding for finding in self.findings if not finding.pointer and finding.place == at_job]
+        else:
+            return []
+        return [*errors(findings), *(finding for finding in findings if finding not in errors(findings))]
+
+
+def _linted(folder: Path) -> _Linted:
+    """Returns what lint says of the files of a folder; nothing of files that cannot be read."""
+    try:
+        file = read_job(folder / JOB) if (folder / JOB).is_file() else None
+        return _Linted(job=file, findings=tuple(lint_job(file, folder / CONFIG).findings))
+    except DstrainError:
+        return _Linted()
+
+
 def effects(folder: Path, lock: Lock, edits: Sequence[Edit]) -> Effects:
-    """Returns the effect of each edit alone and of all together, for the model and the machines of the lock."""
+    """Returns the effect of each edit alone and of all together, for the model and the machines of the lock.
+
+    What lint says of an edit is about the files as they are, with all edits.
+    """
+    linted = _linted(folder) if edits else _Linted()
+    num_errors = len(errors(linted.findings))
     try:
         subject = _subject(folder, lock)
         before = subject.estimate([])
     except DstrainError as error:
-        bare = tuple(Measured(edit=edit, effect=None, note=None) for edit in edits)
-        return Effects(edits=bare, together=None, reason=error.problem)
+        bare = tuple(Measured(edit=edit, effect=None, note=_remark(linted.of(edit))) for edit in edits)
+        return Effects(edits=bare, together=None, reason=error.problem, num_errors=num_errors)
     assert before is not None, "what was generated is always estimated"
     pair = [edit for edit in edits if edit.file == CONFIG and edit.pointer in _BF16_KEYS]
-    measured = tuple(_measured(subject, before, edit, pair if edit in pair else [edit]) for edit in edits)
+    measured = tuple(
+        _measured(subject, before, edit, pair if edit in pair else [edit], linted.of(edit)) for edit in edits
+    )
     counted = [row.edit for row in measured if row.effect is not None]
     after = subject.estimate(counted) if counted else None
-    return Effects(edits=measured, together=None if after is None else effect(before, after), reason=None)
+    together = None if after is None else effect(before, after)
+    return Effects(edits=measured, together=together, reason=None, num_errors=num_errors)
 
 
-def _measured(subject: _Subject, before: Estimate, edit: Edit, judged: Sequence[Edit]) -> Measured:
+def _remark(findings: Sequence[Finding]) -> str | None:
+    return remark_text(findings[0]) if findings else None
+
+
+def _measured(
+    subject: _Subject, before: Estimate, edit: Edit, judged: Sequence[Edit], findings: Sequence[Finding]
+) -> Measured:
     """Returns an edit with its effect; `judged` are those that work only together, itself among them."""
     if edit.file == JOB and edit.pointer[:1] == ("model",):
         return Measured(edit=edit, effect=None, note="another model: dstrain plan shows its needs")
@@ -140,11 +204,10 @@ def _measured(subject: _Subject, before: Estimate, edit: Edit, judged: Sequence[
         return Measured(edit=edit, effect=None, note=f"no estimate: {error.problem}")
     as_adamw = _as_adamw(edit)
     if after is None:
-        said = filter(None, (subject.remark(edit, judged), as_adamw))
-        why = "; ".join(said) or _WITHOUT_EFFECT[edit.file]
-        return Measured(edit=edit, effect=None, note=why)
-    note = _TOGETHER if len(judged) > 1 else as_adamw
-    if edit.file == JOB and edit.pointer == ("packing",) and edit.yours is True:
+        said = filter(None, (_remark(findings), as_adamw))
+        return Measured(edit=edit, effect=None, note="; ".join(said) or _WITHOUT_EFFECT[edit.file])
+    note = _remark(errors(findings)) or (_TOGETHER if len(judged) > 1 else as_adamw)
+    if note is None and edit.file == JOB and edit.pointer == ("packing",) and edit.yours is True:
         note = _PACKED + (_MASKED if before.configuration.kernels.attn is Attention.SDPA else "")
     return Measured(edit=edit, effect=effect(before, after), note=note)
 

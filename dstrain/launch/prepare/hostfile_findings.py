@@ -24,7 +24,7 @@ SLOTS = "DS806"
 DATA = "DS808"
 """The rule about the data of a job."""
 ABSENT = "DS812"
-"""The rule about inputs of a job that are not on this machine."""
+"""The rule about inputs and packages of a job that are not on this machine."""
 OUTSIDE = MappingProxyType(
     {
         SYNTAX: "a file that cannot be parsed",
@@ -32,7 +32,8 @@ OUTSIDE = MappingProxyType(
         HOSTFILE: "an invalid line of the hostfile, or a placeholder",
         SLOTS: "slots of the hostfile that differ from the GPUs of the machine or of the plan",
         DATA: "data of the job that cannot be read, trained on or held out, or keys of evaluations which it lacks",
-        ABSENT: "an input of the job (model, adapter, data, checkpoint) that is not set, or not whole on this machine",
+        ABSENT: "an input of the job (model, adapter, data, checkpoint) that is not set or not whole on this "
+        "machine, or a package that is not installed on it",
     }
 )
 """Rules that apply without a parsable ds_config.json: id → title."""
@@ -82,7 +83,7 @@ def of_unset(error: DstrainError, place: Place) -> Finding:
 
 
 def of_absent(error: DstrainError, place: Place) -> Finding:
-    """Returns an input that this machine lacks, or has not whole, as a finding: another machine may train."""
+    """Returns an input or package that this machine lacks, or has not whole, as a finding: another one may train."""
     effect = "dstrain run refuses it, unless the machine that starts the run has it"
     return replace(of_job(error, place), rule=ABSENT, severity=Severity.WARNING, effect=effect)
 

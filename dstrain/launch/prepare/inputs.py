@@ -7,10 +7,10 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, located
 from dstrain.facts.data import datafile
 from dstrain.facts.data.rows import require_there
-from dstrain.facts.model import model_files
+from dstrain.facts.model import hub_config, model_files
 from dstrain.job.adapter import read_adapter
 from dstrain.job.data_source import DataSource
 from dstrain.job.file import JobFile, looks_local
@@ -43,14 +43,29 @@ def check_model(file: JobFile) -> None:
             place=place,
             hint="Training needs weights; a config.json alone is enough for gen-config only.",
         )
-    try:
+    with located("model", place=place):
         model_files.read(folder)
-    except InvalidConfig as error:
-        raise InvalidConfig(f"model: {error.problem}", place=place, hint=error.hint) from None
     if not model_files.has_tokenizer(folder):
         raise InvalidConfig(
             f"{shown(job.model)} has no tokenizer", place=place, hint="Copy the files of the tokenizer into it."
         )
+
+
+def missing_in_cache(job: Job) -> str | None:
+    """Returns what of a job's model and data is not in the cache of the Hugging Face hub, or None."""
+    config = hub_config.cached_file(job.model, job.hub)
+    folder = config.parent if config is not None else Path(job.model)
+    try:
+        model_files.read(folder)
+    except InvalidConfig as error:
+        return error.problem
+    names = (model_files.MODEL, f"{model_files.MODEL}{model_files.INDEX}")
+    if not any((folder / name).is_file() for name in names) and not any(folder.glob("*.bin")):
+        return "the weights"
+    if not model_files.has_tokenizer(folder):
+        return "the tokenizer"
+    data = [path for path in job.data_paths if hub_config.is_hub_id(path) and not Path(path).exists()]
+    return next((path for path in data if not hub_config.has_data_set(path)), None)
 
 
 def check_adapter(file: JobFile) -> None:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from dstrain.choices import Attention, LossKernel, OnBadRow, Optimizer, Precision
 from dstrain.config.lint.finding import Finding
 from dstrain.config.lint.subject import JobContext
-from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig, located
 from dstrain.facts import probe
 from dstrain.facts.attention_kernels import runs_on
 from dstrain.facts.cluster import machines
@@ -42,8 +42,9 @@ from dstrain.launch.prepare.inputs import (
     sources_of,
 )
 from dstrain.launch.prepare.job_context import request_of
-from dstrain.launch.prepare.packages import check_packages
+from dstrain.launch.prepare.packages import check_packages, lacks
 from dstrain.paths import shown
+from dstrain.plan.search.rule import Rule
 from dstrain.plan.search.rules import broken
 from dstrain.units import counted
 
@@ -59,7 +60,8 @@ _PLAIN = {
     "attn": Attention.AUTO,
     "optimizer": Optimizer.ADAMW,
 }
-"""Keys of a job that rules limit, with the value that always works."""
+"""Keys of a job that rules limit, with the value that always works; of two that exclude each other, the latter one
+is to be changed."""
 _LINTED = frozenset({"zero_stage", "task"})
 """Keys whose combinations lint reports."""
 DATA_KEYS = ("data", "eval_data")
@@ -130,19 +132,38 @@ def check_combinations(file: JobFile, model: ModelFacts | None, cluster: Cluster
 
 
 def _check_combination(file: JobFile, key: str, model: ModelFacts | None, cluster: Cluster) -> None:
-    value, plain = getattr(file.job, key), _PLAIN[key]
-    if value == plain:
+    """Raises InvalidConfig if a key breaks rules with the job's other keys, of which none after it in `_PLAIN` does."""
+    job, plain = file.job, _PLAIN[key]
+    if getattr(job, key) == plain:
         return
-    if model is not None:
-        workload = Workload(model=model, cluster=cluster)
-        rules = broken(workload, request_of(file.job).of_model(model))
-        wrong = [rule.says for rule in rules if key in rule.options and _LINTED.isdisjoint(rule.options)]
-    else:
-        leaves = isinstance(value, int) and cluster.num_gpus % value != 0
-        wrong = [f"it does not divide the number of GPUs, {cluster.num_gpus}"] if leaves else []
+    if model is None:
+        value = getattr(job, key)
+        if isinstance(value, int) and cluster.num_gpus % value != 0:
+            says = f"it does not divide the number of GPUs, {cluster.num_gpus}"
+            raise _contradiction(file, [key], says, f"{key}: {_text(plain)}")
+        return
+    rules = broken(Workload(model=model, cluster=cluster), request_of(job).of_model(model))
+    wrong = [rule for rule in rules if _LINTED.isdisjoint(rule.options) and _at_odds(job, rule)[-1:] == [key]]
     if wrong:
-        place, hint = file.locate((key,)), f"Write {key}: {str(plain).lower()}."
-        raise InvalidConfig(f"{key} is {str(value).lower()}, but {'; '.join(wrong)}", place=place, hint=hint)
+        keys = [key, *dict.fromkeys(name for rule in wrong for name in _at_odds(job, rule)[:-1])]
+        cure = wrong[0].cure if len(wrong) == 1 else None
+        says = "; ".join(rule.says for rule in wrong)
+        raise _contradiction(file, keys, says, cure or f"{key}: {_text(plain)}")
+
+
+def _at_odds(job: Job, rule: Rule) -> list[str]:
+    """Returns the keys of a rule that are not plain, in the order of `_PLAIN`: the last one gives way."""
+    return [name for name, plain in _PLAIN.items() if name in rule.options and getattr(job, name) != plain]
+
+
+def _contradiction(file: JobFile, keys: Sequence[str], says: str, cure: str) -> InvalidConfig:
+    """Returns the error of keys that a rule contradicts, at the first one."""
+    values = " and ".join(f"{key} is {_text(getattr(file.job, key))}" for key in keys)
+    return InvalidConfig(f"{values}, but {says}", place=file.locate((keys[0],)), hint=f"Write {cure}.")
+
+
+def _text(value: object) -> str:
+    return str(value).lower()
 
 
 def check_data(file: JobFile, *, opens_images: bool = False) -> list[str]:
@@ -162,7 +183,7 @@ def check_data_files(file: JobFile, key: str, *, opens_images: bool = False) -> 
     sources = sources_of(file.job, key)
     notes: list[str] = []
     remaining_bytes = CHECKED_DATA_BYTES
-    try:
+    with located(key, place=file.locate((key,))):
         weights_of(sources)
         for source in sources:
             for path in map(Path, datafile.found(source.path)):
@@ -170,8 +191,6 @@ def check_data_files(file: JobFile, key: str, *, opens_images: bool = False) -> 
                     limit = None if opens_images else remaining_bytes
                     notes += _check_data_file(file.job, source, path, limit_bytes=limit, opens_images=opens_images)
                     remaining_bytes -= path.stat().st_size
-    except InvalidConfig as error:
-        raise InvalidConfig(f"{key}: {error.problem}", place=file.locate((key,)), hint=error.hint) from None
     return notes
 
 
@@ -217,7 +236,7 @@ def _check_media(job: Job, path: Path, named: Sequence[str]) -> None:
 
 def findings(file: JobFile, context: JobContext, *, opens_images: bool = False) -> list[Finding]:
     """Returns lint's findings about keys of a job, about its data files that exist on this machine, and about inputs
-    that do not.
+    and packages that do not.
 
     With `opens_images`, all their images, videos and audios are read.
     """
@@ -232,6 +251,7 @@ def findings(file: JobFile, context: JobContext, *, opens_images: bool = False) 
         *(of_job(error, file.locate((key,))) for key, error in _errors(checks)),
         *(of_unset(error, file.locate((key,))) for key, error in _errors(unset)),
         *(of_absent(error, file.locate((key,))) for key, error in _errors(absent)),
+        *(of_absent(error, file.locate(())) for error in lacks(file)),
     ]
 
 

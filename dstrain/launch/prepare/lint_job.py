@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dstrain.config import jsonc
 from dstrain.config.edits.lock import planned_cluster
 from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.table import key_of
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Finding, lines
 from dstrain.config.lint.subject import JobContext, Subject
-from dstrain.errors import InvalidConfig, did_you_mean
+from dstrain.errors import DstrainError, InvalidConfig, did_you_mean
 from dstrain.facts.this_machine import versions
 from dstrain.job.file import JobFile
 from dstrain.launch.prepare import hostfile_findings, job_checks
@@ -138,6 +140,19 @@ def read_text(path: Path) -> str:
         raise InvalidConfig(f"{shown(str(path))}: cannot be read: {error.strerror}") from None
 
 
+def planned(file: JobFile) -> Estimate | None:
+    """Returns the estimate of a job and its configuration; None if a part of them is unknown or wrong."""
+    path = Path(file.job.ds_config)
+    with suppress(DstrainError):
+        config = jsonc.parse(read_text(path), path.name).value
+        workload = workload_of(job_context(file, planned_cluster(path.parent)))
+        if workload is not None and isinstance(config, dict):
+            from dstrain.plan.estimate import estimate  # as below
+
+            return estimate(workload, request_of(file.job), config)
+    return None
+
+
 def _estimate(subject: Subject) -> Estimate | None:
     """Returns the estimate of a configuration without errors; None if its job, model or cluster is unknown."""
     if subject.job is None or (workload := workload_of(subject)) is None:
@@ -149,7 +164,7 @@ def _estimate(subject: Subject) -> Estimate | None:
 
 def _with_estimate(subject: Subject, estimate: Estimate) -> Subject:
     """Returns the subject with its estimate and the free bytes of the folders it writes to."""
-    output = subject.job.job.output_dir if subject.job is not None else None
+    output = subject.asked.output_dir if subject.asked is not None else None
     nvme = subject.at("zero_optimization.offload_optimizer.nvme_path", None)
     free, free_nvme = _free_bytes(subject, output), _free_bytes(subject, nvme)
     return replace(subject, estimate=estimate, free_disk_bytes=free, free_nvme_bytes=free_nvme)

@@ -101,15 +101,21 @@ def of_ranks(job: Job, model: ModelFacts | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*(module for row in rows for module in row.modules), *kernels)))
 
 
+def lacks(file: JobFile) -> list[EnvironmentProblem]:
+    """Returns an error for every package that the job needs and is not installed, at the key that needs it."""
+    rows = [(row, row.lack) for row in _PACKAGES if row.is_wanted(file.job)]
+    return [
+        EnvironmentProblem(f"{row.value} needs {lack}", hint=row.install, place=file.locate(row.key))
+        for row, lack in rows
+        if lack is not None
+    ]
+
+
 def check_packages(file: JobFile) -> None:
     """Raises EnvironmentProblem with every package that the job needs and is not installed."""
-    lacks = [(row, row.lack) for row in _PACKAGES if row.is_wanted(file.job)]
-    missing = [(row, lack) for row, lack in lacks if lack is not None]
-    if missing:
-        raise EnvironmentProblem(
-            "\n".join(f"{file.locate(row.key)}: {row.value} needs {lack}" for row, lack in missing),
-            hint="\n".join(dict.fromkeys(row.install for row, _ in missing)),
-        )
+    if missing := lacks(file):
+        problem = "\n".join(error.problem for error in missing)
+        raise EnvironmentProblem(problem, hint="\n".join(dict.fromkeys(error.hint or "" for error in missing)))
 
 
 def check_engine_packages(ds_config: Mapping[str, Any], name: str) -> None:

@@ -28,7 +28,7 @@ from dstrain.facts.this_machine import trains_on_cpu, versions, visible_devices
 from dstrain.facts.workload import Workload, measured_workload
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
-from dstrain.launch.prepare import attention, job_checks, packages, resize_checkpoint, resume
+from dstrain.launch.prepare import attention, inputs, job_checks, packages, resize_checkpoint, resume
 from dstrain.launch.prepare.attention import Choice
 from dstrain.launch.prepare.job_context import contents_of, describe, given_link, hosts_of, model_of
 from dstrain.launch.prepare.lint_job import lint_text, read_text, refused
@@ -42,7 +42,7 @@ from dstrain.plan.freezing import unplanned_parts
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
 
-_RETRIES = "each rank asks for up to a minute before that, unless you type export HF_HUB_OFFLINE=1"
+_RETRIES = "each rank asks for minutes before it gives up"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ def prepare(
     hosts = machines.named(hosts or hosts_of(file))
     resuming = resume.resuming(file.job, num_ranks=hosts.num_slots)
     file = replace(file, job=resuming.job)
-    model, cluster, machine_notes = _known(file, hosts, on_cpu=on_cpu)
+    file, model, cluster, machine_notes = _known(file, hosts, on_cpu=on_cpu)
     is_local = machines.is_local(hosts)
     kept = resuming.saved.attn if resuming.saved else None
     file, choice = attention.decide(file, model, cluster, environment, on_cpu=on_cpu, is_local=is_local, kept=kept)
@@ -137,18 +137,31 @@ def with_attention(prepared: PreparedRun, choice: Choice) -> PreparedRun:
     return replace(prepared, job=job, estimate=estimate, attention=choice)
 
 
-def _known(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[ModelFacts | None, Cluster, list[str]]:
-    """Returns the model, the machines, and notes. Raises InvalidConfig or EnvironmentProblem for a job that they cannot
-    run."""
+def _known(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[JobFile, ModelFacts | None, Cluster, list[str]]:
+    """Returns the job, its model, its machines, and notes. Raises InvalidConfig or EnvironmentProblem for a job that
+    they cannot run."""
     is_local = machines.is_local(hosts)
     cluster, link_notes = _cluster(file, hosts, on_cpu=on_cpu)
     job_checks.check_machines(file, hosts, cluster, needs_gpus=is_local and not on_cpu)
-    is_reached = not is_local or hub_config.is_reached(file.job.model, file.job.hub)
+    file, hub_notes = _offline(file) if is_local else (file, [])
     model, notes = _model_of(file.job)
-    if not is_reached:
-        notes.append(f"{hub_config.offline_note(file.job.model)}; {_RETRIES}")
     job_checks.check_combinations(file, model, cluster)
-    return model, cluster, [*notes, *link_notes]
+    return file, model, cluster, [*notes, *hub_notes, *link_notes]
+
+
+def _offline(file: JobFile) -> tuple[JobFile, list[str]]:
+    """Returns the job whose ranks read the cache alone if the hub does not answer and all they need is there.
+
+    Transformers would ask for each file again and again: 4 minutes on two ranks. Raises as `is_reached` does.
+    """
+    job = file.job
+    if hub_config.OFFLINE in job.env or hub_config.is_reached(job.model, job.hub):
+        return file, []
+    note, missing = hub_config.offline_note(job.model), inputs.missing_in_cache(job)
+    if missing is not None:
+        return file, [f"{note}, which lacks {missing}; {_RETRIES}"]
+    env = {**job.env, hub_config.OFFLINE: "1"}
+    return replace(file, job=replace(job, env=env)), [f"{note} alone, by ranks with {hub_config.OFFLINE}=1"]
 
 
 def _cluster(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[Cluster, list[str]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from dstrain import child_process
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.ds_config import zero_stage
 from dstrain.facts.this_machine import ACCELERATOR
 from dstrain.launch.prepare.resume import SavedCheckpoint, weights_of
 from dstrain.paths import python, shown
@@ -75,7 +76,7 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
     if saved is None:
         return None
     name = shown(str(saved.folder))
-    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    stage = zero_stage(config)
     if _FAMILY.get(stage) != _FAMILY.get(saved.zero_stage):
         raise InvalidConfig(
             f"{name} was written under ZeRO-{saved.zero_stage}; ZeRO-{stage} cannot load its shards",

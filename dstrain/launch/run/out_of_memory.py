@@ -22,8 +22,8 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.deepspeed.peak_tensors import peak_tensors
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.layers.attention import as_attended
-from dstrain.plan.memory.memory import sharing_ranks
 from dstrain.plan.memory.outside import outside_bytes
+from dstrain.plan.memory.zero import sharing_ranks
 from dstrain.plan.search.out_of_memory import Shortage, evaluated_at_once, fixes, shortage
 from dstrain.records import load_json, to_data, to_json
 from dstrain.rundir import RunDir, read_record

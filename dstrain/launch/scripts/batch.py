@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from dstrain.launch.scripts.script_context import ScriptContext, directive, dire
 from dstrain.rundir import RunDir
 
 WARNING_S = 180
-"""How long before the end of its time a job is asked to save and leave."""
+"""How long before the end of its time a job is asked to save and leave, at least."""
+SPARE_S = 60
+"""The part of it that is more than a step and a checkpoint take by the plan: what runs in between, and the exit."""
 CPUS_PER_GPU = 8
 """CPU cores that a job asks for with each GPU by default: a rank, its data loaders, and offloaded Adam."""
 _UNITS = MappingProxyType({"d": 86400, "h": 3600, "m": 60, "s": 1})
@@ -27,6 +30,8 @@ class Batch:
 
     time_s: int
     """Time limit of the job."""
+    warning_s: int = WARNING_S
+    """How long before its end it is asked to save and leave."""
     cpus: int | None = None
     memory_bytes: int | None = None
     partition: str | None = None
@@ -36,7 +41,16 @@ class Batch:
     reservation: str | None = None
 
 
-def parse_time(text: str) -> int:
+def warning_s(step_s: float, checkpoint_s: float) -> int:
+    """Returns how long before the end of its time a job is asked to save, so that a step and a checkpoint fit in it.
+
+    >>> warning_s(1.5, 20.0), warning_s(24.0, 229.0)
+    (180, 330)
+    """
+    return max(WARNING_S, 30 * math.ceil((step_s + checkpoint_s + SPARE_S) / 30))
+
+
+def parse_time(text: str, warning_s: int = WARNING_S) -> int:
     """Returns seconds. Raises InvalidConfig for an invalid time, or one too short for a run to save before its end.
 
     >>> parse_time("1d12h"), parse_time("90m"), parse_time("04:00:00"), parse_time("2-00:00:00")
@@ -51,10 +65,10 @@ def parse_time(text: str) -> int:
         total_s = sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([dhms])", text))
     else:
         raise InvalidConfig(f'--time "{text}" is not a time', hint="Write 24h, 90m, 1d12h or 04:00:00.")
-    if total_s < 2 * WARNING_S:
+    if total_s < 2 * warning_s:
         raise InvalidConfig(
-            f"--time {text}: a job is asked to save {WARNING_S} s before its end",
-            hint=f"Give it {4 * WARNING_S}s or more.",
+            f"--time {text}: a job is asked to save {warning_s} s before its end",
+            hint=f"Give it {4 * warning_s}s or more.",
         )
     return total_s
 
@@ -104,8 +118,8 @@ def _values(asked: ScriptContext, batch: Batch, time: str, options: Mapping[str,
         "slots": asked.nodes * cpus,
         "memory_mib": batch.memory_bytes // 2**20 if batch.memory_bytes else None,
         "time": time,
-        "warning_s": WARNING_S,
-        "run_s": batch.time_s - WARNING_S,
+        "warning_s": batch.warning_s,
+        "run_s": batch.time_s - batch.warning_s,
         "directives": [(name, directive(_WORDS[name], value)) for name, value in options.items() if value is not None],
         "logs": directive_path("output_dir", logs(asked)),
     }

@@ -27,6 +27,7 @@ from dstrain.config.templates.templates import render_script, render_yaml
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.data import best_fit
+from dstrain.facts.ds_config import ZERO, section, zero_stage
 from dstrain.job.schema import Job
 from dstrain.launch.scripts.dataset_info import EVALUATION, TRAINING, dataset_info
 from dstrain.launch.scripts.exported_media import THEIR_LIMITS, has_media, media_columns, media_notes, media_settings
@@ -125,15 +126,14 @@ def _shown(value: Any) -> str:
 
 
 def _accelerate(job: Job, config: Mapping[str, Any], hosts: Hosts, *, is_deepspeed: bool) -> Export:
-    zero = config.get("zero_optimization") or {}
     command = "accelerate launch --config_file accelerate.yaml train.py"
     values = {
         "deepspeed": is_deepspeed,
         "ranks": hosts.num_slots,
         "nodes": len(hosts.hosts),
         "first_host": hosts.hosts[0].name,
-        "zero3": zero.get("stage") == 3,
-        "offloads": (zero.get("offload_param") or {}).get("device", "none") != "none",
+        "zero3": zero_stage(config) == 3,
+        "offloads": section(section(config, ZERO), "offload_param").get("device", "none") != "none",
         "mixed_precision": "no" if job.precision is Precision.FP32 else job.precision.value,
     }
     files = _script(job, is_deepspeed=is_deepspeed)

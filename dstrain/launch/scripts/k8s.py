@@ -14,6 +14,7 @@ from dstrain.job.file import looks_local
 from dstrain.job.schema import Job
 from dstrain.launch.environment import SAFE_PATH
 from dstrain.launch.scripts.script_context import ScriptContext, one_line
+from dstrain.units import MIB
 
 GRACE_S = 600
 """How long a pod may take to end: one step and one checkpoint."""
@@ -111,6 +112,9 @@ def _checked_pods(pods: Pods) -> dict[str, Any]:
     for what, quantity in (("--shm", pods.shm), ("--cpus", pods.cpus), ("--memory", pods.memory)):
         if quantity is not None:
             _checked(what, quantity, _QUANTITY, 32)
+            if what != "--cpus" and quantity.isdigit() and 0 < int(quantity) < MIB:
+                hint = f"Write {what} {quantity}Gi."
+                raise InvalidConfig(f"{what} {quantity} has no unit: it would be bytes", hint=hint)
     return {
         "image": pods.image,
         "namespace": None if pods.namespace is None else _checked("--namespace", pods.namespace, _SUBDOMAIN, 63),

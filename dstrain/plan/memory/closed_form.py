@@ -39,25 +39,13 @@ def _instants(model: ModelFacts, configuration: Configuration, ranks: int) -> It
         numel = unit.get(instant.name, head)
         yield Peak(
             name=instant.name,
-            params=0,
             grads=_grads(model, configuration, ranks, instant),
-            optimizer=0,
             buffers=engine.backward if instant.name in AFTER_GRADIENTS else 0,
             gathered=gathered_bytes(counts, configuration, numel, head_numel=head),
             activations=instant.activations,
             logits=instant.logits,
         )
-    model_states = states(counts, configuration, ranks)
-    yield Peak(
-        name="optimizer step",
-        params=0,
-        grads=model_states.grads,
-        optimizer=0,
-        buffers=engine.step,
-        gathered=0,
-        activations=0,
-        logits=0,
-    )
+    yield Peak(name="optimizer step", grads=states(counts, configuration, ranks).grads, buffers=engine.step)
 
 
 def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant: Instant) -> int:

@@ -6,8 +6,11 @@ from dataclasses import dataclass
 
 from dstrain.choices import Method, Precision
 from dstrain.facts.model.model_facts import Kind, ModelFacts
+from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import Trained, quantized_bytes_per_param
+from dstrain.plan.memory.zero import sharing_ranks
 
 _DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
 
@@ -35,6 +38,17 @@ class Machine:
     """Memory of one GPU."""
     outside_bytes: int
     """Memory of one GPU outside of PyTorch."""
+
+
+def machine_of(workload: Workload, configuration: Configuration) -> Machine:
+    """Returns the machine on which a workload's model is loaded."""
+    cluster = workload.cluster
+    return Machine(
+        num_ranks=sharing_ranks(cluster, configuration),
+        ranks_per_node=cluster.gpus_per_node,
+        gpu_bytes=cluster.gpu.memory_bytes,
+        outside_bytes=outside_bytes(cluster, configuration, workload.measured),
+    )
 
 
 def loading(model: ModelFacts, counts: Trained, configuration: Configuration, machine: Machine) -> Loading:
@@ -109,8 +123,7 @@ def _quantised_at_once(model: ModelFacts, configuration: Configuration) -> int:
     """Returns the bytes of the largest weight that is sent to the GPU to be quantised there."""
     if configuration.model.method is not Method.QLORA:
         return 0
-    outside = (Kind.HEAD, Kind.VISION)
-    sizes = (group.numel for group in model.tensors if group.is_linear and group.kind not in outside)
+    sizes = (group.numel for group in model.tensors if group.is_quantizable)
     return configuration.model.item * max(sizes, default=0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
@@ -12,13 +11,13 @@ from dstrain.plan.memory import closed_form, pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.layers.attention import as_attended
-from dstrain.plan.memory.loading import Loading, Machine, loading
+from dstrain.plan.memory.loading import Loading, loading, machine_of
 from dstrain.plan.memory.optimizer_states import stepped_bytes_per_param
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import Trained, trained, trained_on_rank
 from dstrain.plan.memory.peak import Detail, Peak
 from dstrain.plan.memory.reserved import Held, held_by_allocator, workspace_bytes
-from dstrain.plan.memory.zero import States, pinned, pinned_waste, states
+from dstrain.plan.memory.zero import States, pinned, pinned_waste, sharing_ranks, states
 from dstrain.units import GIB
 
 BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
@@ -124,7 +123,7 @@ def memory(
         logits=peak.logits,
         workspace=workspace,
         fragmentation=held.settled - live,
-        context=0 if cluster.gpu.is_cpu else outside_bytes(cluster, configuration, measured),
+        context=outside_bytes(cluster, configuration, measured),
     )
     load = _load(workload, configuration, counts)
     return Memory(
@@ -156,21 +155,9 @@ def _states(model: ModelFacts, configuration: Configuration, ranks: int, detail:
 
 def _load(workload: Workload, configuration: Configuration, counts: Trained) -> Loading:
     """Returns the peak while the model is loaded, with the processes of the node's ranks."""
-    cluster = workload.cluster
-    machine = Machine(
-        num_ranks=sharing_ranks(cluster, configuration),
-        ranks_per_node=cluster.gpus_per_node,
-        gpu_bytes=cluster.gpu.memory_bytes,
-        outside_bytes=0 if cluster.gpu.is_cpu else outside_bytes(cluster, configuration, workload.measured),
-    )
-    load = loading(workload.model, counts, configuration, machine)
-    baseline = cluster.gpus_per_node * BASELINE_HOST_BYTES_PER_RANK
+    load = loading(workload.model, counts, configuration, machine_of(workload, configuration))
+    baseline = workload.cluster.gpus_per_node * BASELINE_HOST_BYTES_PER_RANK
     return replace(load, host_bytes_per_node=baseline + load.host_bytes_per_node)
-
-
-def sharing_ranks(cluster: Cluster, configuration: Configuration) -> int:
-    """Returns how many ranks share states, sequence-parallel ranks included."""
-    return max(1, cluster.num_gpus // configuration.parallel.tp)
 
 
 def _peak(workload: Workload, configuration: Configuration, detail: Detail) -> Peak:

@@ -53,7 +53,9 @@ SHARED_NETWORK_BYTES = 512 * MIB
 
 
 def outside_bytes(cluster: Cluster, configuration: Configuration, measured: Measured = NOTHING) -> int:
-    """Returns the bytes of one GPU outside of PyTorch: context and NCCL, as measured or by the rules above."""
+    """Returns the bytes of one GPU outside of PyTorch: context and NCCL, as measured or the rules above; 0 on CPUs."""
+    if cluster.gpu.is_cpu:
+        return 0
     context = context_bytes(cluster.gpu) if measured.context_bytes is None else measured.context_bytes
     nccl = nccl_bytes(cluster, configuration)
     if measured.nccl_bytes is not None and cluster.num_gpus > 1:

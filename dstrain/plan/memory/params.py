@@ -11,6 +11,7 @@ from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import Configuration, Parallel
+from dstrain.plan.memory.adapters import adapted, adapted_experts, adapter_sizes, kept_whole, lora_params
 from dstrain.plan.memory.optimizer_states import muon_flops
 
 NF4_BYTES_PER_PARAM = 0.5 + 1 / 64 + 4 / (64 * 256)
@@ -81,80 +82,6 @@ def _whole_shares(flat_groups: tuple[tuple[int, ...], ...], num_ranks: int) -> l
                 shares[rank] += numel
             start += numel
     return shares
-
-
-def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
-    """Returns the linears that get an adapter: by name, or every one outside the head and the vision tower.
-
-    Of a mixture of experts `all-linear` means those of attention, as dstrain tells PEFT, which would add the experts.
-    Source: peft 0.21 tuners_utils.py: _maybe_include_all_linear_layers (the output layer is left out).
-    """
-    linears = [group for group in model.tensors if group.is_linear and group.kind is not Kind.VISION]
-    if lora.targets == ("all-linear",):
-        kinds = (Kind.ATTENTION,) if model.moe is not None else (Kind.ATTENTION, Kind.MLP)
-        return [group for group in linears if group.kind in kinds]
-    return [group for group in linears if is_target(group.name.removesuffix(".weight"), lora)]
-
-
-def adapted_experts(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
-    """Returns the stacked weights of experts of which each expert gets an adapter."""
-    return [group for group in stacked_experts(model) if lora.adapts_experts(group.name)]
-
-
-def stacked_experts(model: ModelFacts) -> list[TensorGroup]:
-    """Returns the weights that hold the matrices of all experts of a layer: (experts, out, in)."""
-    return [group for group in model.tensors if group.kind is Kind.EXPERT and len(group.shape) == 3]
-
-
-def adapter_sizes(group: TensorGroup, lora: Lora) -> tuple[int, int]:
-    """Returns the elements of the two matrices of an adapter, of a linear layer or of all experts of a layer: the
-    inputs' and the outputs'.
-
-    Source: peft 0.21 tuners/lora/layer.py: ParamWrapper.update_layer.
-    """
-    *experts, outputs, inputs = group.shape
-    rank = lora.rank * (experts[0] if experts else 1)
-    return rank * inputs, rank * outputs
-
-
-def is_target(name: str, lora: Lora) -> bool:
-    """Returns whether a target of an adapter is the end of a module's name: `q_proj` and `self_attn.q_proj` are."""
-    return any(f".{name}".endswith(f".{target}") for target in lora.targets)
-
-
-def kept_whole(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
-    """Returns the embedding and the head if they train whole beside an adapter (`modules_to_save`), as copies.
-
-    A tied head is the embedding, and PEFT ties their copies. The head of a reward model always trains. Source: peft
-    0.21 utils/other.py: _set_trainable; LoraConfig.ensure_weight_tying; peft_model.py:
-    PeftModelForSequenceClassification.
-    """
-    groups = [group for group in model.tensors if group.kind in (Kind.EMBEDDING, Kind.HEAD)]
-    names = {group.name: [group.name.removesuffix(".weight")] for group in groups}
-    if model.tie_word_embeddings:
-        for group in groups:
-            names[group.name].append("lm_head")
-    scores = [group for group in groups if group.kind is Kind.HEAD and model.num_scores is not None]
-    return scores + [
-        group
-        for group in groups
-        if group not in scores and any(n.endswith(lora.modules_to_save) for n in names[group.name])
-    ]
-
-
-def linear_names(model: ModelFacts) -> list[str]:
-    """Returns the names that an adapter's targets may have, sorted."""
-    linears = (group for group in model.tensors if group.is_linear and group.kind is not Kind.VISION)
-    return sorted({group.name.removesuffix(".weight").split(".")[-1] for group in linears})
-
-
-def lora_params(model: ModelFacts, lora: Lora) -> int:
-    """Returns the parameters of the adapters: rank × (inputs + outputs) for every adapted linear and expert.
-
-    Source: LoRA (arXiv 2106.09685), section 4.1.
-    """
-    groups = (*adapted(model, lora), *adapted_experts(model, lora))
-    return sum(sum(adapter_sizes(group, lora)) * group.count for group in groups)
 
 
 def _flat_groups(model: ModelFacts) -> tuple[tuple[int, ...], ...]:
@@ -287,9 +214,7 @@ def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
     largest = max((*copies, *(max(adapter_sizes(group, lora)) for group in wrapped)), default=0)
     quantized = 0
     if method is Method.QLORA:
-        quantized = sum(
-            g.numel * g.count for g in model.tensors if g.is_linear and g.kind not in (Kind.HEAD, Kind.VISION)
-        )
+        quantized = sum(group.numel * group.count for group in model.tensors if group.is_quantizable)
     return Trained(
         trainable=adapters,
         frozen=model.num_params - quantized,

@@ -22,19 +22,19 @@ class Peak:
 
     name: str
     """The instant: `loss backward`, `layer backward`, `optimizer step` …"""
-    params: int
+    params: int = 0
     """Parameters of this rank's share."""
-    grads: int
+    grads: int = 0
     """Gradients."""
-    optimizer: int
+    optimizer: int = 0
     """Master copy and states."""
-    buffers: int
+    buffers: int = 0
     """Buckets and temporaries of engine and optimizer."""
-    gathered: int
+    gathered: int = 0
     """Parameters that are whole only for a while."""
-    activations: int
+    activations: int = 0
     """Saved tensors and those at work."""
-    logits: int
+    logits: int = 0
     """Logits and the copies of the loss."""
     apart: int = 0
     """Bytes by which the peaks of the streams together exceed this one, as far as that is known."""

@@ -5,17 +5,16 @@ Most published measurements were made so; `--states pure-bf16` and `--states aut
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dstrain.choices import Method, Optimizer, StateDtypes
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import Instant, profile
-from dstrain.plan.memory.params import Trained, quantized_bytes_per_param, trained
+from dstrain.plan.memory.layers.ops import FP32
+from dstrain.plan.memory.params import Trained, is_inside, quantized_bytes_per_param, trained
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.zero import States
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,38 +43,12 @@ def peak(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Pea
     """
     counts = trained(model, configuration.model.method, configuration.model.lora)
     sizes = _sizes(configuration)
-    share = num_ranks if configuration.zero.stage == 3 else 1
-    state_share = num_ranks if configuration.zero.stage >= 1 else 1
-    params = 0
-    if not configuration.zero.offloads_params:
-        params = round((sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)) / share)
-    states = 0 if configuration.zero.is_offloaded else round(sizes.states * counts.trainable / state_share)
+    share, held = num_ranks if configuration.zero.stage == 3 else 1, states(model, configuration, num_ranks)
     profiled = profile(model, configuration)
     instants = [_during(model, configuration, counts, instant, share, num_ranks) for instant in profiled]
-    hosted = configuration.zero.is_offloaded
-    instants.append(
-        Peak(
-            name="optimizer step",
-            params=0,
-            grads=0 if hosted else round(sizes.grad * counts.trainable / state_share),
-            optimizer=0,
-            buffers=round(sizes.step * counts.trainable / state_share) if states else 0,
-            gathered=0,
-            activations=0,
-            logits=0,
-        )
-    )
-    top = max(instants, key=lambda instant: instant.total)
-    return Peak(
-        name=top.name,
-        params=params,
-        grads=top.grads,
-        optimizer=states,
-        buffers=top.buffers,
-        gathered=top.gathered,
-        activations=top.activations,
-        logits=top.logits,
-    )
+    temporary = round(sizes.step * counts.trainable / (num_ranks if configuration.zero.stage >= 1 else 1))
+    instants.append(Peak(name="optimizer step", grads=held.grads, buffers=temporary if held.optimizer else 0))
+    return replace(max(instants, key=lambda instant: instant.total), params=held.params, optimizer=held.optimizer)
 
 
 def _frozen_bytes(model: ModelFacts, configuration: Configuration, counts: Trained) -> float:
@@ -94,20 +67,31 @@ def states(model: ModelFacts, configuration: Configuration, num_ranks: int) -> S
     share = num_ranks if configuration.zero.stage == 3 else 1
     part = counts.trainable / (num_ranks if configuration.zero.stage >= 1 else 1)
     whole = sizes.param * counts.trainable + _frozen_bytes(model, configuration, counts)
-    if configuration.zero.is_offloaded:
-        return States(params=round(whole / share), grads=0, optimizer=0, host=round((sizes.grad + sizes.states) * part))
-    return States(params=round(whole / share), grads=round(sizes.grad * part), optimizer=round(sizes.states * part))
+    params, grads, optimizer = round(whole / share), round(sizes.grad * part), round(sizes.states * part)
+    if configuration.zero.is_offloaded:  # parameters and optimizer leave the GPU together
+        return States(params=0, grads=0, optimizer=0, host=params + grads + optimizer)
+    return States(params=params, grads=grads, optimizer=optimizer)
 
 
 def _sizes(configuration: Configuration) -> _Sizes:
-    """Returns the bytes of one element of each kind; PEFT's adapters are fp32 whatever the rest is."""
-    compute = configuration.model.item
-    is_adapter = not configuration.model.is_full
-    wide = (is_adapter and configuration.code.has_peft) or (
-        configuration.model.state_dtypes is StateDtypes.AUTOCAST and not is_adapter
-    )
-    param = FP32 if wide else compute
-    moments = {
+    """Returns the bytes of one element of each kind."""
+    param, optimizer = _param_item(configuration), configuration.step.optimizer
+    step = param if optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) else 0
+    moments = moment_bytes_per_param(configuration)
+    return _Sizes(compute=configuration.model.item, param=param, grad=param, states=moments, step=step)
+
+
+def _param_item(configuration: Configuration) -> int:
+    """Returns the bytes of one trainable element; PEFT's adapters are fp32 whatever the rest is."""
+    is_autocast = configuration.model.state_dtypes is StateDtypes.AUTOCAST
+    is_wide = is_autocast if configuration.model.is_full else configuration.code.has_peft
+    return FP32 if is_wide else configuration.model.item
+
+
+def moment_bytes_per_param(configuration: Configuration) -> float:
+    """Returns the bytes of optimizer states for each trained parameter; Adafactor's rows and columns are left out."""
+    param = _param_item(configuration)
+    return {
         Optimizer.ADAMW: 2.0 * param,
         Optimizer.ADAMW_FUSED: 2.0 * param,
         Optimizer.ADAMW_8BIT: 2 + 8 / 256,  # two bytes, and an fp32 scale of each for a block of 256
@@ -117,8 +101,6 @@ def _sizes(configuration: Configuration) -> _Sizes:
         Optimizer.SGD: 0.0,
         Optimizer.MUON: 1.0 * param,  # no configuration: a rule
     }[configuration.step.optimizer]
-    step = param if configuration.step.optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) else 0
-    return _Sizes(compute=compute, param=param, grad=param, states=moments, step=step)
 
 
 def _during(
@@ -138,9 +120,7 @@ def _during(
         buffers = round(sizes.grad * counts.trainable)  # DDP's buckets are copies of the gradients
     return Peak(
         name=instant.name,
-        params=0,
         grads=grads,
-        optimizer=0,
         buffers=buffers,
         gathered=gathered,
         activations=instant.activations,
@@ -151,10 +131,9 @@ def _during(
 def _gathered(model: ModelFacts, configuration: Configuration, instant: Instant) -> int:
     """Returns the bytes of the units that FSDP holds whole: the root always, a layer while it works."""
     compute = configuration.model.item
-    root = (Kind.EMBEDDING, Kind.HEAD, Kind.VISION)
-    whole = compute * (model.num_params_of(*root) + model.hidden_size)
+    whole = compute * (model.num_params_of(Kind.EMBEDDING, Kind.HEAD, Kind.VISION) + model.hidden_size)
     if instant.name in ("forward", "layer backward"):
-        inner = [group for group in model.tensors if group.kind not in root and not group.name.startswith("model.")]
+        inner = [group for group in model.tensors if is_inside(group)]
         per_linear: float = compute
         if configuration.model.method is Method.QLORA:
             per_linear = quantized_bytes_per_param(configuration.model.double_quant)

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from dstrain.choices import Offload, Optimizer
+from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import Configuration, Zero
 from dstrain.plan.memory.optimizer_states import has_master, master_item, saved_by_muon, stepped_bytes_per_param
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
@@ -33,6 +34,11 @@ class States:
     def device(self) -> int:
         """All model states on the GPU."""
         return self.params + self.grads + self.optimizer
+
+
+def sharing_ranks(cluster: Cluster, configuration: Configuration) -> int:
+    """Returns how many ranks share states, sequence-parallel ranks included."""
+    return max(1, cluster.num_gpus // configuration.parallel.tp)
 
 
 def states(counts: Trained, configuration: Configuration, num_ranks: int) -> States:

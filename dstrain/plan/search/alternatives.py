@@ -111,7 +111,7 @@ def _flips(chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configurati
     for offload in Offload:
         if offload is not zero.offload:
             other = replace(chosen, zero=replace(zero, offload=offload, offload_ratio=1.0))
-            yield Topic.OFFLOAD, _offload_words(zero.offload), _offload_words(offload), other
+            yield Topic.OFFLOAD, zero.offload.words, offload.words, other
     for is_on in (False, True):
         choice = replace(chosen.checkpointing, enabled=is_on, every_n_layers=1, offload=False)
         if choice != chosen.checkpointing:
@@ -123,10 +123,6 @@ def _flips(chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configurati
         yield Topic.MICRO_BATCH, f"micro-batch {micro_batch}", f"micro-batch {count}", with_batch(chosen, count, accum)
     if zero.hpz > 1:
         yield Topic.HPZ, f"hpZ {zero.hpz}", "no hpZ", replace(chosen, zero=replace(zero, hpz=1))
-
-
-def _offload_words(offload: Offload) -> str:
-    return offload.words
 
 
 FREE = (

@@ -10,11 +10,12 @@ from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import has_layer_code
-from dstrain.plan.memory.loading import Machine, loading
-from dstrain.plan.memory.optimizer_states import has_master, master_item
+from dstrain.plan.memory.loading import loading, machine_of
+from dstrain.plan.memory.optimizer_states import STATES, master_item, stepped_bytes_per_param
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained, is_inside, shard, trained_on_rank
-from dstrain.plan.memory.zero import partition_of
+from dstrain.plan.memory.pytorch_sharding import moment_bytes_per_param
+from dstrain.plan.memory.zero import partition_of, sharing_ranks
 from dstrain.plan.speed.compute import passes
 from dstrain.plan.speed.efficiency import efficiency
 from dstrain.plan.speed.flops import peak_flops_per_s
@@ -22,40 +23,6 @@ from dstrain.plan.speed.optimizer_step import inputs_bytes, stepping
 from dstrain.plan.speed.setting import setting
 from dstrain.plan.speed.traffic import work
 
-MOMENT_BYTES_PER_PARAM = {
-    StateDtypes.MIXED: {
-        Optimizer.ADAMW: 8,
-        Optimizer.ADAMW_FUSED: 8,
-        Optimizer.ADAMW_8BIT: 2,
-        Optimizer.ADAMW_BF16: 4,
-        Optimizer.ADAFACTOR: 0,
-        Optimizer.LION: 4,
-        Optimizer.SGD: 0,
-        Optimizer.MUON: 0,
-    },
-    StateDtypes.PURE_BF16: {
-        Optimizer.ADAMW: 4,
-        Optimizer.ADAMW_FUSED: 4,
-        Optimizer.ADAMW_8BIT: 2,
-        Optimizer.ADAMW_BF16: 4,
-        Optimizer.ADAFACTOR: 0,
-        Optimizer.LION: 2,
-        Optimizer.SGD: 0,
-        Optimizer.MUON: 0,
-    },
-    StateDtypes.AUTOCAST: {
-        Optimizer.ADAMW: 8,
-        Optimizer.ADAMW_FUSED: 8,
-        Optimizer.ADAMW_8BIT: 2,
-        Optimizer.ADAMW_BF16: 4,
-        Optimizer.ADAFACTOR: 0,
-        Optimizer.LION: 4,
-        Optimizer.SGD: 0,
-        Optimizer.MUON: 0,
-    },
-}
-"""Bytes of optimizer state for each trained parameter, at least: two moments of AdamW, one of Lion, in the dtype of
-the copy they belong to; Adafactor's rows and columns and 8-bit scales are left out. Source: the optimizers' papers."""
 LOGITS_BYTES = 8
 """Bytes of each logit that exist at once under the plain loss, at least: its fp32 copy and the log-softmax; the
 half-precision logit itself besides. Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss. The chunked loss has
@@ -115,7 +82,7 @@ def bound(workload: Workload, way: Configuration) -> Bound:
     """
     model, cluster = workload.model, workload.cluster
     counts = trained_on_rank(model, way)
-    ranks = max(1, cluster.num_gpus // way.parallel.tp)
+    ranks = sharing_ranks(cluster, way)
     s = 4 if way.model.state_dtypes is StateDtypes.AUTOCAST else way.model.item
     weights = s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized
     shared = (weights + s * counts.elsewhere) / ranks
@@ -125,8 +92,8 @@ def bound(workload: Workload, way: Configuration) -> Bound:
     is_whole = way.zero.stage == 0 or (way.zero.stage == 1 and not way.zero.overlap_comm)
     grads = way.model.item * (counts.trainable if is_whole else partition)
     is_here = not way.zero.is_offloaded
-    outside = 0 if cluster.gpu.is_cpu else outside_bytes(cluster, way, workload.measured)
-    fixed = outside + params + (states if is_here else _staying_bytes(counts, way, partition))
+    staying = states if is_here else _staying_bytes(counts, way, partition)
+    fixed = outside_bytes(cluster, way, workload.measured) + params + staying
     head, unit = _gathered_bytes(model, way, ranks)
     if way.zero.hpz > 1:
         fixed += (0.99 * weights - head - unit) / way.zero.hpz
@@ -141,7 +108,7 @@ def bound(workload: Workload, way: Configuration) -> Bound:
         logits_bytes=int(_logits_bytes(model, way)),
         layer_bytes=int(layer),
         step_bytes=int(end),
-        load_bytes=_load_bytes(cluster, model, counts, way, int(outside)),
+        load_bytes=_load_bytes(workload, counts, way),
         host_bytes=int(_host_bytes(cluster, way, states, shared)),
     )
 
@@ -174,17 +141,11 @@ def end_s(workload: Workload, way: Configuration) -> float:
     return seconds.optimizer + seconds.cpu_optimizer + seconds.nvme + seconds.pcie_step
 
 
-def _load_bytes(cluster: Cluster, model: ModelFacts, counts: Trained, way: Configuration, outside: int) -> int:
+def _load_bytes(workload: Workload, counts: Trained, way: Configuration) -> int:
     """Returns what loading takes where it may take more than training: 4-bit weights are loaded whole."""
     if not way.model.is_deepspeed or way.model.method is not Method.QLORA:
         return 0
-    machine = Machine(
-        num_ranks=max(1, cluster.num_gpus // way.parallel.tp),
-        ranks_per_node=cluster.gpus_per_node,
-        gpu_bytes=cluster.gpu.memory_bytes,
-        outside_bytes=outside,
-    )
-    return loading(model, counts, way, machine).device_bytes_per_gpu
+    return loading(workload.model, counts, way, machine_of(workload, way)).device_bytes_per_gpu
 
 
 def _waiting_bytes(counts: Trained, way: Configuration, partition: float) -> int:
@@ -211,10 +172,13 @@ def _staying_bytes(counts: Trained, way: Configuration, partition: float) -> flo
     return (_optimizer_bytes(way) + master_item(way.step.optimizer)) * elements
 
 
-def _optimizer_bytes(way: Configuration) -> int:
-    """Returns bytes of master copy and moments for each trained parameter."""
-    master = master_item(way.step.optimizer) if way.model.is_deepspeed and has_master(way.model, way.zero) else 0
-    return master + MOMENT_BYTES_PER_PARAM[way.model.state_dtypes][way.step.optimizer]
+def _optimizer_bytes(way: Configuration) -> float:
+    """Returns bytes of master copy and moments for each trained parameter, without those of Adafactor and Muon."""
+    if not way.model.is_deepspeed:
+        return moment_bytes_per_param(way)
+    optimizer = way.step.optimizer
+    left_out = STATES[optimizer] if optimizer in (Optimizer.ADAFACTOR, Optimizer.MUON) else 0
+    return stepped_bytes_per_param(way) - left_out * master_item(optimizer)
 
 
 def _activation_bytes(model: ModelFacts, way: Configuration) -> tuple[float, float]:

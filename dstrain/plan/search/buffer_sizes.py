@@ -11,6 +11,7 @@ from typing import Any
 from dstrain.choices import Offload
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import DEFAULTS, Configuration
+from dstrain.plan.estimate import auto_sizes
 from dstrain.plan.estimate_records import Estimate
 
 TIGHT, ROOMY = 0, 2
@@ -53,16 +54,8 @@ def sizes(model: ModelFacts, rung: int) -> Mapping[str, Any]:
 
 @cache
 def sizes_of_transformers(model: ModelFacts) -> Mapping[str, Any]:
-    """Returns the buffers of most published runs: "auto" as Transformers fills it in, and DeepSpeed's defaults.
-
-    Source: Transformers 5.23 integrations/deepspeed.py: trainer_config_process (h², 0.9·h², 10·h).
-    """
-    h = model.hidden_size
-    return {
-        "reduce_bucket_size": h * h,
-        "prefetch_bucket_size": int(0.9 * h * h),
-        "param_persistence_threshold": 10 * h,
-    }
+    """Returns the buffers of most published runs: "auto" as Transformers fills it in, and DeepSpeed's defaults."""
+    return {key.removeprefix("stage3_"): size for key, size in auto_sizes(model.hidden_size).items()}
 
 
 def sized(model: ModelFacts, configuration: Configuration, rung: int) -> Configuration:

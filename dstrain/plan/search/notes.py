@@ -17,7 +17,7 @@ from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.estimate import USABLE_GPU_RATIO
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import bf16_losses
-from dstrain.plan.memory.params import adapted_experts
+from dstrain.plan.memory.adapters import adapted_experts
 from dstrain.plan.request import Request
 from dstrain.plan.search import attention, compile_rules, learning_rate
 from dstrain.plan.search.alternatives import liger_gain_ratio

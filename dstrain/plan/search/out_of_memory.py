@@ -95,9 +95,10 @@ class _Change(NamedTuple):
 def shortage(workload: Workload, estimate: Estimate, phase: Phase, measured: Allocator) -> Shortage:
     """Returns what was missing. What an allocation needs at last is unknown: the measured need is the least."""
     memory, parts = estimate.memory, estimate.memory.breakdown_bytes
-    predicted = memory.device_bytes_per_gpu - _outside_bytes(workload, estimate.configuration)
+    outside = outside_bytes(workload.cluster, estimate.configuration, workload.measured)
+    predicted = memory.device_bytes_per_gpu - outside
     if phase is Phase.LOAD:  # the engine makes its states before the first step
-        loaded = memory.load.device_bytes_per_gpu - _outside_bytes(workload, estimate.configuration)
+        loaded = memory.load.device_bytes_per_gpu - outside
         predicted = max(loaded, parts.params + parts.grads + parts.optimizer + parts.buffers)
     return Shortage(
         phase=phase,
@@ -112,7 +113,7 @@ def smaller(workload: Workload, configuration: Configuration, short: Shortage) -
 
     The excess counts in full, however little a configuration needs: what the plan leaves out is often the same for all.
     """
-    usable = short.limit_bytes - short.excess_bytes + _outside_bytes(workload, configuration)
+    usable = short.limit_bytes - short.excess_bytes + outside_bytes(workload.cluster, configuration, workload.measured)
     gpu = replace(workload.cluster.gpu, memory_mib=max(1, usable // MIB))
     return replace(workload, cluster=replace(workload.cluster, gpu=gpu))
 
@@ -167,11 +168,6 @@ def evaluated_at_once(short: Shortage, estimate: Estimate, eval_micro_batch: int
     most = int((USABLE_GPU_RATIO * short.limit_bytes - resident) / per_row) if per_row else 0
     smaller_one = min(most, eval_micro_batch - 1)
     return 2 ** (smaller_one.bit_length() - 1) if smaller_one >= 1 else None
-
-
-def _outside_bytes(workload: Workload, configuration: Configuration) -> int:
-    is_cpu = workload.cluster.gpu.is_cpu
-    return 0 if is_cpu else outside_bytes(workload.cluster, configuration, workload.measured)
 
 
 def _space(workload: Workload, current: Configuration, phase: Phase, stages: Collection[int]) -> Iterator[Candidate]:

@@ -25,6 +25,9 @@ class Rule:
     source: str
     """Where the limit is documented or implemented."""
 
+    cure: str | None = None
+    """What a job says instead, if its plain value is not the only way."""
+
     @property
     def is_of_parallelism(self) -> bool:
         """Whether it limits groups of ranks, whatever the stage of ZeRO."""

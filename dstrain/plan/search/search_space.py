@@ -183,10 +183,15 @@ def _with_loss(workload: Workload, request: Request, start: Configuration) -> Co
     return next((way for way in ways if not any("loss" in rule.options for rule in broken(workload, way))), ways[-1])
 
 
+def row_tokens(request: Request, model: ModelFacts) -> int:
+    """Returns the tokens of the longest row, by default if the request leaves them open."""
+    return request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
+
+
 def with_defaults(workload: Workload, request: Request) -> Configuration:
     """Returns the start of the search: all that does not vary."""
     model, cluster = workload.model, workload.cluster
-    seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, model.max_position_embeddings)
+    seq_len = row_tokens(request, model)
     scaling = rope_scaling.chosen(model, request.rope_scaling, seq_len)
     asked = request.of_model(model)
     return replace(

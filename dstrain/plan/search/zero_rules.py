@@ -41,7 +41,8 @@ ZERO_RULES: tuple[Rule, ...] = (
          breaks=lambda m, k, c: c.step.optimizer is Optimizer.ADAMW_BF16 and c.zero.stage == 0,
          source=_DS + "runtime/config.py: _do_error_check"),
     Rule(name="bf16 states of bf16 weights", options=("optimizer", "precision", "state_dtypes"),
-         says="DeepSpeed keeps master weights in bf16 of weights in bf16",
+         says="adamw_bf16 needs precision bf16: DeepSpeed keeps bf16 master weights of bf16 weights only",
+         cure="precision: bf16, or optimizer: adamw",
          breaks=lambda m, k, c: c.step.optimizer is Optimizer.ADAMW_BF16
          and (c.model.precision is not Precision.BF16 or not c.model.is_deepspeed),
          source=_DS + "runtime/base_optimizer.py: _configure_master_weights"),

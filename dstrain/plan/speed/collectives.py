@@ -10,6 +10,7 @@ from dstrain.choices import StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
+from dstrain.plan.memory.zero import sharing_ranks
 from dstrain.plan.speed.efficiency import Efficiency
 from dstrain.plan.speed.nccl import START_S, Wire, collective_s
 from dstrain.plan.speed.traffic import Work
@@ -109,7 +110,7 @@ class _Part:
 def _parts(cluster: Cluster, c: Configuration, work: Work) -> list[_Part]:
     """Returns the parameters of a rank: what AutoTP leaves; the experts that AutoEP leaves are apart."""
     tp, ep, counts = c.parallel.tp, c.parallel.ep, work.counts
-    ranks = max(1, cluster.num_gpus // tp)
+    ranks = sharing_ranks(cluster, c)
     experts = work.num_expert_params if ep > 1 else 0
     replicated = _Part(
         trainable=(counts.trainable - experts) / tp,

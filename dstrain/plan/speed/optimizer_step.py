@@ -11,6 +11,7 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.multiprocessors import MULTIPROCESSORS
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.optimizer_states import master_item
+from dstrain.plan.memory.zero import sharing_ranks
 from dstrain.plan.speed.efficiency import CPU_ADAM_BYTES_PER_PARAM, PAGEABLE_RATIO, Efficiency
 from dstrain.plan.speed.flops import peak_flops_per_s
 from dstrain.plan.speed.traffic import Work
@@ -97,7 +98,7 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
     async_inplace_copy_grad_to_fp32_buffer_from_gpu.
     """
     c, counts = configuration, work.counts
-    ranks = max(1, cluster.num_gpus // c.parallel.tp)
+    ranks = sharing_ranks(cluster, c)
     share = counts.trainable / c.parallel.tp / (ranks if c.zero.stage else 1)
     offloaded = share * (c.zero.offload_ratio if c.zero.stage == 3 else 1.0) if c.zero.is_offloaded else 0.0
     shards = c.model.item * (counts.trainable + counts.frozen) / c.parallel.tp / ranks

@@ -16,7 +16,7 @@ from dstrain.plan.configuration import (
     TrainedModel,
 )
 from dstrain.plan.memory.layers.attention import AT_ONCE_TOKENS, MOST_APART, as_attended
-from dstrain.plan.training_code import ExpertLoop, TrainingCode
+from dstrain.plan.training_code import ExpertLoop, TrainingCode, needs_reentrant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +52,8 @@ class Setting:
     @property
     def is_reentrant(self) -> bool:
         """Whether checkpointing computes all of a layer again, as its reentrant form does for adapters under ZeRO-3."""
-        adapter_under_zero3 = not self.model.is_full and self.zero_stage == 3 and self.model.is_deepspeed
-        return self.code.is_reentrant or adapter_under_zero3
+        is_needed = self.model.is_deepspeed and needs_reentrant(self.model.method, self.zero_stage)
+        return self.code.is_reentrant or is_needed
 
     @property
     def loss_tokens(self) -> float:

@@ -10,8 +10,9 @@ from typing import Generic, TypeVar
 from dstrain.choices import Method, Precision
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup, Vision
 from dstrain.plan.configuration import Configuration, TrainedModel
+from dstrain.plan.memory.adapters import adapted, kept_whole
 from dstrain.plan.memory.layers.kernels import fused_parts
-from dstrain.plan.memory.params import Trained, adapted, kept_whole, trained
+from dstrain.plan.memory.params import Trained, trained
 from dstrain.plan.speed.flops import Product, flops_per_token, products
 from dstrain.plan.speed.kernel_costs import (
     ADAPTER_INPUT,
@@ -285,16 +286,15 @@ def _add_adapters(tally: _Tally, groups: list[TensorGroup], trained_model: Train
 
     Forward: input 2 (5 more with dropout), output of both products 2, scaled 4, summed 6. Backward: output's gradient
     scaled 4 and read twice 4, input read 2, its gradient written 2 and summed 6. In fp32 the same in 4 bytes, with
-    casts there and back. Source: traces of peft 0.21 on Transformers 5.23, exact.
+    casts there and back. An embedding's input is an index. Source: traces of peft 0.21 on Transformers 5.23, exact.
     """
-    inputs = sum(group.shape[1] * group.count for group in groups)
-    outputs = sum(group.shape[0] * group.count for group in groups)
+    inputs = sum(group.shape[1] * group.count for group in groups if group.kind is not Kind.EMBEDDING)
+    outputs = sum(group.shape[group.kind is Kind.EMBEDDING] * group.count for group in groups)
     count = sum(group.count for group in groups)
     dropped, also = (5.0, 1) if trained_model.lora.dropout > 0 else (0.0, 0)
     dropout = Cost(forward=dropped, backward=dropped, forward_kernels=also, backward_kernels=also)
-    has_fp32_adapters = not trained_model.is_deepspeed and code.has_peft
-    into, out = (FP32_ADAPTER_INPUT, FP32_ADAPTER_OUTPUT) if has_fp32_adapters else (ADAPTER_INPUT, ADAPTER_OUTPUT)
-    if code.adapter_costs is not None:
-        into, out = code.adapter_costs
+    is_wide = not trained_model.is_deepspeed and code.has_peft
+    plain = (FP32_ADAPTER_INPUT, FP32_ADAPTER_OUTPUT) if is_wide else (ADAPTER_INPUT, ADAPTER_OUTPUT)
+    into, out = code.adapter_costs or plain
     for cost, width in ((into, inputs), (out, outputs), (dropout, inputs)):
         tally.add(cost, width, count, is_sharded=True, scale=2.0 if trained_model.precision is Precision.FP32 else 1.0)

@@ -23,9 +23,12 @@ from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidCo
 from dstrain.facts.model.model_files import ADAPTER, PROCESSOR_FILES, read
 from dstrain.rundir import RunDir, read_record
 from dstrain.train import rope_scaling, scoring
+from dstrain.train.adapters import untie
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
 from dstrain.train.checkpoints.saved_model import DTYPES, converted, family_of, require_whole_model
 from dstrain.train.rank import quieten
+
+_UNTIED = "the exported model has a head of its own, because the adapter changes the embedding or the head alone"
 
 
 def export(source: Path, out: Path, *, precision: Precision | None = None) -> Path:
@@ -104,7 +107,10 @@ def _merged(folder: Path, precision: Precision | None) -> Any:
     rows = [tensor.shape[0] for name, tensor in read(folder, ADAPTER).items() if name.endswith("embed_tokens.weight")]
     if rows and rows[0] != model.config.get_text_config().vocab_size:  # with new tokens
         model.resize_token_embeddings(rows[0], mean_resizing=False)
-    return PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    adapted = PeftModel.from_pretrained(model, str(folder))
+    if untie(adapted):
+        print(f"{_UNTIED}: {base} has one weight for both", file=sys.stderr)
+    return adapted.merge_and_unload()
 
 
 def _gathered(folder: Path, precision: Precision | None) -> Any:

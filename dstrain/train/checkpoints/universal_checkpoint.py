@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.facts.ds_config import ZERO, section
 from dstrain.paths import flush, write_atomic
 from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART
 from dstrain.train.checkpoints.checkpoints import is_converted, refuse_damaged
@@ -100,8 +101,7 @@ def _refuse_round_robin(shards: Path, config: Any) -> None:
 
     Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: _link_all_hp_params
     """
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    if isinstance(zero, Mapping) and zero.get("round_robin_gradients"):
+    if isinstance(config, Mapping) and section(config, ZERO).get("round_robin_gradients"):
         raise InvalidConfig(
             f"{shards} was written with zero_optimization.round_robin_gradients: its weights would be mixed up"
         )

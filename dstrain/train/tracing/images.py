@@ -18,6 +18,7 @@ from dstrain.facts.data.row_contents import seen_samples
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.train.checkpoints.saved_model import DTYPES
 from dstrain.train.data.collate import without_adapter
+from dstrain.train.tracing.tracker import StorageTracker
 
 _LEAVE_OUT = "Leave out the image patches: the language model alone can be traced."
 
@@ -28,7 +29,10 @@ def inputs(question: Question, model: Any) -> dict[str, Any]:
     Raises InvalidConfig if images of the family cannot be traced, or not so many patches.
     """
     base, tower, takes = _seeing(model)
-    made = _grids(question, tower) if "image_grid_thw" in takes else _crops(question, base, tower)
+    if "image_position_ids" in takes:
+        made = _places(question, tower)
+    else:
+        made = _grids(question, tower) if "image_grid_thw" in takes else _crops(question, base, tower)
     shape = (question.micro_batch, question.seq_len)
     if "token_type_ids" in takes:
         made["token_type_ids"] = whole_numbers(shape)
@@ -51,6 +55,8 @@ def sizes(model: Any) -> dict[str, int]:
     base, tower, takes = _seeing(model)
     if "image_grid_thw" in takes:
         return {}
+    if "image_position_ids" in takes:
+        return {"patch_size": tower.patch_size, "spatial_merge_size": tower.pooling_kernel_size}
     try:
         side, patch_side = _sides(tower)
         of_crop = (side // patch_side) ** 2
@@ -66,7 +72,7 @@ def _tokens(model: Any, patches: int) -> int:
     tokens: list[int] = []
     features = without_adapter(model).model.get_image_features
     takes = signature(features).parameters
-    with torch.no_grad(), at_work(model, tokens.append):
+    with torch.no_grad(), at_work(model, tokens.append), StorageTracker(round_bytes=1, known=()):
         made = inputs(Question(subject=Subject(config={}), image_patches=patches), model)
         without_adapter(model).model.get_image_features(**{name: made[name] for name in made if name in takes})
     return tokens[0]
@@ -79,7 +85,12 @@ def at_work(model: Any, see: Callable[[int], None]) -> Iterator[None]:
     Functions of Transformers' `vision_utils` make indices from grids, which keep their data: their results go where the
     pixels are, but for the borders of images, which code looks into. So it does into sizes, which stay where they are.
     """
-    base, _, _ = _seeing(model)
+    base, _, takes = _seeing(model)
+    features = base.model.get_image_features
+    if "pixel_attention_mask" in takes:
+        features = partial(_unpadded, base.model)
+    elif "image_position_ids" in takes:
+        features = partial(_pooled, base.model, see)
     modules = {sys.modules[type(module).__module__] for module in base.modules()}
     with ExitStack() as stack:
         for module in modules:
@@ -87,7 +98,7 @@ def at_work(model: Any, see: Callable[[int], None]) -> Iterator[None]:
                 if getattr(function, "__module__", None) == "transformers.vision_utils" and name.startswith("get_"):
                     stack.enter_context(patch.object(module, name, _placed(function)))
         stack.enter_context(patch.object(torch, "as_tensor", partial(_stays, torch.as_tensor)))
-        counted = _counted(base.model.get_image_features, see)
+        counted = _counted(features, see)
         stack.enter_context(patch.object(base.model, "get_image_features", counted))
         yield
 
@@ -99,11 +110,8 @@ def _seeing(model: Any) -> tuple[Any, Any, Any]:
     takes = signature(base.forward).parameters
     if tower is None or "pixel_values" not in takes or not hasattr(getattr(base, "model", None), "get_image_features"):
         raise InvalidConfig(f"images of {base.config.model_type} cannot be traced", hint=_LEAVE_OUT)
-    if "image_grid_thw" not in takes and not hasattr(tower, "image_size"):
+    if not {"image_grid_thw", "image_position_ids"} & set(takes) and not hasattr(tower, "image_size"):
         raise InvalidConfig(f"images of {base.config.model_type} cannot be traced", hint=_LEAVE_OUT)
-    if "pixel_attention_mask" in takes:
-        why = "its code looks into their pixels"
-        raise InvalidConfig(f"images of {base.config.model_type} cannot be traced: {why}", hint=_LEAVE_OUT)
     return base, tower, takes
 
 
@@ -115,6 +123,15 @@ def _grids(question: Question, tower: Any) -> dict[str, Any]:
     images = question.micro_batch * _num_samples(question, merge)
     pixels = torch.empty((images * question.image_patches, numel), dtype=DTYPES[question.precision], device="meta")
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]] * images)}
+
+
+def _places(question: Question, tower: Any) -> dict[str, Any]:
+    """Returns one image a sample, as Gemma 4's processor gives it: rows of pixels, and the place of each patch."""
+    grid(question.image_patches, tower.pooling_kernel_size)  # refuses other numbers
+    shape = (question.micro_batch, question.image_patches)
+    pixels = torch.empty((*shape, 3 * tower.patch_size**2), dtype=DTYPES[question.precision], device="meta")
+    kinds = whole_numbers((question.micro_batch, question.seq_len))
+    return {"pixel_values": pixels, "image_position_ids": whole_numbers((*shape, 2)), "mm_token_type_ids": kinds}
 
 
 def _num_samples(question: Question, merge: int) -> int:
@@ -139,7 +156,10 @@ def _crops(question: Question, base: Any, tower: Any) -> dict[str, Any]:
         raise InvalidConfig(f"images of {config.model_type} are not {patches} patches", hint=f"They are {can}, …")
     if pinpoints:
         return _sized((count, crops, channels, side, side), pinpoints[crops], dtype)
-    return {"pixel_values": torch.empty((count * crops, channels, side, side), dtype=dtype, device="meta")}
+    if "pixel_attention_mask" not in signature(base.forward).parameters:
+        return {"pixel_values": torch.empty((count * crops, channels, side, side), dtype=dtype, device="meta")}
+    pixels = torch.empty((count, crops, channels, side, side), dtype=dtype, device="meta")
+    return {"pixel_values": pixels, "pixel_attention_mask": whole_numbers((count, crops, side, side))}
 
 
 def _sized(shape: tuple[int, ...], size: list[int], dtype: torch.dtype) -> dict[str, Any]:
@@ -177,6 +197,42 @@ def grid(patches: int, merge: int) -> tuple[int, int]:
         raise InvalidConfig(f"{patches} image patches are not a multiple of the {merge**2} that become one token")
     height = next(side for side in range(isqrt(blocks), 0, -1) if blocks % side == 0)
     return height * merge, blocks // height * merge
+
+
+def _unpadded(
+    model: Any, pixel_values: torch.Tensor, pixel_attention_mask: torch.Tensor | None = None, **options: Any
+) -> Any:
+    """What Idefics 3 and SmolVLM make of images: their own code looks into pixels for images that are padding.
+
+    Here none is. Source: Transformers 5.23 models/idefics3/modeling_idefics3.py: get_image_features.
+    """
+    samples, crops, *shape = pixel_values.shape
+    pixels = pixel_values.to(dtype=model.dtype).view(samples * crops, *shape)
+    real = whole_numbers((samples * crops,))
+    pixels = pixels.index_select(0, real)
+    if pixel_attention_mask is not None:
+        pixel_attention_mask = pixel_attention_mask.view(samples * crops, *shape[1:]).index_select(0, real)
+    side = shape[-1] // model.config.vision_config.patch_size
+    mask = torch.ones((samples * crops, side, side), dtype=torch.bool)  # with data: code asks whether it is whole
+    outputs = model.vision_model(pixel_values=pixels, patch_attention_mask=mask, **{**options, "return_dict": True})
+    features = model.connector(outputs.last_hidden_state)
+    outputs.pooler_output = [part.reshape(-1, part.shape[-1]) for part in features.split(crops)]
+    return outputs
+
+
+def _pooled(
+    model: Any, see: Callable[[int], None], pixel_values: torch.Tensor, image_position_ids: torch.Tensor, **options: Any
+) -> Any:
+    """What Gemma 4 makes of images without padding: its own code reads from the places how many tokens each becomes.
+
+    Source: Transformers 5.23 models/gemma4/modeling_gemma4.py: get_image_features.
+    """
+    images, patches, _ = pixel_values.shape
+    tokens = patches // model.config.vision_config.pooling_kernel_size**2
+    see(images * tokens)
+    outputs = model.vision_tower(pixel_values=pixel_values, pixel_position_ids=image_position_ids, **options)
+    outputs.pooler_output = model.embed_vision(inputs_embeds=outputs.last_hidden_state).split(tokens)
+    return outputs
 
 
 def _placed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -84,7 +84,8 @@ def _run(model: Any, question: Question, tracker: StorageTracker, anatomy: Anato
         loss = outputs.loss if labels is None else outputs.logits.float().sum()
         if not question.holds_outputs:
             del outputs
-        inputs.pop("pixel_values", None)
+        for name in [name for name in inputs if name.startswith("pixel_")]:
+            del inputs[name]
         tracker.enter_phase("loss backward")
         loss.backward()
     return inputs_bytes

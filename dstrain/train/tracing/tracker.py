@@ -105,7 +105,9 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if index is None or index.dtype is not torch.bool:
                 integers.append(index)
             else:
-                places = torch.empty((self._num_true, index.dim()), dtype=torch.int64, device="meta")
+                is_spread = index.dim() > 1 and index.stride(-1) == 0  # the same for all of the last dimension
+                num_true = self._num_true * (index.shape[-1] if is_spread else 1)
+                places = torch.empty((num_true, index.dim()), dtype=torch.int64, device="meta")
                 self._add(places)
                 integers += places.unbind(1)
         return (source, integers, *rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from dstrain.choices import Precision
 from dstrain.cli.output import explain_file as file_text
 from dstrain.config.document import Change, applied
 from dstrain.config.explain.file import sections
+from dstrain.config.explain.job_key import find, job_keys
 from dstrain.config.explain.key import COUNTED, OF_JOB, Chosen, Here, estimate_of, ways, why
 from dstrain.config.find_key import named
 from dstrain.config.key_bytes import Scale, cost
@@ -154,3 +156,15 @@ def test_no_configuration_that_is_json_breaks_an_explanation(config: dict[str, A
     assert file_text.lines(file_text.explain(Path("ds_config.json"), config, known, None))
     here = Here(config=config, request=asked.request, workload=asked.workload)
     assert estimate_of(here)
+
+
+def test_every_key_of_the_page_of_job_files_is_explained() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "job.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `([^`]+)` \| .*? \| (.+) \|$", page, re.MULTILINE))
+    assert len(rows) > 100
+    for path, meaning in rows.items():
+        (key,) = find(path)
+        assert (key.path, key.meaning) == (path, meaning)
+    assert {path for path, key in job_keys().items() if not key.inside} - rows.keys() - {"env"} == {
+        path for path in job_keys() if path.startswith("eval_data[]")
+    }

@@ -121,6 +121,7 @@ def test_an_absent_key_is_the_tools_default(text: str, name: str, target: str, e
         ("mask_history: true\n", "a.yaml", "loss_on", "last"),
         ("disable_gradient_checkpointing: true\n", "a.yaml", "grad_ckpt", False),
         ("lora_target: q_proj,v_proj\n", "a.yaml", "lora.targets", ["q_proj", "v_proj"]),
+        ("lora_target: all,embed_tokens\n", "a.yaml", "lora.targets", ["embed_tokens"]),
         ("flash_attn: fa2\n", "a.yaml", "attn", "flash_attention_2"),
         ("enable_liger_kernel: true\n", "a.yaml", "liger", True),
         ("flash_attn: auto\n", "a.yaml", "attn", "auto"),
@@ -251,6 +252,11 @@ def test_a_place_in_a_script_is_the_line_of_the_option() -> None:
         ("unfrozen_parameters: [^lm_head.weight$, model.norm]\n", "train_only", ["^lm_head.weight$", "^model.norm"]),
         ("adapter: lora\nlora_modules_to_save: [lm_head]\n", "lora.modules_to_save", ["lm_head"]),
         ("adapter: lora\nlora_target_parameters: [mlp.experts.down_proj]\n", "lora.targets", []),
+        (
+            "adapter: lora\nlora_target_linear: true\nlora_target_modules: [embed_tokens]\n",
+            "lora.targets",
+            ["all-linear", "embed_tokens"],
+        ),
         (
             "adapter: lora\nlora_target_linear: true\nlora_target_parameters: [experts.down_proj]\n",
             "lora.target_parameters",

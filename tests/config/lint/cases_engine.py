@@ -304,7 +304,7 @@ OPTIMIZERS: tuple[Case, ...] = (
     Case(name="a parameter that it does not take", rule="DS502", fix='"weight_decay"',
          text=top('"optimizer": {"type": "AdamW", "params": {"lr": "auto", ⟦"weight_decai": 0.1}}'),
          proof=Raises(words="weight_decai")),
-    Case(name="clipping by the optimizer", rule="DS502", fix="gradient_clipping",
+    Case(name="clipping by the optimizer", rule="DS502", fix="remove it",
          text=top('"optimizer": {"type": "AdamW", "params": {"lr": "auto", ⟦"max_grad_norm": 1.0}}'),
          proof=Raises(words="max_grad_norm")),
     Case(name="an unknown schedule", rule="DS503", fix='"WarmupDecayLR"',

@@ -115,7 +115,7 @@ TEXT_CASES: tuple[Case, ...] = (
     # the text
     Case(name="a colon forgotten", rule="DS001", fix="correct", text='{"zero_optimization" ⟦{"stage": 2}}'),
     Case(name="flase", rule="DS001", fix="correct", text='{"zero_optimization": {"overlap_comm": ⟦flase}}'),
-    Case(name="no object", rule="DS003", fix="correct", text='⟦["zero_optimization"]'),
+    Case(name="no object", rule="DS003", fix="write an object", text='⟦["zero_optimization"]'),
     Case(name="a key twice", rule="DS002", fix="keep one",
          text=AUTO + '  "zero_optimization": {"stage": 3, ⟦"stage": 2}\n}', proof=Becomes(facts={"stage": 2})),
     Case(name="a comment", rule="DS004", fix="leave it", text=AUTO + "  ⟦// mine\n" + ZERO2),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from dstrain.config import jsonc
 from dstrain.config.lint.advisories import ADVISORIES
 from dstrain.config.lint.engine import RULES, check, read
 from dstrain.config.lint.finding import Finding, Severity
 from dstrain.config.lint.subject import Subject
+from dstrain.facts.ds_config import zero_stage
 from dstrain.launch.prepare.hostfile_findings import OUTSIDE
-from tests.config.lint.case import Case, Raises, Says
+from tests.config.lint.case import Becomes, Case, Raises, Says
 from tests.config.lint.cases_engine import ENGINE_CASES
 from tests.config.lint.cases_text import TEXT_CASES
 
@@ -33,6 +35,13 @@ def test_it_is_found_in_its_place_with_its_fix(case: Case) -> None:
     said = [finding for finding in findings(case) if finding.rule == case.rule]
     assert [(each.place.line, each.place.column) for each in said] == [case.place], findings(case)
     assert case.fix in said[0].fix
+
+
+def test_rules_see_the_stage_that_the_engine_runs() -> None:
+    stages = {case.source: case.proof.facts for case in CASES if isinstance(case.proof, Becomes)}
+    read_by_engine = {source: facts["stage"] for source, facts in stages.items() if "stage" in facts}
+    assert len(read_by_engine) > 1
+    assert {source: zero_stage(jsonc.read(source, "x").value) for source in read_by_engine} == read_by_engine
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

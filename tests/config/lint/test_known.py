@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, hostfile
 from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
+from dstrain.facts.cluster.cpu import CPU_LIMITS, OFFLOADED, CpuLimit
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile, read_job
@@ -62,7 +63,19 @@ def one(rule: str, findings: list[Finding]) -> Finding:
     return finding
 
 
+OFFLOADS = '"offload_optimizer": {"device": "cpu"}'
 ZERO2 = ' "zero_optimization": {"stage": 2}}'
+
+
+def test_keys_that_dstrain_run_adds_have_the_values_of_the_job(tmp_path: Path) -> None:
+    def rules(zero: dict[str, Any], more: str) -> set[str]:
+        document, _ = read(json.dumps({"zero_optimization": {"stage": 2, **zero}}), "x.json")
+        assert document is not None
+        return {each.rule for each in check(Subject(document=document, is_trainers=True, job=job(tmp_path, more)))}
+
+    assert "DS327" in rules({"offload_optimizer": {"device": "cpu"}, "zenflow": {"topk_ratio": 0.1}}, "")
+    for norm in (0, 1):
+        assert ("DS331" in rules({}, f"optimizer: muon\nmax_grad_norm: {norm}\n")) is bool(norm)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +158,7 @@ def test_nothing_takes_the_place_of_states_in_bf16(tmp_path: Path, body: str, pr
     assert said.severity is Severity.ERROR
     assert problem in said.problem
     assert "DS225" not in [each.rule for each in found(body, job=job(tmp_path))]
-    assert found(ZERO2, job=job(tmp_path, "optimizer: adamw_bf16\n")) == []
+    assert [each.rule for each in found(ZERO2, job=job(tmp_path, "optimizer: adamw_bf16\n"))] == ["DS332"]
 
 
 _KEYS = ' "bf16": {"enabled": "auto", "bf16_master_weights_and_grads": true, "bf16_optimizer_states": true},\n'
@@ -165,6 +178,10 @@ def test_what_master_weights_in_bf16_lose_is_said_in_numbers_of_the_job(
     said = one("DS332", found(_KEYS + ZERO2, job=job(tmp_path, more)))
     assert words in said.effect
     assert missing not in said.effect
+    if "optimizer" not in more:
+        by_job = one("DS332", found(ZERO2, job=job(tmp_path, f"{more}optimizer: adamw_bf16\n")))
+        assert (by_job.effect, Path(by_job.place.file).name) == (said.effect, "job.yaml")
+        assert "write optimizer: adamw," in by_job.fix
 
 
 def test_tensor_parallelism_excludes_hpz(tmp_path: Path) -> None:
@@ -374,7 +391,7 @@ def with_estimate(folder: Path, machines: Cluster, body: str, name: str = "qwen3
 def test_what_does_not_fit_the_gpu_is_told_with_both_numbers(tmp_path: Path) -> None:
     said = one("DS802", with_estimate(tmp_path, cluster(count=8), ' "zero_optimization": {"stage": 1}}'))
     assert said.severity is Severity.ERROR
-    assert "GiB on each GPU; a100-80g has 80.0 GiB" in said.problem
+    assert "GiB on each GPU; a100-80g has 80.0 GiB, of which 72.0 GiB are planned with" in said.problem
 
 
 def test_nothing_is_said_of_a_gpu_that_was_assumed(tmp_path: Path) -> None:
@@ -386,7 +403,27 @@ def test_nothing_is_said_of_a_gpu_that_was_assumed(tmp_path: Path) -> None:
 def test_what_does_not_fit_the_ram_is_told(tmp_path: Path) -> None:
     little = cluster(count=8, host_memory_bytes=64 * 2**30, host_memory_origin=Origin.GIVEN)
     body = ' "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}'
-    assert "of RAM on each node" in one("DS803", with_estimate(tmp_path, little, body)).problem
+    said = one("DS803", with_estimate(tmp_path, little, body))
+    assert "of RAM on each node, which has 64.0 GiB, of which 57.6 GiB are planned with" in said.problem
+    assert said.fix.startswith("offload less")
+    large = cluster(count=8, host_memory_bytes=2**40, host_memory_origin=Origin.GIVEN)
+    at_load = one("DS803", with_estimate(tmp_path, large, ' "zero_optimization": {"stage": 2}}'))
+    sizes = r"needs \d+ GiB of RAM on each node while the model is loaded, which has 1024 GiB, of which 921.6 GiB are "
+    assert re.search(sizes, at_load.problem), at_load.problem
+    assert "offload" not in at_load.fix
+    assumed = replace(large, host_memory_origin=Origin.ASSUMED)
+    said = one("DS803", with_estimate(tmp_path, assumed, ' "zero_optimization": {"stage": 2}}'))
+    assert "which is assumed to have 1024 GiB" in said.problem
+
+
+def test_what_does_not_fit_the_ram_of_ranks_on_a_cpu_is_told(tmp_path: Path) -> None:
+    body = ' "zero_optimization": {"stage": 2}}'
+    known = cluster("cpu", 2, host_memory_bytes=2**35, host_memory_origin=Origin.MEASURED)
+    said = one("DS802", with_estimate(tmp_path, known, body, "qwen3-8b"))
+    assert "GiB for each rank; its share of the RAM is 16.0 GiB, of which 14.4 GiB are planned with" in said.problem
+    assert (said.severity, said.effect) == (Severity.ERROR, "the kernel kills a rank (exit code -9)")
+    assumed = replace(known, host_memory_origin=Origin.ASSUMED)
+    assert "DS802" not in [each.rule for each in with_estimate(tmp_path, assumed, body, "qwen3-8b")]
 
 
 def test_a_drive_that_is_too_small_is_told(tmp_path: Path) -> None:
@@ -575,7 +612,7 @@ def test_checkpoints_without_weights_are_told(tmp_path: Path) -> None:
     [
         ("freeze:\n- embed\n- mlpp\n", (8, 3), 'freeze has "mlpp", which is in no name of a parameter'),
         ("method: lora\nlora:\n  targets: [q_proj, kproj]\n", (8, 21), 'lora: targets has "kproj", but no module'),
-        ("method: lora\nlora:\n  targets: [norm]\n", (8, 3), "no linear layer of qwen3-8b is named norm"),
+        ("method: lora\nlora:\n  targets: [norm]\n", (8, 3), "no linear layer or embedding of qwen3-8b is named norm"),
     ],
 )
 def test_names_that_the_model_does_not_have_are_errors(
@@ -672,7 +709,9 @@ def test_what_a_cpu_does_not_run_is_told(tmp_path: Path, limit: CpuLimit) -> Non
     assert said.fix == f"write {limit.key}: {limit.instead}"
 
 
-@pytest.mark.parametrize("limit", [limit for limit in CPU_LIMITS if limit.is_of_engine], ids=lambda limit: limit.key)
+@pytest.mark.parametrize(
+    "limit", [limit for limit in CPU_LIMITS if limit.is_of_engine], ids=lambda limit: f"{limit.key} {limit.value}"
+)
 def test_what_the_engine_does_not_run_on_a_cpu_is_an_error(tmp_path: Path, limit: CpuLimit) -> None:
     section, _, key = limit.key.partition(".")
     value = "true" if limit.value == "true" else f'"{limit.value}"'
@@ -683,8 +722,12 @@ def test_what_the_engine_does_not_run_on_a_cpu_is_an_error(tmp_path: Path, limit
     asked = job(tmp_path, "precision: fp32\n")
     said = one("DS904", found(body, job=asked, model=model("qwen3-0.6b"), cluster=known))
     assert said.pointer == f"/{section}/{key}"
-    assert said.severity is (Severity.WARNING if limit.unless else Severity.ERROR)
+    assert said.severity is (Severity.WARNING if limit.unless not in ("", OFFLOADED) else Severity.ERROR)
     assert limit.why in said.effect
+    if limit.unless == OFFLOADED:
+        offloaded = body.replace('"stage": 2', f'"stage": 2, {OFFLOADS}')
+        findings = found(offloaded, job=asked, model=model("qwen3-0.6b"), cluster=known)
+        assert "DS904" not in {each.rule for each in findings}
 
 
 def test_qlora_trains_on_a_cpu(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dstrain.config.document import Change, applied
 from dstrain.config.keys.key import Kind
 from dstrain.config.keys.table import KEYS
 from dstrain.config.lint.engine import check, fixed, read
@@ -95,6 +97,45 @@ def test_keys_inside_keys_that_stand_again_are_checked(text: str) -> None:
     found = subject(text)
     assert found is not None
     assert check(found)
+
+
+@pytest.mark.parametrize("name", ["zero_optimization", "gradient_clipping", "gradient_accumulation_steps"])
+def test_a_key_with_a_typo_is_not_missing_too(name: str) -> None:
+    keys = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 3}}
+    typo = name.replace("iz", "is").replace("cc", "c").replace("pp", "p")
+    found = subject(json.dumps(keys).replace(f'"{name}"', f'"{typo}"'))
+    assert found is not None
+    assert {finding.rule for finding in check(found)} - {"DS404", "DS601"} == {"DS101"}
+
+
+def test_a_key_that_goes_for_one_that_is_there_is_only_removed() -> None:
+    rows = [(path, row) for path, row in KEYS.items() if (row.instead or "").startswith("write ") and "*" not in path]
+    assert len(rows) > 10
+    for path, row in rows:
+        words = re.findall(r"[a-z]\w*(?:\.\w+)*", row.instead or "")
+        named = [key for key in (tuple(word.split(".")) for word in words) if key in KEYS]
+        assert named, path
+        config: dict[str, Any] = {}
+        for key in (path, *named):
+            config = applied(config, [Change(pointer=key, value=True)])
+        found = subject(json.dumps(config))
+        assert found is not None
+        at = [each for each in check(found) if each.pointer == f"/{'/'.join(path)}" and each.rule in ("DS104", "DS105")]
+        assert all(each.fix.startswith("remove it: ") for each in at), at
+        assert at or path[-2:-1] == ("params",) or row.alias_of is not None, path
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ('{"gradient_cliping": 1.0, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}', "DS101"),
+        ('{"overlap_comm": true, "zero_optimization": {"stage": 2, "overlap_comm": true}}', "DS102"),
+    ],
+)
+def test_a_name_that_means_a_key_that_is_there_says_so(text: str, rule: str) -> None:
+    found = subject(text, is_trainers=False)
+    assert found is not None
+    assert [each.fix.endswith("remove one of the two") for each in check(found) if each.rule == rule] == [True]
 
 
 def test_fixes_leave_every_other_byte_alone() -> None:

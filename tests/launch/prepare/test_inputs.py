@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from dstrain.errors import InvalidConfig
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.inputs import CHECKS
 from dstrain.launch.prepare.job_checks import check_data, findings
+from dstrain.launch.prepare.prepare import prepare
+from tests.cli.test_run import CONFIG, EMPTY_WEIGHTS, SAMPLE
 
 JOB = "model: Qwen/Qwen3-8B\noutput_dir: o\n"
 
@@ -57,3 +60,43 @@ def test_keys_that_lack_evaluations_are_reported_at_their_own_lines(tmp_path: Pa
     file = read_job(tmp_path / "job.yaml")
     places = [(one.rule, one.place.line) for one in findings(file, JobContext(job=file))]
     assert places == [("DS808", 4), ("DS808", 7), ("DS808", 5)]
+
+
+CACHED = """\
+model: org/model
+data: {data}
+output_dir: out
+hostfile: hostfile
+ds_config: ds_config.json
+env: {{"DS_ACCELERATOR": "cpu"}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "data", "offline", "said"),
+    [
+        (None, "train.jsonl", "1", "org/model is read from the cache alone, by ranks with HF_HUB_OFFLINE=1"),
+        ("model.safetensors", "train.jsonl", None, "the cache, which lacks the weights; each rank asks for minutes"),
+        ("tokenizer.json", "train.jsonl", None, "the cache, which lacks the tokenizer; each rank asks for minutes"),
+        (None, "org/data", None, "the cache, which lacks org/data; each rank asks for minutes"),
+    ],
+)
+def test_ranks_read_the_cache_alone_if_it_has_everything_and_the_hub_does_not_answer(
+    missing: str | None, data: str, offline: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub/models--org--model/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    files = {"config.json": json.dumps(CONFIG).encode(), "model.safetensors": EMPTY_WEIGHTS, "tokenizer.json": b"{}"}
+    for name, content in files.items():
+        if name != missing:
+            (snapshot / name).write_bytes(content)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    (tmp_path / "train.jsonl").write_text(SAMPLE * 10)
+    (tmp_path / "ds_config.json").write_text('{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}')
+    (tmp_path / "hostfile").write_text("localhost slots=1\n")
+    (tmp_path / "job.yaml").write_text(CACHED.format(data=data))
+    prepared = prepare(read_job(tmp_path / "job.yaml", []), {})
+    assert prepared.job.env.get("HF_HUB_OFFLINE") == offline
+    assert said in "\n".join(prepared.notes)

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Attention, LossKernel, Method, Precision, Task
+from dstrain.choices import Attention, LossKernel, Method, Optimizer, Precision, Task
+from dstrain.config.lint.finding import Severity
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.facts import probe
@@ -22,7 +23,7 @@ from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.launch.prepare.job_checks import check_combinations, check_data, check_gpu
+from dstrain.launch.prepare.job_checks import check_combinations, check_data, check_gpu, findings
 from dstrain.launch.prepare.job_context import model_of, request_of, workload_of
 from dstrain.plan.estimate import estimate
 from dstrain.plan.freezing import unplanned_parts
@@ -51,7 +52,7 @@ def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() ->
         ("qwen3-8b", {"sp": 3}, "sp is 3, but SP must divide the GPUs"),
         ("qwen2.5-7b", {"sp": 8}, "SP must divide the attention heads"),
         ("gemma-3-27b", {"sp": 4, "seq_len": 8192}, "limits attention to a window with FlashAttention only"),
-        ("qwen3-8b", {"sp": 4, "attn": Attention.EAGER}, "sp is 4, but "),
+        ("qwen3-8b", {"sp": 4, "attn": Attention.EAGER}, "attn is eager and sp is 4, but "),
         ("qwen2.5-7b", {"tp": 8}, "tp is 8, but TP must divide the key-value heads"),
         ("qwen3-30b-a3b", {"tp": 2}, "AutoTP refuses the experts"),
         ("qwen3-30b-a3b", {"tiled_mlp": True}, "tiled_mlp is true, but an MLP is computed tile by tile in dense"),
@@ -71,8 +72,36 @@ def test_a_combination_that_does_not_work_is_refused_at_its_line(model: str, job
     with pytest.raises(InvalidConfig) as caught:
         check_combinations(file, probe.read_model(model), cluster)
     assert said in caught.value.problem
-    keys = ("sp", "tp", "ep", "loss", "tiled_mlp", "liger")
+    keys = ("sp", "tp", "ep", "loss", "tiled_mlp", "liger", "attn")
     assert str(caught.value).startswith(tuple(f"job.yaml:9:5: {key} is " for key in keys))
+
+
+@pytest.mark.parametrize(
+    ("job", "said", "hint"),
+    [
+        ({"loss": LossKernel.FUSED, "tp": 2}, "loss is fused and tp is 2, but tensor-parallel", "Write loss: full."),
+        ({"liger": True, "ep": 2}, "liger is true and ep is 2, but Liger's experts", "Write liger: false."),
+        (
+            {"optimizer": Optimizer.ADAMW_BF16, "precision": Precision.FP32},
+            "optimizer is adamw_bf16, but adamw_bf16 needs precision bf16",
+            "Write precision: bf16, or optimizer: adamw.",
+        ),
+    ],
+)
+def test_of_two_keys_that_exclude_each_other_the_one_to_change_is_named_once(
+    job: dict[str, Any], said: str, hint: str
+) -> None:
+    model = "qwen3-30b-a3b" if "ep" in job else "qwen3-8b"
+    given = Job(model=model, output_dir="o", attn=Attention.AUTO, **job)
+    file = JobFile(job=given, locate=lambda keys: Place(file="job.yaml"))
+    cluster = describe(gpu=gpus.gpu("a100-80g"), gpu_origin=Origin.GIVEN, gpus=8)
+    context = JobContext(job=file, model=probe.read_model(model), cluster=cluster)
+    (found,) = [
+        each for each in findings(file, context) if each.rule == "DS808" and each.problem.startswith(tuple(job))
+    ]
+    assert (found.problem[: len(said)], found.fix) == (said, hint)
+    absent = [each.severity for each in findings(file, context) if "liger needs liger-kernel" in each.problem]
+    assert absent == [Severity.WARNING] * (find_spec("liger_kernel") is None and "liger" in job)
 
 
 def test_attention_that_transformers_does_not_have_for_a_model_is_refused_at_its_line() -> None:

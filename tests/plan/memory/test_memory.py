@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 from cases import ask, plan
 
-from dstrain.choices import Attention, Method, Offload, Optimizer, Precision
+from dstrain.choices import Attention, Method, Offload, Optimizer, Precision, StateDtypes
 from dstrain.errors import DoesNotFit
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess, estimate
@@ -120,6 +120,16 @@ def test_a_checkpoint_of_the_weights_alone_is_the_saved_model() -> None:
     assert peak("qwen3-8b", 8, 3).saved_bytes(only_model=True) == 2 * 8_190_735_360
     adapter = peak("qwen3-8b", 8, 3, method=Method.LORA)
     assert adapter.saved_bytes(only_model=True) == 2 * adapter.num_trainable_params
+
+
+@pytest.mark.parametrize("offload", [Offload.NONE, Offload.PARAMS])
+@pytest.mark.parametrize("state_dtypes", StateDtypes)
+def test_the_states_on_the_gpu_are_those_of_the_peak(state_dtypes: StateDtypes, offload: Offload) -> None:
+    workload = ask(model="qwen3-0.6b", gpus=2, gpu="h100").workload
+    memory = assess(workload, changed(DEFAULTS, zero_stage=3, offload=offload, state_dtypes=state_dtypes)).memory
+    held, parts = memory.states, memory.breakdown_bytes
+    assert (held.params, held.optimizer) == pytest.approx((parts.params, parts.optimizer), rel=1e-3)
+    assert (held.params > 0) is (offload is Offload.NONE)
 
 
 def test_a_cpu_rank_has_no_cuda_context() -> None:

@@ -12,7 +12,8 @@ from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.freezing import with_frozen
-from dstrain.plan.memory.params import adapted, lora_params, trained, trained_on_rank
+from dstrain.plan.memory.adapters import adapted, lora_params
+from dstrain.plan.memory.params import trained, trained_on_rank
 
 
 def test_full_training_trains_every_parameter_of_a_language_model() -> None:

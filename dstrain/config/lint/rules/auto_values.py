@@ -13,6 +13,7 @@ from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules.key_names import elsewhere, is_parked, near_name
 from dstrain.config.lint.rules.values import STAGE, example, is_pydantic, rows
 from dstrain.config.lint.subject import Subject, shown
+from dstrain.config.resolve_auto import GATHERS
 
 _FILLED_BY_ACCELERATE: dict[Pointer, str] = {
     STAGE: "2",
@@ -20,7 +21,7 @@ _FILLED_BY_ACCELERATE: dict[Pointer, str] = {
     ("zero_optimization", "offload_param", "device"): '"none"',
     ("zero_optimization", "offload_optimizer", "nvme_path"): '"none"',
     ("zero_optimization", "offload_param", "nvme_path"): '"none"',
-    ("zero_optimization", "stage3_gather_16bit_weights_on_model_save"): "false",
+    ("zero_optimization", GATHERS): "false",
 }
 """accelerate's values for an "auto" that the Trainer does not fill, unless environment variables override them.
 

@@ -11,6 +11,7 @@ from dstrain.config.document import dotted, lookup
 from dstrain.config.jsonc import Pointer
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import REFUSES, Rule, when
+from dstrain.config.lint.rules.key_names import is_missing
 from dstrain.config.lint.rules.no_effect import above
 from dstrain.config.lint.subject import ABSENT, Subject, is_count, shown
 from dstrain.config.resolve_auto import filled
@@ -30,7 +31,7 @@ def auto_fix(subject: Subject, name: str, key: str) -> str:
 
 
 def _sections(subject: Subject) -> Iterator[Fault]:
-    if subject.is_trainers and not subject.has("zero_optimization"):
+    if subject.is_trainers and is_missing(subject, "zero_optimization"):
         yield Fault(
             problem="zero_optimization is missing",
             effect="accelerate ends the run: it requires the section, even for ZeRO-0",
@@ -39,7 +40,7 @@ def _sections(subject: Subject) -> Iterator[Fault]:
 
 
 def _clipping(subject: Subject) -> Iterator[Fault]:
-    if subject.is_trainers and not subject.has("gradient_clipping"):
+    if subject.is_trainers and is_missing(subject, "gradient_clipping"):
         yield Fault(
             problem="gradient_clipping is missing",
             effect="the Trainer fills only existing keys, so DeepSpeed clips at its own 1.0 and ignores max_grad_norm; "
@@ -50,7 +51,7 @@ def _clipping(subject: Subject) -> Iterator[Fault]:
 
 def _accumulation(subject: Subject) -> Iterator[Fault]:
     """Reports a missing key that accelerate sets to 1, while train_batch_size includes the job's accumulation."""
-    if not subject.is_trainers or subject.has("gradient_accumulation_steps"):
+    if not subject.is_trainers or not is_missing(subject, "gradient_accumulation_steps"):
         return
     has_batch = subject.has("train_batch_size")
     effect = "accelerate sets 1: if gradients are accumulated, DeepSpeed averages and reports too few samples"
@@ -69,7 +70,8 @@ def _accumulation(subject: Subject) -> Iterator[Fault]:
 
 
 def _micro_batch(subject: Subject) -> Iterator[Fault]:
-    if subject.has("train_batch_size") or subject.has("train_micro_batch_size_per_gpu") or subject.job is not None:
+    sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
+    if subject.job is not None or not all(is_missing(subject, name) for name in sizes):
         return  # dstrain run adds it
     yield Fault(
         problem="train_batch_size and train_micro_batch_size_per_gpu are both missing",

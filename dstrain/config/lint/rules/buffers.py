@@ -18,7 +18,7 @@ LARGE_SUB_GROUP = 2_000_000_000
 
 def _bytes(subject: Subject, key: str, value: float) -> int:
     """Returns the bytes that a size takes, as `dstrain explain` counts them."""
-    job = subject.job.job if subject.job is not None else None
+    job = subject.asked
     by = scale(subject.config, job, subject.model, num_ranks=subject.num_ranks)
     memory = cost(f"zero_optimization.{key}", value, subject.config, by)
     return memory.count_bytes if memory is not None else 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dstrain.choices import Optimizer
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import REFUSES, STOPS, Rule, when
-from dstrain.config.lint.subject import Subject, has_zenflow, type_of
+from dstrain.config.lint.subject import OLD_OFFLOADS, Subject, has_zenflow, type_of
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
@@ -33,9 +33,9 @@ def _reduces_by_scatter(s: Subject) -> bool:
 
 
 def _clips(s: Subject) -> bool:
-    given = s.at("gradient_clipping", 1.0)
-    if given == "auto" and s.job is not None:
-        given = s.job.job.max_grad_norm
+    given = s.at("gradient_clipping", 1.0 if s.asked is None else "auto")  # dstrain run adds the key
+    if given == "auto" and s.asked is not None:
+        given = s.asked.max_grad_norm
     return bool(given != 0)
 
 
@@ -55,7 +55,7 @@ def _unmanaged(s: Subject) -> bool:
 
 
 def _old_and_new_offload(subject: Subject) -> Iterator[Fault]:
-    for old, new in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
+    for new, old in OLD_OFFLOADS.items():
         if subject.at(_ZERO + old, None) is not None and subject.has(_ZERO + new):
             yield Fault(
                 pointer=("zero_optimization", old),
@@ -66,7 +66,7 @@ def _old_and_new_offload(subject: Subject) -> Iterator[Fault]:
 
 
 def _nvme_without_path(subject: Subject) -> Iterator[Fault]:
-    for section in ("offload_optimizer", "offload_param"):
+    for section in OLD_OFFLOADS:
         path = subject.at(f"{_ZERO}{section}.nvme_path", None)
         if subject.stage == 3 and subject.device(section) == "nvme" and not isinstance(path, str):
             yield Fault(

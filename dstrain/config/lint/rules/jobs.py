@@ -11,7 +11,7 @@ from dstrain.config.lint.rule import Breaks, Rule, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
 from dstrain.config.lint.subject import Subject, shown
 from dstrain.config.resolve_auto import GATHERS
-from dstrain.facts.cluster.cpu import CPU_LIMITS, limits_of
+from dstrain.facts.cluster.cpu import CPU_LIMITS, OFFLOADED, limits_of
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
 from dstrain.plan import rope_scaling
@@ -58,9 +58,9 @@ def _unsaved(subject: Subject) -> Iterator[Fault]:
     if subject.job is None and subject.is_trainers and above(_TP, 1)(subject) and not subject.is_true(_GATHER):
         effect = (
             "save_model writes no weights: accelerate gathers the parts of tensor parallelism only if "
-            "stage3_gather_16bit_weights_on_model_save is true, at any stage"
+            f"{GATHERS} is true, at any stage"
         )
-        fix = 'remove it, or write "stage3_gather_16bit_weights_on_model_save": true for your own Trainer'
+        fix = f'remove it, or write "{GATHERS}": true for your own Trainer'
         yield _unsupported(subject, _TP, effect, fix)
 
 
@@ -117,8 +117,8 @@ def _steps_of(job: Job) -> Iterator[tuple[str, float, str]]:
 
 
 def _never_reached(subject: Subject) -> Iterator[Fault]:
-    job = subject.job.job if subject.job is not None else None
-    if job is None or job.max_steps is None or subject.job is None:
+    job = subject.asked
+    if job is None or job.max_steps is None:
         return
     for key, steps, effect in _steps_of(job):
         if steps > job.max_steps > 1:
@@ -148,7 +148,7 @@ _NEEDED_KEYS = {
 
 def _wrong_schedule(subject: Subject) -> Iterator[Fault]:
     """Reports parameters that a schedule does not take, and one that it needs."""
-    job = subject.job.job if subject.job is not None else None
+    job = subject.asked
     if job is None:
         return
     schedule, given = job.lr_scheduler_type, job.lr_scheduler_kwargs
@@ -165,15 +165,16 @@ def _wrong_schedule(subject: Subject) -> Iterator[Fault]:
 
 
 def _its_own_data(subject: Subject) -> Iterator[Fault]:
-    job = subject.job.job if subject.job is not None else None
-    paths = {source.path for source in job.train_sources} if job is not None else set()
-    if job is not None and any(source.path in paths and source.split is None for source in job.eval_sources):
+    if (job := subject.asked) is None:
+        return
+    paths = {source.path for source in job.train_sources}
+    if any(source.path in paths and source.split is None for source in job.eval_sources):
         yield in_job(subject, "eval_data", "eval_data is the training data",
                       "eval_loss measures memorization", "use other data")  # fmt: skip
 
 
 def _too_long(subject: Subject) -> Iterator[Fault]:
-    model, job = subject.model, subject.job.job if subject.job is not None else None
+    model, job = subject.model, subject.asked
     if model is None or job is None or job.rope_scaling or not 0 < model.max_position_embeddings < job.seq_len:
         return
     problem = f"seq_len is {job.seq_len}, but {model.name} has {model.max_position_embeddings} positions"
@@ -192,7 +193,7 @@ def _shorter_or_scaled(model: ModelFacts, rope_type: RopeType, seq_len: int) -> 
 
 
 def _cannot_scale(subject: Subject) -> Iterator[Fault]:
-    model, job = subject.model, subject.job.job if subject.job is not None else None
+    model, job = subject.model, subject.asked
     if model is None or job is None or job.rope_scaling is None:
         return
     if (problem := rope_scaling.fault(model, job.rope_scaling, job.seq_len)) is not None:
@@ -204,7 +205,7 @@ def _cannot_scale(subject: Subject) -> Iterator[Fault]:
 
 def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
     """Reports settings that a known GPU does not support."""
-    job = subject.job.job if subject.job is not None else None
+    job = subject.asked
     cluster = subject.cluster
     if job is None or cluster is None or cluster.gpu_origin == "assumed":
         return
@@ -222,6 +223,8 @@ def _not_on_cpu(subject: Subject, job: Job) -> Iterator[Fault]:
         for limit in CPU_LIMITS
     }
     for limit in limits_of(values):
+        if limit.unless == OFFLOADED and subject.offloads_optimizer:
+            continue
         problem = f"{limit.key} is {limit.value}, but the ranks train on the CPU"
         effect = f"the run stops{f', unless {limit.unless}' if limit.unless else ''}: {limit.why}"
         if not limit.is_of_engine:
@@ -229,7 +232,7 @@ def _not_on_cpu(subject: Subject, job: Job) -> Iterator[Fault]:
             continue
         fix = f"write {limit.instead if limit.value == 'true' else shown(limit.instead)}"
         pointer = tuple(limit.key.split("."))
-        severity = None if limit.unless else Severity.ERROR
+        severity = None if limit.unless not in ("", OFFLOADED) else Severity.ERROR
         yield Fault(pointer=pointer, problem=problem, effect=effect, fix=fix, severity=severity)
 
 

@@ -17,7 +17,9 @@ from dstrain.config.lint.subject import ABSENT, Subject
 from dstrain.errors import nearest
 
 _REFUSES = "DeepSpeed refuses it when the engine starts, after loading the model"
+_THERE = " That key is there already: remove one of the two"
 _IGNORES = "DeepSpeed ignores it without a warning"
+_PATH = re.compile(r"[a-z]\w*(?:\.\w+)*")
 _DIGIT = re.compile(r"\d")
 
 
@@ -103,6 +105,12 @@ def _names_in(pointer: Pointer) -> list[str]:
     return [name for name in names if name != "*"]
 
 
+def is_missing(subject: Subject, name: str) -> bool:
+    """Returns whether a key at the top is missing, and no other name there is a typo of it, which has its own rule."""
+    others = ((other,) for other in subject.config if key_of((other,)) is None and not is_parked((other,)))
+    return not subject.has(name) and not any(near_name(other) == name for other in others)
+
+
 def near_name(pointer: Pointer) -> str | None:
     """Returns the legal name in the same object that an unknown name most likely means."""
     name = str(pointer[-1])
@@ -155,7 +163,7 @@ def _misspelled(subject: Subject) -> Iterator[Fault]:
             pointer=pointer,
             problem=_problem(pointer, parent),
             effect=_effect(parent),
-            fix=f'did you mean "{meant}"?',
+            fix=f'did you mean "{meant}"?' + (_THERE if subject.has(dotted(target)) else ""),
             changes=(Change(pointer=pointer, renamed=meant),) if is_safe else (),
         )
 
@@ -168,6 +176,7 @@ def _misplaced(subject: Subject) -> Iterator[Fault]:
     for pointer, parent in _unknown(subject):
         if near_name(pointer) is None and (home := elsewhere(pointer)) is not None:
             fix = f"it belongs to {home}" if "." in home else "move it to the top of the file"
+            fix += _THERE if subject.has(home) else ""
             yield Fault(pointer=pointer, problem=_problem(pointer, parent), effect=_effect(parent), fix=fix)
 
 
@@ -186,6 +195,17 @@ def _meaningless(subject: Subject) -> Iterator[Fault]:
             )
 
 
+def _instead(subject: Subject, row: Key) -> str:
+    """Returns what to write in place of a key that goes; if that is there already, only that the key goes."""
+    text = row.instead or "remove it"
+    named = [path for path in _PATH.findall(text) if tuple(path.split(".")) in KEYS]
+    present = [path for path in named if lookup(subject.config, tuple(path.split("."))) is not ABSENT]
+    is_done = bool(present) if " or " in text else bool(named) and present == named
+    if not text.startswith("write ") or not is_done:
+        return text
+    return f"remove it: {' and '.join(present)} {'is' if len(present) == 1 else 'are'} there already"
+
+
 def is_refused(row: Key) -> bool:
     """Returns whether the engine raises for a removed key instead of ignoring it."""
     return "_REMOVED_" in row.source
@@ -202,7 +222,7 @@ def _removed(subject: Subject) -> Iterator[Fault]:
             severity=None if refused else Severity.WARNING,
             problem=f'DeepSpeed {row.removed} removed "{row.path}"',
             effect=REFUSES if refused else _IGNORES,
-            fix=row.instead or "remove it",
+            fix=_instead(subject, row),
         )
 
 
@@ -216,7 +236,7 @@ def _deprecated(subject: Subject) -> Iterator[Fault]:
                 pointer=pointer,
                 problem=f'"{row.path}" is deprecated',
                 effect="DeepSpeed still reads it, but warns that a later release will not",
-                fix=row.instead,
+                fix=_instead(subject, row),
             )
 
 

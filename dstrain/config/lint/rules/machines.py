@@ -8,11 +8,14 @@ from dstrain.choices import Precision
 from dstrain.config.lint.advisory import trains_in
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import STOPS, Rule
+from dstrain.config.lint.rules.jobs import in_job
 from dstrain.config.lint.subject import Subject
 from dstrain.plan.quantized_gradients import garbled
-from dstrain.units import format_bytes
+from dstrain.units import format_bytes, format_sizes
 
 _ZERO = "zero_optimization."
+_SHARE = "its share of the RAM is"
+_LOADING, _PLANNED = " while the model is loaded", "are planned with"
 SURELY_MORE = 1.1
 """Ratio of need to capacity above which a finding is an error. Estimates are within 11 % of every published run
 (docs/accuracy.md)."""
@@ -72,12 +75,8 @@ def _garbled(subject: Subject) -> Iterator[Fault]:
 
 def _one_node(subject: Subject) -> Iterator[Fault]:
     key = "zero_quantized_gradients"
-    if (
-        subject.hosts is not None
-        and len(subject.hosts.hosts) == 1
-        and subject.stage == 3
-        and subject.is_true(_ZERO + key)
-    ):
+    is_one_node = subject.hosts is not None and len(subject.hosts.hosts) == 1
+    if is_one_node and subject.stage == 3 and subject.is_true(_ZERO + key):
         yield Fault(
             pointer=("zero_optimization", key),
             problem=f"{key} is true, and all GPUs are on one node",
@@ -92,14 +91,21 @@ def _gpu(subject: Subject) -> Iterator[Fault]:
         return
     needed, there = needs.memory.needed_bytes_per_gpu, cluster.gpu.memory_bytes
     surely = needed > SURELY_MORE * there
+    sizes, loaded = format_sizes(needed, there, needs.usable_bytes_per_gpu), not needs.memory.load.fits_gpu
+    where, has = ("on each GPU", f"{cluster.gpu.name} has") if not cluster.gpu.is_cpu else ("for each rank", _SHARE)
+    ends = "the run runs out of memory" if surely else "the run may run out of memory"
     yield Fault(
         pointer=("zero_optimization",),
         severity=Severity.ERROR if surely else Severity.WARNING,
-        problem=f"{needs.configuration.title} needs {format_bytes(needed)} on each GPU; {cluster.gpu.name} has "
-        f"{format_bytes(there)}",
-        effect="the run runs out of memory" if surely else "the run may run out of memory",
+        problem=f"{needs.configuration.title} needs {sizes[0]} {where}{_LOADING if loaded else ''}; "
+        f"{has} {sizes[1]}, of which {sizes[2]} {_PLANNED}",
+        effect=_killed(surely=surely) if cluster.gpu.is_cpu else ends,
         fix="dstrain plan shows what fits",
     )
+
+
+def _killed(*, surely: bool) -> str:
+    return f"the kernel {'kills' if surely else 'may kill'} a rank (exit code -9)"
 
 
 def _host(subject: Subject) -> Iterator[Fault]:
@@ -107,28 +113,28 @@ def _host(subject: Subject) -> Iterator[Fault]:
     if needs is None or cluster is None or needs.fits_host or _is_a_guess(subject):
         return
     needed, there = needs.memory.host_bytes_per_node, cluster.host_memory_bytes
+    surely, loaded = needed > SURELY_MORE * there, needed == needs.memory.load.host_bytes_per_node
+    sizes = format_sizes(needed, there, needs.usable_bytes_per_host)
+    has = "is assumed to have" if cluster.host_memory_origin == "assumed" else "has"
     yield Fault(
         pointer=("zero_optimization",),
-        severity=Severity.ERROR if needed > SURELY_MORE * there else Severity.WARNING,
-        problem=f"{needs.configuration.title} needs {format_bytes(needed)} of RAM on each node, which has "
-        f"{format_bytes(there)}",
-        effect="the kernel kills a rank (exit code -9)",
-        fix="offload less, or use more nodes: dstrain plan shows what fits",
+        severity=Severity.ERROR if surely else Severity.WARNING,
+        problem=f"{needs.configuration.title} needs {sizes[0]} of RAM on each node{_LOADING if loaded else ''}, "
+        f"which {has} {sizes[1]}, of which {sizes[2]} {_PLANNED}",
+        effect=_killed(surely=surely),
+        fix=f"{'' if loaded else 'offload less, or use more nodes: '}dstrain plan shows what fits",
     )
 
 
 def _disk(subject: Subject) -> Iterator[Fault]:
-    if subject.estimate is None or subject.free_disk_bytes is None or subject.job is None:
+    job, free = subject.asked, subject.free_disk_bytes
+    if subject.estimate is None or free is None or job is None:
         return
-    needed = subject.estimate.saved_bytes(only_model=subject.job.job.save_only_model)
-    if needed > subject.free_disk_bytes:
-        yield Fault(
-            place=subject.job.locate(("output_dir",)),
-            problem=f"one checkpoint takes {format_bytes(needed)}; the disk of output_dir has "
-            f"{format_bytes(subject.free_disk_bytes)} free",
-            effect="the run stops when it writes the first checkpoint",
-            fix="free some space, or choose an output_dir on a larger disk",
-        )
+    needed = subject.estimate.saved_bytes(only_model=job.save_only_model)
+    if needed > free:
+        problem = f"one checkpoint takes {format_bytes(needed)}; the disk of output_dir has {format_bytes(free)} free"
+        fix = "free some space, or choose an output_dir on a larger disk"
+        yield in_job(subject, "output_dir", problem, "the run stops when it writes the first checkpoint", fix)
 
 
 def _nvme(subject: Subject) -> Iterator[Fault]:
@@ -146,8 +152,12 @@ def _nvme(subject: Subject) -> Iterator[Fault]:
 
 
 def _is_a_guess(subject: Subject) -> bool:
-    """Returns whether the GPU is unknown or assumed; whether a run fits it is then not checked."""
-    return subject.cluster is None or subject.cluster.gpu_origin == "assumed" or subject.cluster.gpu.is_cpu
+    """Returns whether the GPU, or the RAM of ranks on a CPU, is unknown or assumed; whether a run fits is then not
+    checked."""
+    cluster = subject.cluster
+    if cluster is None or cluster.gpu_origin == "assumed":
+        return True
+    return cluster.gpu.is_cpu and cluster.host_memory_origin == "assumed"
 
 
 # fmt: off

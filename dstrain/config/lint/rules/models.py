@@ -5,31 +5,32 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dstrain.choices import Method, Precision
+from dstrain.config.lint.advisory import trains_in
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
+from dstrain.config.lint.rules.jobs import in_job
 from dstrain.config.lint.subject import Subject
+from dstrain.config.resolve_auto import GATHERS
+from dstrain.plan.memory.adapters import adapted_experts
 from dstrain.plan.memory.layers.kernels import LIGER, PLAIN
-from dstrain.plan.memory.params import adapted_experts
+from dstrain.plan.training_code import needs_reentrant
 from dstrain.units import format_bytes
 
-_GATHER = "stage3_gather_16bit_weights_on_model_save"
-_OLD_GATHER = "stage3_gather_fp16_weights_on_model_save"
+_OLD_GATHERS = "stage3_gather_fp16_weights_on_model_save"
 _DEFAULT_LEAVES = ("MixtralSparseMoeBlock", "Qwen2MoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock")
 """Source: deepspeed 0.19.8 runtime/zero/leaf_module_config.py: DEFAULT_LEAF_MODULE_CLASSES."""
 _BY_HIDDEN_SIZE = ("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
 
 
 def _saving(subject: Subject) -> Iterator[Fault]:
-    zero = subject.at("zero_optimization", {})
-    gathers = any(subject.is_true(f"zero_optimization.{name}") for name in (_GATHER, _OLD_GATHER))
-    if subject.stage != 3 or not subject.is_trainers or gathers or not isinstance(zero, dict):
+    gathers = any(subject.is_true(f"zero_optimization.{name}") for name in (GATHERS, _OLD_GATHERS))
+    if subject.stage != 3 or not subject.is_trainers or gathers:
         return
-    pointer = ("zero_optimization", _GATHER)
     yield Fault(
-        pointer=pointer if _GATHER in zero else ("zero_optimization",),
-        problem=f"ZeRO-3 without {_GATHER}",
+        pointer=("zero_optimization", GATHERS) if GATHERS in subject.zero else ("zero_optimization",),
+        problem=f"ZeRO-3 without {GATHERS}",
         effect="save_model writes no weights, only a folder that zero_to_fp32.py converts to weights",
-        fix=f'write "{_GATHER}": true',
+        fix=f'write "{GATHERS}": true',
     )
 
 
@@ -68,10 +69,11 @@ def _composite(subject: Subject) -> Iterator[Fault]:
 
 
 def _fp16(subject: Subject) -> Iterator[Fault]:
-    given = subject.at("fp16.enabled", False)
-    by_job = given == "auto" and subject.job is not None and subject.job.job.precision == "fp16"
+    by_job = subject.at("fp16.enabled", False) == "auto"
     has_choice = subject.cluster is None or subject.cluster.gpu.has_bf16
-    if subject.model is None or subject.model.dtype != "bfloat16" or not (given is True or by_job) or not has_choice:
+    if subject.model is None or subject.model.dtype != "bfloat16" or not has_choice:
+        return
+    if not trains_in(subject, Precision.FP16):
         return
     yield Fault(
         pointer=("fp16", "enabled"),
@@ -82,12 +84,11 @@ def _fp16(subject: Subject) -> Iterator[Fault]:
 
 
 def _reentrant(subject: Subject) -> Iterator[Fault]:
-    """Reports non-reentrant checkpointing, which fails: it compares shapes of saved tensors, and ZeRO-3 empties frozen
-    parameters."""
-    if subject.job is None or subject.stage != 3:
+    """Reports non-reentrant checkpointing, which fails."""
+    if subject.job is None:
         return
     job = subject.job.job
-    if job.method != "full" and job.grad_ckpt:
+    if job.grad_ckpt and needs_reentrant(job.method, subject.stage):
         yield Fault(
             pointer=("zero_optimization", "stage"),
             problem=f"{job.method} under ZeRO-3 with grad_ckpt ({subject.job.locate(('grad_ckpt',))})",
@@ -97,11 +98,11 @@ def _reentrant(subject: Subject) -> Iterator[Fault]:
 
 
 def _router_loss(subject: Subject) -> Iterator[Fault]:
-    job = subject.job.job if subject.job is not None else None
-    if subject.job is None or job is None or subject.model is None or not job.router_aux_loss_coef:
+    job = subject.asked
+    if job is None or subject.model is None or not job.router_aux_loss_coef:
         return
     shared = next((key for key in ("sp", "tp", "ep") if getattr(job, key) > 1), None)
-    is_reentrant = job.method is not Method.FULL and subject.stage == 3 and job.grad_ckpt
+    is_reentrant = job.grad_ckpt and needs_reentrant(job.method, subject.stage)
     if subject.model.moe is None:
         why = f"{subject.model.name} has no experts"
     elif shared is not None:
@@ -110,40 +111,31 @@ def _router_loss(subject: Subject) -> Iterator[Fault]:
         why = "no gradient comes from it through the checkpointing that adapters under ZeRO-3 need"
     else:
         return
-    yield Fault(
-        place=subject.job.locate(("router_aux_loss_coef",)),
-        problem=f"router_aux_loss_coef is {job.router_aux_loss_coef:g}, but {why}",
-        effect="the run stops before its first step",
-        fix="remove the line" + (", or write grad_ckpt: false" if is_reentrant else ""),
-    )
+    problem = f"router_aux_loss_coef is {job.router_aux_loss_coef:g}, but {why}"
+    fix = "remove the line" + (", or write grad_ckpt: false" if is_reentrant else "")
+    yield in_job(subject, "router_aux_loss_coef", problem, "the run stops before its first step", fix)
 
 
 def _rounded_experts(subject: Subject) -> Iterator[Fault]:
-    job = subject.job.job if subject.job is not None else None
-    if subject.job is None or job is None or subject.model is None or not job.liger or job.tf32:
+    job = subject.asked
+    if job is None or subject.model is None or not job.liger or job.tf32:
         return
     if job.precision is Precision.FP32 and LIGER.get(subject.model.model_type, PLAIN).experts:
-        yield Fault(
-            place=subject.job.locate(("liger",)),
-            problem="liger is true, precision is fp32, and tf32 is false",
-            effect="on GPUs with TF32, Liger's kernel for experts multiplies in it all the same",
-            fix="write tf32: true, which says so, or liger: false",
-        )
+        effect = "on GPUs with TF32, Liger's kernel for experts multiplies in it all the same"
+        yield in_job(subject, "liger", "liger is true, precision is fp32, and tf32 is false", effect,
+                     "write tf32: true, which says so, or liger: false")  # fmt: skip
 
 
 def _kept_copies(subject: Subject) -> Iterator[Fault]:
-    job = subject.job.job if subject.job is not None else None
-    if subject.job is None or job is None or subject.model is None or job.method is Method.FULL or job.grad_ckpt:
+    job = subject.asked
+    if job is None or subject.model is None or job.method is Method.FULL or job.grad_ckpt:
         return
     groups = adapted_experts(subject.model, job.lora)
     copies = job.precision.num_bytes * sum(group.numel * group.count for group in groups)
     if groups:
-        yield Fault(
-            place=subject.job.locate(("grad_ckpt",)),
-            problem="grad_ckpt is false, and lora: target_parameters has experts",
-            effect=f"the copies of their weights with the adapters added stay: {format_bytes(copies)} of GPU memory",
-            fix="write grad_ckpt: true, which makes one layer's copies at a time",
-        )
+        effect = f"the copies of their weights with the adapters added stay: {format_bytes(copies)} of GPU memory"
+        yield in_job(subject, "grad_ckpt", "grad_ckpt is false, and lora: target_parameters has experts", effect,
+                     "write grad_ckpt: true, which makes one layer's copies at a time")  # fmt: skip
 
 
 # fmt: off

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Breaks, Rule, each_of, when
 from dstrain.config.lint.subject import Subject
+from dstrain.config.resolve_auto import GATHERS
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
 _OFFLOAD = _ZERO + "offload_optimizer."
 _BUCKET = _ZERO + "allgather_bucket_size"
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients")
-_HARMLESS = ("stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save")
+_HARMLESS = (GATHERS, "stage3_gather_fp16_weights_on_model_save")
 _PROFILERS = {
     "comms_logger.enabled": "it waits for the device after every collective, so communication no longer overlaps",
     "flops_profiler.enabled": "it also enables wall_clock_breakdown, which waits for the device around every part of a "
@@ -45,7 +46,7 @@ def _below_zero3(breaks: Breaks) -> Breaks:
 
 
 def _offload_below(subject: Subject) -> Iterator[Fault]:
-    stage, zero = subject.stage, subject.at("zero_optimization", {})
+    stage = subject.stage
     if subject.device("offload_param") != "none" and stage < 3:
         yield Fault(
             pointer=("zero_optimization", "offload_param"),
@@ -53,7 +54,7 @@ def _offload_below(subject: Subject) -> Iterator[Fault]:
             effect="parameters stay on the GPU: only ZeRO-3 partitions and offloads them",
             fix='write "stage": 3, or remove offload_param',
         )
-    if subject.device("offload_optimizer") != "none" and stage == 0 and isinstance(zero, dict):
+    if subject.device("offload_optimizer") != "none" and stage == 0:
         yield Fault(
             pointer=("zero_optimization", "offload_optimizer"),
             problem="offload_optimizer with ZeRO-0",
@@ -63,8 +64,7 @@ def _offload_below(subject: Subject) -> Iterator[Fault]:
 
 
 def _inert_sizes(subject: Subject) -> Iterator[Fault]:
-    zero = subject.at("zero_optimization", {})
-    for name in zero if subject.stage < 3 and isinstance(zero, dict) else ():
+    for name in subject.zero if subject.stage < 3 else ():
         if str(name).startswith("stage3_") and name not in _HARMLESS:
             yield Fault(
                 pointer=("zero_optimization", name),

@@ -25,6 +25,7 @@ GONE_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb")
 """Optimizers that deepspeed 0.19.8 no longer has."""
 _LEGAL = ("AdamW", "Adam", "Adagrad", "Lamb", "Lion", "Muon", *(name for name in TORCH_OPTIMIZERS if "Ada" not in name),
           "Adadelta", "Adafactor", "Adamax")  # fmt: skip
+_CLIP = ', and write "gradient_clipping" at the top of the file'
 _EXAMPLES = {"betas": [0.9, 0.999], "etas": [0.5, 1.2], "step_sizes": [1e-6, 50]}
 SHARED = ("betas", "eps", "weight_decay")
 """Parameters that the job also sets, apart from the learning rate."""
@@ -84,7 +85,7 @@ def _wrong_params(subject: Subject) -> Iterator[Fault]:
                 pointer=("optimizer", "params", key),
                 problem="max_grad_norm is not a parameter of an optimizer",
                 effect="DeepSpeed stops with a ValueError",
-                fix='remove it, and write "gradient_clipping" at the top of the file',
+                fix=f"remove it{'' if subject.has('gradient_clipping') else _CLIP}",
             )
         elif key not in legal:
             yield param_fault("optimizer", name, key, legal, params)

@@ -16,7 +16,7 @@ _GATHER = f"zero_optimization.{GATHERS}"
 
 def _without_weights(subject: Subject) -> Iterator[Fault]:
     """Reports checkpoints of the weights alone where the weights are not gathered."""
-    job = subject.job.job if subject.job is not None else None
+    job = subject.asked
     if job is None or not job.save_only_model or job.method is not Method.FULL or subject.stage != 3:
         return
     if not subject.is_true(_GATHER, default=True):

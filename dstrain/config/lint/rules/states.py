@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.choices import Optimizer
+from dstrain.choices import Optimizer, Precision
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import REFUSES, STOPS, Rule
 from dstrain.config.lint.rules.conflicts import sums_in_fp32
@@ -49,18 +49,24 @@ def _refused(section: str, key: str, problem: str, effect: str, fix: str) -> Fau
 
 
 def _bf16_masters(subject: Subject) -> Iterator[Fault]:
-    """Reports what is lost where weights are stepped in bf16."""
-    key = "bf16_master_weights_and_grads"
-    if subject.stage == 0 or not subject.is_true(f"bf16.{key}"):
-        return
+    """Reports what is lost where weights are stepped in bf16, as keys or the job's optimizer say."""
+    job = subject.asked
+    of_job = job is not None and job.optimizer is Optimizer.ADAMW_BF16 and job.precision is Precision.BF16
+    key, moments = BF16_STATES
+    is_kept, has_moments = (subject.at(f"bf16.{name}", of_job) is True for name in (key, moments))
+    if subject.stage == 0 or not is_kept or (of_job and sums_in_fp32(subject)):
+        return  # DS225 reports what keeps the job's states from bf16
     if sums_in_fp32(subject):
         effect = "it has no effect: ZeRO-1 that sums in fp32 is another engine, with fp32 states"
         yield Fault(pointer=("bf16", key), problem=f"{key} with ZeRO-1 and fp32 sums", effect=effect, fix="remove it")
         return
-    job = subject.job.job if subject.job is not None else None
-    has_moments = subject.is_true("bf16.bf16_optimizer_states")
     lost = bf16_losses(job.learning_rate if job else None, job.adam_beta2 if job and has_moments else None)
-    is_counted = has_moments and (job is None or job.optimizer in (Optimizer.ADAMW, Optimizer.ADAMW_BF16))
+    if of_job:
+        problem = "optimizer is adamw_bf16: master weights, gradients and moments are kept in bf16"
+        fix = "write optimizer: adamw, unless losses are those of a run in fp32"
+        yield in_job(subject, "optimizer", problem, lost, fix)
+        return
+    is_counted = has_moments and (job is None or job.optimizer is Optimizer.ADAMW)
     yield Fault(
         pointer=("bf16", key),
         problem="master weights and gradients are kept in bf16",

@@ -17,7 +17,7 @@ from dstrain.facts.model.vision_towers import TRAINS_VIDEOS
 from dstrain.job import task_limits
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.plan.memory.params import stacked_experts
+from dstrain.plan.memory.adapters import stacked_experts
 from dstrain.plan.named_parts import unknown, unknown_experts, untargeted
 
 _STOPS = "the run stops before it loads the model"
@@ -39,7 +39,7 @@ def _not_of_task(subject: Subject) -> Iterator[Fault]:
 
 
 def _unused_smoothing(subject: Subject) -> Iterator[Fault]:
-    job = subject.job.job if subject.job is not None else None
+    job = subject.asked
     if job is not None and task_limits.is_smoothing_unused(job):
         problem = f"label_smoothing is {job.dpo.label_smoothing:g}, but loss_type is {job.dpo.loss_type}"
         yield in_job(subject, "dpo", problem, "it changes nothing", "write loss_type: robust, or remove it")
@@ -83,7 +83,7 @@ def _longer_than_heard(subject: Subject) -> Iterator[Fault]:
 
 def _named_in_vain(subject: Subject) -> Iterator[Fault]:
     """Reports patterns of parameters and modules of an adapter that are in no name of the model."""
-    job = subject.job.job if subject.job is not None else None
+    job = subject.asked
     given = _named_keys(job) if job is not None else []
     if subject.job is None or job is None or not given:
         return
@@ -96,7 +96,7 @@ def _named_in_vain(subject: Subject) -> Iterator[Fault]:
         yield replace(in_job(subject, "model", problem, _MAY_STOP, fix), severity=Severity.WARNING)
     if names is None:
         return
-    missing = [*unknown(job, names)]
+    missing = [*unknown(job, names, subject.model)]
     if job.method is not Method.FULL and subject.model is not None:
         missing += unknown_experts(job.lora, [group.name for group in stacked_experts(subject.model)])
         none = None if missing else untargeted(subject.model, job.lora)

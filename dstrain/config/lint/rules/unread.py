@@ -11,15 +11,14 @@ from dstrain.config.keys.table import key_of
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules.no_effect import QUANTIZED
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.subject import OLD_OFFLOADS, Subject
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
-_OLD_NAMES = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
 
 
 def _deviceless(subject: Subject) -> Iterator[Fault]:
-    for section, old in _OLD_NAMES.items():
+    for section, old in OLD_OFFLOADS.items():
         value = subject.at(_ZERO + section)
         if isinstance(value, dict) and "device" not in value and not subject.has(_ZERO + old):
             yield Fault(
@@ -64,8 +63,7 @@ def _unread_keys(subject: Subject) -> Iterator[tuple[Pointer, str]]:
         for name in _OF_DYNAMIC_SCALE:
             if subject.has(f"fp16.{name}"):
                 yield ("fp16", name), "fp16.loss_scale is fixed, and only the dynamic scale (0) uses it"
-    zero = subject.at("zero_optimization", {})
-    for name in zero if subject.stage == 0 and isinstance(zero, dict) else ():
+    for name in subject.zero if subject.stage == 0 else ():
         row = key_of(("zero_optimization", name))
         is_plain = row is not None and row.removed is None and row.kind is not Kind.OBJECT
         if is_plain and not name.startswith("stage3_") and name not in _OTHER_RULES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dstrain.config.lint.advisory import accumulation
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule, when
 from dstrain.config.lint.subject import Subject, has_zenflow
@@ -34,13 +35,11 @@ def _does_not_overlap(s: Subject) -> bool:
 
 def _accumulation(subject: Subject) -> Iterator[Fault]:
     """ZenFlow replaces the accumulation steps that the Trainer counts by its update_interval."""
-    given = subject.at("gradient_accumulation_steps", 1)
-    if given == "auto" and subject.job is not None:
-        given = subject.job.job.grad_accum
-    if has_zenflow(subject) and isinstance(given, int) and given > 1:
+    steps = accumulation(subject)
+    if has_zenflow(subject) and steps is not None and steps > 1:
         yield Fault(
             pointer=("gradient_accumulation_steps",),
-            problem=f"zenflow with {given} accumulation steps",
+            problem=f"zenflow with {steps} accumulation steps",
             effect="the engine replaces them by zenflow's update_interval, but the Trainer keeps counting them",
             fix="accumulate 1 step, and set update_interval",
         )

@@ -10,10 +10,11 @@ from functools import cache, lru_cache
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import DEFAULTS, Configuration, Parallel
+from dstrain.plan.memory.deepspeed.build_modules import QUANTIZED_PER_ELEMENT, Shape, modules
 from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.host_memory import Host, host
 from dstrain.plan.memory.deepspeed.instants import Engine, Instant, highest, instants_of
-from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Modules, Shape, modules
+from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.optimizer_step import step_instants
 from dstrain.plan.memory.deepspeed.program import Passes, Program, program
 from dstrain.plan.memory.deepspeed.replay import replays

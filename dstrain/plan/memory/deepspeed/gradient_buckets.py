@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part, rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
+from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.quantized_gradients import work_bytes
 
 ALLREDUCE_ELEMENTS = 500_000_000
@@ -15,7 +16,6 @@ NORM_ITEM = 8
 """Bytes of an element in a norm: fp64. Source: deepspeed 0.19.8 runtime/zero/utils.py: get_norm_dtype."""
 NORM_ELEMENTS = 250_000_000
 """Elements of which ZeRO-3 takes the norm at once. Source: runtime/zero/stage3.py: _constant_buffered_norm2."""
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

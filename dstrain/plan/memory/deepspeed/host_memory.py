@@ -7,9 +7,10 @@ from functools import cached_property
 
 from dstrain.choices import Offload
 from dstrain.plan.memory.deepspeed.modules import Modules
-from dstrain.plan.memory.deepspeed.resident import FP32, accumulation_item, sub_groups
+from dstrain.plan.memory.deepspeed.resident import accumulation_item, num_staying, sub_groups
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
+from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.memory.optimizer_states import STATES, master_item
 from dstrain.plan.memory.zero import pinned
 
@@ -86,7 +87,7 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Host:
     initialize_optimizer_states, _create_param_groups_fp16_flat_cpu_memory."""
     item, master = settings.model.item, master_item(settings.step.optimizer)
     groups = [sum(shares) for shares in sub_groups(modules, ranks, settings.zero.sub_group_size)]
-    away = groups[int((1 - settings.zero.offload_ratio) * len(groups)) :]
+    away = groups[num_staying(groups, settings.zero) :]
     flat = accumulation_item(settings) * sum(groups)
     states = (1 + STATES[settings.step.optimizer]) * master * sum(away)
     host = _of(settings.zero.pin_memory, [flat, *(master * size for size in away)], states)

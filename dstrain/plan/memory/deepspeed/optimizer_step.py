@@ -10,9 +10,17 @@ from dstrain.choices import Optimizer, Precision
 from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.gradient_buckets import NORM_ITEM
 from dstrain.plan.memory.deepspeed.modules import Modules
-from dstrain.plan.memory.deepspeed.resident import FP32, accumulation_item, is_wide, matrices, state_sizes, sub_groups
+from dstrain.plan.memory.deepspeed.resident import (
+    accumulation_item,
+    is_wide,
+    matrices,
+    num_staying,
+    state_sizes,
+    sub_groups,
+)
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
+from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.memory.optimizer_states import master_item
 
 TEMPORARIES: dict[Optimizer, int] = {
@@ -111,8 +119,7 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Iterator[StepI
     """
     groups = sub_groups(modules, ranks, settings.zero.sub_group_size)
     if settings.zero.is_offloaded:  # torch's foreach AdamW steps what stays, with a square root of its second moments
-        stay = groups[: int((1 - settings.zero.offload_ratio) * len(groups))]
-        for shares in stay:
+        for shares in groups[: num_staying(groups, settings.zero)]:
             numel, optimizer = sum(shares), settings.step.optimizer
             yield StepInstant(0, (rounded(master_item(optimizer) * numel),), state_sizes(numel, optimizer))
         return

@@ -9,7 +9,8 @@ from functools import cache
 
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Checkpointing
-from dstrain.plan.memory.deepspeed.modules import Module, Modules, Shape, modules
+from dstrain.plan.memory.deepspeed.build_modules import Shape, modules
+from dstrain.plan.memory.deepspeed.modules import Module, Modules
 from dstrain.plan.memory.layers.recording import Key
 
 
@@ -106,9 +107,14 @@ class _Writer:
         for index in self.layers:
             self.forward(modules.layers[index], index, "forward")
         self.forward(modules.norm, -1, "forward")
-        self.put(Event.FETCH, modules.head)
+        base, *adapter = modules.head.children or (modules.head,)
+        if adapter:
+            self.put(Event.FETCH, modules.head)
+        self.put(Event.FETCH, base)
         self.mark("head forward", -1, "")
-        self.put(Event.RELEASE, modules.head)
+        self.put(Event.RELEASE, base)
+        for child in adapter:
+            self.forward(child, -1, "forward")
         self.mark("loss forward", -1, "")
         self.backward_of_loss()
         for index in reversed(self.layers):
@@ -120,6 +126,9 @@ class _Writer:
             self.put(Event.FETCH_BACK, modules.embedding)
             self.mark("embedding backward", -1, "")
             self.grads(modules.embedding)
+            if self.checkpointing.enabled:  # its output requires a gradient, an adapter around it or not
+                for child in modules.embedding.children:
+                    self.put(Event.FETCH_BACK, child)
         members = tuple(self.members.get(number, ()) for number in range(1 + max(self.members)))
         return Program(modules, members, tuple(self.events), self.gradients(), tuple(self.marks), self.layers)
 
@@ -138,10 +147,15 @@ class _Writer:
             self.put(Event.FETCH_BACK, module)
         self.mark("loss backward", -1, "")
         self.put(Event.FETCH_BACK, modules.head)
+        base, *adapter = modules.head.children or (modules.head,)
+        for child in reversed(adapter):
+            self.backward(child, -1)
+        if adapter:
+            self.put(Event.FETCH_BACK, base)
         self.mark("head backward", -1, "")
-        if modules.head.weights != modules.embedding.weights:
-            self.grads(modules.head)
-        self.put(Event.RELEASE_BACK, modules.head)
+        if base.weights != modules.embedding.weights:
+            self.grads(base)
+        self.put(Event.RELEASE_BACK, base)
         self.put(Event.FETCH_BACK, modules.outer[-1])
         self.backward(modules.norm, -1)
 

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dstrain.choices import Offload, Optimizer, Precision
+from dstrain.plan.configuration import Zero
 from dstrain.plan.memory.deepspeed.byte_account import rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.deepspeed.settings import Settings
 from dstrain.plan.memory.deepspeed.zero12_partitions import layout
+from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.memory.optimizer_states import (
     EIGHT_BIT_STATE,
     STATES,
@@ -18,8 +20,6 @@ from dstrain.plan.memory.optimizer_states import (
     muon_buffers,
     saved_by_muon,
 )
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +129,14 @@ def sub_groups(modules: Modules, ranks: int, size: int) -> list[list[int]]:
     return groups
 
 
+def num_staying(groups: Sequence[object], zero: Zero) -> int:
+    """Returns how many sub-groups the GPU steps although the optimizer is offloaded: the first ones.
+
+    Source: deepspeed 0.19.8 runtime/zero/stage3.py: subgroup_to_device.
+    """
+    return int((1 - zero.offload_ratio) * len(groups))
+
+
 def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
     """Returns what a rank holds between two steps, with P trainable and F frozen elements of s bytes over N ranks.
 
@@ -170,7 +178,7 @@ def _sharded(modules: Modules, settings: Settings, ranks: int) -> Resident:
     groups = [sum(shares) for shares in sub_groups(modules, ranks, settings.zero.sub_group_size)]
     stay = groups if offload is Offload.NONE else []
     if offload in (Offload.OPTIMIZER, Offload.PARAMS):
-        stay = groups[: int((1 - settings.zero.offload_ratio) * len(groups))]
+        stay = groups[: num_staying(groups, settings.zero)]
     grads = rounded(trainable * accumulation_item(settings)) if offload is Offload.NONE else 0
     if offload is not Offload.NONE:
         grads = sum(rounded(master_item(settings.step.optimizer) * size) for size in stay)

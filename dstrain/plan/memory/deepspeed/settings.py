@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from dstrain.plan.configuration import Checkpointing, Configuration, OptimizerStep, Parallel, TrainedModel, Zero
 from dstrain.plan.memory.optimizer_states import are_early
+from dstrain.plan.training_code import needs_reentrant
 
 MICRO_BATCHES_PLAYED = 2
 """Micro-batches of a step that differ: the first, and the last, which finds gradients. Under ZeRO-3, which has room for
@@ -27,11 +28,8 @@ class Settings:
 
     @property
     def is_reentrant(self) -> bool:
-        """Whether recomputation is of the older kind, which adapters under ZeRO-3 need.
-
-        Source: dstrain/train/arguments.py: checkpointing_kwargs; transformers#47254.
-        """
-        return self.checkpointing.enabled and self.zero.stage == 3 and not self.model.is_full
+        """Whether recomputation is of the older kind, which adapters under ZeRO-3 need."""
+        return self.checkpointing.enabled and needs_reentrant(self.model.method, self.zero.stage)
 
 
 def settings_of(configuration: Configuration) -> Settings:

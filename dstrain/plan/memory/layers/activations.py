@@ -16,10 +16,6 @@ from dstrain.plan.memory.layers.families import LAYER_CODE, LayerCode
 from dstrain.plan.memory.layers.graph import Tape
 from dstrain.plan.memory.layers.tensor import GradRelease, Param, Tensor
 
-INDEX = 8
-"""Bytes of a token id."""
-
-
 Peaks = dict[str, tuple[int, ...]]
 """Peaks of named instants by part."""
 _GATHERED = 3
@@ -215,7 +211,7 @@ def play(run: Context, depth: dict[str, int]) -> None:
     count = (
         2 + run.variant.has_mask + (3 if run.variant.batch.image_patches else 0)
     )  # ids, labels; mask; three positions
-    inputs = tape.new(run.rows * count * run.variant.batch.task.forward_passes, INDEX)
+    inputs = tape.new(run.rows * count * run.variant.batch.task.forward_passes, ops.INDEX)
     images = vision.pixels(run) if code.tower else None
     others = [vision.pixels(run) for _ in range(run.variant.batch.task.forward_passes - 1)] if images else []
     loss = _forward(run, code, depth, images)
@@ -228,7 +224,7 @@ def play(run: Context, depth: dict[str, int]) -> None:
 def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tensor | None) -> Tensor:
     """Returns the loss; what the model's forward pass keeps in its frame goes when it returns."""
     tape, model, variant = run.tape, run.model, run.variant
-    places = tape.new(variant.seq_len, INDEX)
+    places = tape.new(variant.seq_len, ops.INDEX)
     share = variant.parallel.tp if model.tie_word_embeddings else 1  # AutoTP cuts an embedding only with its head
     table = Param(model.vocab_size * model.hidden_size // share, trains=run.trains_whole(Kind.EMBEDDING), is_root=True)
     hidden = embedding.embedded(run, table, scales=code.scales_in_embedding)

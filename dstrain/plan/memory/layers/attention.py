@@ -12,8 +12,6 @@ from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Tensor
 
-INDEX = 8
-"""Bytes of an index."""
 WIDEST_FLASH_HEAD = 256
 """Elements of a head above which there is no flash kernel.
 Source: torch 2.13 ATen/native/transformers/cuda/sdp_utils.cpp: check_head_dim_size_flash."""
@@ -133,7 +131,7 @@ def _unpadded(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *, is_c
     Source: Transformers 5.23 modeling_flash_attention_utils.py: _upad_input, _pad_input.
     """
     tape = run.tape
-    places = tape.new(run.rows, INDEX)
+    places = tape.new(run.rows, ops.INDEX)
     k = ops.picked(tape, ops.copy(tape, k) if is_cat else k, k.numel, places)
     v = ops.picked(tape, v, v.numel, places)
     q = ops.picked(tape, ops.copy(tape, q) if is_cat else q, q.numel, places)

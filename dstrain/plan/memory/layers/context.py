@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from dstrain.choices import Attention, Method, StateDtypes
-from dstrain.facts.model.model_facts import Kind, ModelFacts
+from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
 from dstrain.plan.configuration import (
     Checkpointing,
     Configuration,
@@ -15,11 +15,12 @@ from dstrain.plan.configuration import (
     Parallel,
     TrainedModel,
 )
+from dstrain.plan.memory.adapters import adapted, is_target, kept_whole
 from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.graph import Tape, Tensors
 from dstrain.plan.memory.layers.kernels import fused_parts
 from dstrain.plan.memory.layers.tensor import GradRelease, Param, Storage, Tensor
-from dstrain.plan.memory.params import is_inside, is_target, kept_whole
+from dstrain.plan.memory.params import is_inside
 from dstrain.plan.training_code import TrainingCode
 
 
@@ -181,10 +182,21 @@ class Context:
             return any(group.num_trained for group in self.model.tensors if group.kind is kind)
         return any(group.kind is kind for group in kept_whole(self.model, self.variant.model.lora))
 
+    def adapts(self, kind: Kind) -> bool:
+        """Returns whether the embedding or the head gets an adapter."""
+        lora = self.variant.model.lora
+        return not self.variant.model.is_full and any(group.kind is kind for group in adapted(self.model, lora))
+
     def param(self, name: str) -> Param:
         """Returns a parameter of the vision tower by its full name, in which a star stands for the block."""
         group = self.outside[name]
         return Param(group.numel, trains=self.variant.model.is_full and group.num_trained > 0)
+
+    @property
+    def moe(self) -> Moe:
+        """The mixture of experts of a model that has one."""
+        assert self.model.moe is not None
+        return self.model.moe
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
@@ -205,7 +217,7 @@ class Context:
         result = base(x, outputs, inputs, shape.has_bias)
         if self.variant.model.is_full or not self._is_adapted(name):
             return result
-        return self._adapted(x, result, outputs, inputs)
+        return self.with_adapter(x, result, outputs, inputs)
 
     def product(self, x: Tensor, outputs: int, inputs: int) -> Tensor:
         """A linear layer without bias and adapter."""
@@ -257,7 +269,7 @@ class Context:
         del whole
         return ops.cast(tape, result, back)
 
-    def _adapted(self, x: Tensor, result: Tensor, outputs: int, inputs: int) -> Tensor:
+    def with_adapter(self, x: Tensor, result: Tensor, outputs: int, inputs: int) -> Tensor:
         """Adds the adapter's two products. Source: peft 0.21 tuners/lora/layer.py: Linear.forward."""
         tape, lora, rows = self.tape, self.variant.model.lora, x.numel // inputs
         item = self.variant.adapter_item

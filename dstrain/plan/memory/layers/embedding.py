@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dstrain.choices import Attention
-from dstrain.plan.memory.layers import ops
+from dstrain.choices import Attention, StateDtypes
+from dstrain.facts.model.model_facts import Kind
+from dstrain.plan.memory.layers import ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Node, Param, Tensor
@@ -31,6 +32,8 @@ def embedded(run: Context, table: Param, *, scales: bool) -> Tensor:
         result = ops.unary(tape, result)
     if run.variant.checkpointing.enabled and not table.trains and run.variant.code.stops_early:
         result.node = _leaf(run, result)
+    if run.adapts(Kind.EMBEDDING):
+        result = _adapted(run, result, scales=scales)
     if run.variant.residual_item != item:
         return ops.cast(tape, result, run.variant.residual_item)
     return result
@@ -42,6 +45,41 @@ def _enter_backward(run: Context) -> None:
     run.tape.ledger.enter("embedding backward")
 
 
+def _adapted(run: Context, base: Tensor, *, scales: bool) -> Tensor:
+    """Adds rows of the adapter's first matrix, times the second.
+
+    The gradient of the first is a table of zeros, summed into, then copied: PEFT has the matrix the other way round.
+    Source: peft 0.21 tuners/lora/layer.py: Embedding.forward.
+    """
+    tape, model, variant, rank = run.tape, run.model, run.variant, run.variant.model.lora.rank
+    item = variant.adapter_item
+    down, up = Param(rank * model.vocab_size, trains=True), Param(rank * model.hidden_size, trains=True)
+
+    def table_backward(grad: Tensor) -> Tensors:
+        table = tape.new(down.numel, item)
+        result = tape.grad(down.numel, item)
+        del table
+        return (result,)
+
+    whole = tape.gathered(down.numel, item)
+    rows = tape.new(run.rows * rank, item, tape.node((down,), table_backward) if tape.needs(down) else None)
+    del whole
+    if variant.model.state_dtypes is StateDtypes.AUTOCAST:
+        rows, item = ops.cast(tape, rows, variant.item), variant.item
+    outer = products.matmul(tape, rows, up, base.numel, item)
+    del rows
+    for _ in range(2 if scales else 1):  # by the adapter's own factor, and by that of the embedding
+        outer = ops.unary(tape, outer)
+    total = ops.add_up(tape, base, outer)
+
+    def backward(grad: Tensor) -> Tensors:
+        _enter_backward(run)
+        return (grad,)
+
+    node = tape.node((total,), backward) if tape.needs(total) else None
+    return ops.cast(tape, Tensor(total.storage, total.numel, total.item, node), base.item)
+
+
 def _leaf(run: Context, x: Tensor) -> Node:
     """Makes a gradient for x, which nothing that trains has made, so that the first layer can be recomputed.
 
@@ -51,7 +89,8 @@ def _leaf(run: Context, x: Tensor) -> Node:
 
     def backward(grad: Tensor) -> Tensors:
         assert view.numel == grad.numel
-        _enter_backward(run)
+        if not run.adapts(Kind.EMBEDDING):  # whose adapter has the gradient first
+            _enter_backward(run)
         return (None,)
 
     return run.tape.node((view,), backward)

@@ -31,8 +31,7 @@ def weight(run: Context, name: str) -> Param | Tensor:
 
 def _shape(run: Context, name: str) -> tuple[int, int, int]:
     """Returns the number of experts, and the outputs and inputs of the matrix of each."""
-    moe, width = run.model.moe, run.model.hidden_size
-    assert moe is not None
+    moe, width = run.moe, run.model.hidden_size
     sides = (2 * moe.intermediate_size, width) if name == UP else (width, moe.intermediate_size)
     return moe.num_experts, *sides
 

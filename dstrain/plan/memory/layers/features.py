@@ -7,9 +7,6 @@ from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Tensor
 
-INDEX = 8
-"""Bytes of an index."""
-
 
 def scattered(run: Context, hidden: Tensor, features: Tensor, mask: Tensor) -> Tensor:
     """`masked_scatter`: the gradient is copied with zeros in the place of features, and theirs is picked out of it."""
@@ -36,7 +33,7 @@ def deepened(run: Context, hidden: Tensor, level: Tensor, mask: Tensor) -> Tenso
     """
     tape = run.tape
     copied = ops.copy(tape, hidden)
-    places = tape.new(2 * level.numel // run.model.hidden_size, INDEX)
+    places = tape.new(2 * level.numel // run.model.hidden_size, ops.INDEX)
     rows = ops.picked(tape, copied, level.numel, mask)
     del places
     return _written(run, copied, ops.add(tape, rows, level), mask)

@@ -9,9 +9,6 @@ from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Param, Part, Tensor
 
-INDEX = 8
-"""Bytes of a token id."""
-
 
 def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
     """The loss of the last hidden states; `table` is the embedding, which a tied head shares.
@@ -42,15 +39,12 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
 
 def _entered(run: Context, hidden: Tensor) -> Tensor:
     """Passes hidden states through; from their gradient on, tensors are activations again."""
-    if hidden.node is None:
-        return hidden
     tape = run.tape
 
-    def backward(grad: Tensor) -> Tensors:
+    def mark() -> None:
         tape.part = Part.ACTIVATIONS
-        return (grad,)
 
-    return Tensor(hidden.storage, hidden.numel, hidden.item, tape.node((hidden,), backward))
+    return ops.marked(tape, hidden, mark)
 
 
 def _full(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
@@ -104,6 +98,8 @@ def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Ten
 def logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     """Returns the logits in the training precision."""
     result = _headed(run, _product(run, hidden, head))
+    if run.adapts(Kind.HEAD):
+        result = run.with_adapter(hidden, result, run.model.num_outputs, run.model.hidden_size)
     return ops.unary(run.tape, result) if scales else result
 
 
@@ -124,32 +120,16 @@ def _product(run: Context, hidden: Tensor, head: Param) -> Tensor:
 
 def _headed(run: Context, logits: Tensor) -> Tensor:
     """Passes logits through; with their gradient the head's backward pass begins."""
-    run.tape.ledger.enter("loss forward")
-    if logits.node is None:
-        return logits
-    tape = run.tape
-
-    def backward(grad: Tensor) -> Tensors:
-        tape.ledger.enter("head backward")
-        return (grad,)
-
-    return Tensor(logits.storage, logits.numel, logits.item, tape.node((logits,), backward))
+    ledger = run.tape.ledger
+    ledger.enter("loss forward")
+    return ops.marked(run.tape, logits, lambda: ledger.enter("head backward"))
 
 
 def cross_entropy(run: Context, logits: Tensor) -> Tensor:
     """Log-softmax, kept, and the negative log-likelihood."""
     tape, numel, item = run.tape, logits.numel, logits.item
-    likely = tape.new(numel, item)
-    kept = tape.save(ops.view_without_node(likely))
-
-    def softmax_backward(grad: Tensor) -> Tensors:
-        saved = kept.take()
-        result = tape.new(numel, item)
-        del saved
-        return (result,)
-
-    likely.node = tape.node((logits,), softmax_backward)
-    labels = tape.new(numel // run.model.vocab_size, INDEX)  # shifted, beside the padded ones they are a copy of
+    likely = ops.softmax(tape, logits)
+    labels = tape.new(numel // run.model.vocab_size, ops.INDEX)  # shifted, beside the padded ones they are a copy of
     kept_too = tape.save(ops.view_without_node(likely), labels)
 
     def likelihood_backward(grad: Tensor) -> Tensors:
@@ -178,7 +158,7 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     sums = tape.new(rows, ops.FP32)
     size = tile_rows(kernel, rows, width, vocabulary)
     whole = tape.gathered(vocabulary * width, item)
-    picked = (tape.new(rows, INDEX), tape.new(size * width, item)) if kernel is LossKernel.FUSED else ()
+    picked = (tape.new(rows, ops.INDEX), tape.new(size * width, item)) if kernel is LossKernel.FUSED else ()
     logits = tape.new(size * vocabulary, item)
     if run.variant.code.widens_fused_logits:
         logits = ops.cast(tape, logits, ops.FP32)

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from dstrain.facts.model.model_facts import Moe
 from dstrain.plan.memory.layers import blocks, expert_adapters, expert_parallel, ops, products
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Param, Tensor
-
-INDEX = 8
-"""Bytes of an index."""
 
 ROUTER_LOSS = "router loss forward"
 """The instant at which the loss that balances experts is computed."""
@@ -92,22 +88,16 @@ def _mlp(run: Context, x: Tensor, part: str) -> Tensor:
     return blocks.named_mlp(run, x, f"{part}.gate_proj", f"{part}.up_proj", f"{part}.down_proj")
 
 
-def _moe(run: Context) -> Moe:
-    moe = run.model.moe
-    assert moe is not None
-    return moe
-
-
 def _router_logits(run: Context, x: Tensor, item: int) -> Tensor:
     """The router's linear layer; in fp32 its weight is cast too."""
     tape, width = run.tape, run.model.hidden_size
-    numel, rows = _moe(run).num_experts * width, x.numel // width
+    numel, rows = run.moe.num_experts * width, x.numel // width
     weight = Param(numel, trains=run.trains)
     x = ops.cast(tape, x, item)
     if item == run.variant.item:
-        return products.matmul(tape, x, weight, rows * _moe(run).num_experts, item, is_flat=True)
+        return products.matmul(tape, x, weight, rows * run.moe.num_experts, item, is_flat=True)
     wide = products.cast_param(tape, weight, run.variant.item, item)
-    return products.product(tape, x, wide, rows * _moe(run).num_experts)
+    return products.product(tape, x, wide, rows * run.moe.num_experts)
 
 
 def softmax_router(run: Context, x: Tensor, *, normalises: bool = True, narrows: bool = True) -> Routing:
@@ -162,7 +152,7 @@ def _summed(run: Context, x: Tensor) -> Tensor:
     numel, node = x.numel, None
     if run.tape.needs(x):
         node = run.tape.node((x,), lambda grad: (Tensor(grad.storage, numel, grad.item),))
-    return run.tape.new(_moe(run).num_experts, ops.FP32, node)
+    return run.tape.new(run.moe.num_experts, ops.FP32, node)
 
 
 def _wide_softmax_router(run: Context, x: Tensor) -> Routing:
@@ -177,12 +167,12 @@ def _wide_softmax_router(run: Context, x: Tensor) -> Routing:
 
 def _sigmoid_router(run: Context, x: Tensor) -> Routing:
     """Groups are chosen by tensors that go with the router's frame, all as small as one number an expert and token."""
-    tape, moe = run.tape, _moe(run)
+    tape, moe = run.tape, run.moe
     logits = _router_logits(run, x, ops.FP32)
     scores = ops.softmax(tape, logits)
     rows = scores.numel // moe.num_experts
     shifted, masked = (tape.new(scores.numel, scores.item) for _ in range(2))
-    indices = tape.new(rows * moe.experts_per_token, INDEX)
+    indices = tape.new(rows * moe.experts_per_token, ops.INDEX)
     weights = ops.picked(tape, scores, indices.numel, indices)
     weights = ops.unary(tape, _normalised(run, weights))
     del shifted, masked
@@ -191,15 +181,15 @@ def _sigmoid_router(run: Context, x: Tensor) -> Routing:
 
 def _top_k(run: Context, scores: Tensor) -> tuple[Tensor, Tensor]:
     """The best k of each row, and where they are."""
-    rows, k = scores.numel // _moe(run).num_experts, _moe(run).experts_per_token
-    indices = run.tape.new(rows * k, INDEX)
+    rows, k = scores.numel // run.moe.num_experts, run.moe.experts_per_token
+    indices = run.tape.new(rows * k, ops.INDEX)
     return ops.picked(run.tape, scores, indices.numel, indices), indices
 
 
 def _normalised(run: Context, weights: Tensor) -> Tensor:
     """Weights divided by their sum in place: keeps a copy of what they were, and the sums."""
     tape = run.tape
-    sums = tape.new(weights.numel // _moe(run).experts_per_token, weights.item)
+    sums = tape.new(weights.numel // run.moe.experts_per_token, weights.item)
     if not tape.needs(weights):
         return weights
     saved = tape.save(tape.new(weights.numel, weights.item), sums)
@@ -223,20 +213,20 @@ def grouped_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -
     tape, width = run.tape, run.model.hidden_size
     rows = indices.numel
     expert_adapters.check(run)
-    sorted_ids, order = tape.new(rows, INDEX), tape.new(rows, INDEX)
-    chosen = ops.picked(tape, x, rows * width, tape.new(rows, INDEX))
+    sorted_ids, order = tape.new(rows, ops.INDEX), tape.new(rows, ops.INDEX)
+    chosen = ops.picked(tape, x, rows * width, tape.new(rows, ops.INDEX))
     sorted_weights = ops.picked(tape, weights, rows, order)
     narrow_ids = tape.new(rows, 4)
     up = expert_adapters.weight(run, expert_adapters.UP)
-    hidden = _grouped_product(run, chosen, up, 2 * _moe(run).intermediate_size)
+    hidden = _grouped_product(run, chosen, up, 2 * run.moe.intermediate_size)
     hidden = _gated(run, hidden)
     down = expert_adapters.weight(run, expert_adapters.DOWN)
     hidden = _grouped_product(run, hidden, down, width)
     weighted = ops.mul(tape, hidden, sorted_weights)
-    inverse, counted = tape.new(rows, INDEX), tape.new(rows, INDEX)
+    inverse, counted = tape.new(rows, ops.INDEX), tape.new(rows, ops.INDEX)
     del counted
     weighted = ops.picked(tape, weighted, rows * width, inverse)
-    many = _moe(run).experts_per_token > 1  # the gradient of a sum of one is a view
+    many = run.moe.experts_per_token > 1  # the gradient of a sum of one is a view
     output = ops.cast(tape, ops.resized(tape, weighted, x.numel) if many else ops.copy(tape, weighted), x.item)
     del sorted_ids, chosen, narrow_ids, hidden
     return output
@@ -250,7 +240,7 @@ def _gated(run: Context, both: Tensor) -> Tensor:
 
 def _grouped_product(run: Context, x: Tensor, weight: Param | Tensor, outputs: int) -> Tensor:
     """The rows of each expert times its matrix, for all experts at once."""
-    inputs = weight.numel // (_moe(run).num_experts * outputs)
+    inputs = weight.numel // (run.moe.num_experts * outputs)
     numel = x.numel // inputs * outputs
     if isinstance(weight, Tensor):
         return products.product(run.tape, x, weight, numel)
@@ -262,8 +252,8 @@ def _fused_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) ->
 
     Source: liger-kernel 0.8.5 ops/fused_moe.py: LigerFusedMoEFunction.
     """
-    tape, item, inner, width = run.tape, x.item, _moe(run).intermediate_size, run.model.hidden_size
-    rows, x_numel, numel = indices.numel, x.numel, _moe(run).num_experts * _moe(run).intermediate_size * width
+    tape, item, inner, width = run.tape, x.item, run.moe.intermediate_size, run.model.hidden_size
+    rows, x_numel, numel = indices.numel, x.numel, run.moe.num_experts * run.moe.intermediate_size * width
     places = tape.new(3 * rows, 4), tape.new(rows, 4)
     before, after = tape.new(rows * 2 * inner, item), tape.new(rows * inner, item)
     outputs = tape.new(rows * width, item)

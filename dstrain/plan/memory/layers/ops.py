@@ -5,15 +5,32 @@ Source of every rule: torch 2.13 tools/autograd/derivatives.yaml and the CUDA ke
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dstrain.plan.memory.layers.graph import Tape, Tensors
 from dstrain.plan.memory.layers.tensor import Node, Param, Tensor, View
 
 FP32 = 4
+"""Bytes of an element in fp32."""
+INDEX = 8
+"""Bytes of an index, such as the id of a token."""
 
 
 def view(x: Tensor) -> Tensor:
     """Returns another tensor of the same storage."""
     return Tensor(x.storage, x.numel, x.item, x.node)
+
+
+def marked(tape: Tape, x: Tensor, mark: Callable[[], None]) -> Tensor:
+    """Passes x through; `mark` is called when its gradient comes back."""
+    if x.node is None:
+        return x
+
+    def backward(grad: Tensor) -> Tensors:
+        mark()
+        return (grad,)
+
+    return Tensor(x.storage, x.numel, x.item, tape.node((x,), backward))
 
 
 def cast(tape: Tape, x: Tensor, item: int) -> Tensor:

@@ -49,19 +49,18 @@ class Passes:
 
 def record(model: ModelFacts, configuration: Configuration, passes: Passes) -> Recording:
     """Returns a micro-batch at the whole depth of the model."""
-    variant = replace(
-        variant_of(configuration),
-        release=passes.release,
-        gathers=False,
-        kernel_workspaces=passes.kernel_workspaces,
-    )
-    return _recorded(model, variant, passes, configuration.expandable_segments)
+    return _recorded(model, _variant(configuration, passes), passes, configuration.expandable_segments)
 
 
 def brief(model: ModelFacts, configuration: Configuration, passes: Passes, edge: int) -> Recording:
     """Returns the moments of some layers at each end of each kind, as at the whole depth, without events."""
-    variant = replace(variant_of(configuration), release=passes.release, gathers=False)
-    return _brief(model, replace(variant, kernel_workspaces=passes.kernel_workspaces), passes, edge)
+    return _brief(model, _variant(configuration, passes), passes, edge)
+
+
+def _variant(configuration: Configuration, passes: Passes) -> Variant:
+    """Returns what the tape plays, while the engine gathers."""
+    workspaces = passes.kernel_workspaces
+    return replace(variant_of(configuration), release=passes.release, gathers=False, kernel_workspaces=workspaces)
 
 
 @lru_cache(BRIEF_RECORDINGS_KEPT)

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.plan.memory.layers import ops
 from dstrain.plan.memory.layers.context import Context, Variant
 from dstrain.plan.memory.layers.graph import Tape
 from dstrain.plan.memory.layers.tensor import Ledger, Part, Tensor
@@ -147,11 +148,4 @@ class MarkedContext(Context):
 
     def _marked(self, x: Tensor, key: Key) -> Tensor:
         """Passes x through; marks the moment when its gradient comes back."""
-        if x.node is None:
-            return x
-
-        def backward(grad: Tensor) -> tuple[Tensor | None, ...]:
-            self._ledger.enter(key)
-            return (grad,)
-
-        return Tensor(x.storage, x.numel, x.item, self.tape.node((x,), backward))
+        return ops.marked(self.tape, x, lambda: self._ledger.enter(key))

@@ -12,8 +12,6 @@ from dstrain.plan.memory.layers.context import Context, Variant
 from dstrain.plan.memory.layers.graph import Tensors
 from dstrain.plan.memory.layers.tensor import Tensor, View
 
-INDEX = 8
-"""Bytes of an index."""
 ROOT = "model.visual"
 
 
@@ -116,7 +114,7 @@ def _tower(run: Context, narrow: Tensor) -> tuple[Tensor, list[Tensor]]:
 def _places(run: Context) -> tuple[Tensor, Tensor, Tensor]:
     """Four neighbours of each patch in the grid of learned positions, their weights, and its row and column."""
     tape, patches = run.tape, _num_patches(run)
-    return tape.new(4 * patches, INDEX), tape.new(4 * patches, ops.FP32), tape.new(2 * patches, INDEX)
+    return tape.new(4 * patches, ops.INDEX), tape.new(4 * patches, ops.FP32), tape.new(2 * patches, ops.INDEX)
 
 
 def _embedded_places(run: Context, indices: Tensor, weights: Tensor) -> Tensor:
@@ -144,15 +142,12 @@ def _embedded_places(run: Context, indices: Tensor, weights: Tensor) -> Tensor:
 def _marked(run: Context, x: Tensor, index: int) -> Tensor:
     """Passes the output of a block through; when its gradient comes back, an instant of its own begins."""
     tape = run.tape
-    if x.node is None:
-        return x
 
-    def backward(grad: Tensor) -> Tensors:
+    def mark() -> None:
         tape.leave_layer()
         tape.ledger.enter(f"vision backward {index}")
-        return (grad,)
 
-    return Tensor(x.storage, x.numel, x.item, tape.node((x,), backward))
+    return ops.marked(tape, x, mark)
 
 
 def _num_levels(run: Context) -> int:

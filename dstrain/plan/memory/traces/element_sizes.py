@@ -7,11 +7,10 @@ from dataclasses import dataclass
 
 from dstrain.choices import Optimizer, StateDtypes
 from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.memory.params import quantized_bytes_per_param
 from dstrain.plan.memory.traces.event_writer import Script
 from dstrain.plan.memory.traces.parameter_tensors import Weight
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

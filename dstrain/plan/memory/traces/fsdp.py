@@ -16,10 +16,11 @@ from dstrain.choices import StateDtypes
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Event
+from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.memory.layers.record_pass import plain_passes, record
 from dstrain.plan.memory.layers.recording import Key, Recording, TapeEvent
 from dstrain.plan.memory.layers.tensor import GradRelease
-from dstrain.plan.memory.traces.element_sizes import FP32, elements, step
+from dstrain.plan.memory.traces.element_sizes import elements, step
 from dstrain.plan.memory.traces.event_writer import PRE_UNSHARD, REDUCE, UNSHARD, Script
 from dstrain.plan.memory.traces.parameter_tensors import Weight, weights
 

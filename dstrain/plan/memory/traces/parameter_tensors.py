@@ -8,15 +8,8 @@ from functools import cache
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.plan.configuration import TrainedModel
-from dstrain.plan.memory.params import (
-    adapted,
-    adapted_experts,
-    adapter_sizes,
-    is_in_layer,
-    is_inside,
-    kept_whole,
-    trains_in_full,
-)
+from dstrain.plan.memory.adapters import adapted, adapted_experts, adapter_sizes, kept_whole
+from dstrain.plan.memory.params import is_in_layer, is_inside, trains_in_full
 from dstrain.plan.training_code import TrainingCode
 
 
@@ -57,6 +50,7 @@ def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) 
     is_full, lora = trained_model.is_full, trained_model.lora
     wrapped = [] if is_full else [*adapted(model, lora), *adapted_experts(model, lora)]
     names = {group.name for group in wrapped}
+    tied = [group for group in wrapped if group not in model.tensors]  # a head with the weight of the embedding
     copied = [] if is_full else kept_whole(model, lora)
     layers = model.num_hidden_layers
     inside = [group for group in model.tensors if is_inside(group)]
@@ -79,14 +73,15 @@ def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) 
             tuple(weight for group in inside if is_in_layer(group, index, layers) for weight in expanded(group, index))
             for index in range(layers)
         ),
-        after=tuple(weight for group in after for weight in expanded(group)),
+        after=(
+            *(weight for group in after for weight in expanded(group)),
+            *(Weight(size, True, False, True) for group in tied for size in adapter_sizes(group, lora)),
+        ),
     )
 
 
 def _is_quantized(group: TensorGroup, code: TrainingCode) -> bool:
-    outside = group.kind in (Kind.HEAD, Kind.VISION)
-    are_linears = code.has_linear_experts and group.kind in (Kind.EXPERT, Kind.ROUTER)
-    return (group.is_linear and not outside) or are_linears
+    return group.is_quantizable or (code.has_linear_experts and group.kind in (Kind.EXPERT, Kind.ROUTER))
 
 
 def _parts(group: TensorGroup, code: TrainingCode) -> int:

@@ -1,0 +1,30 @@
+"""Reads what a DeepSpeed configuration says, whether or not it is valid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ZERO = "zero_optimization"
+"""Key of the section on ZeRO."""
+
+
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Returns the object under a key; an empty one if it is missing or not an object."""
+    section = config.get(key)
+    return section if isinstance(section, Mapping) else {}
+
+
+def zero_stage(config: Mapping[str, Any]) -> int:
+    """Returns the ZeRO stage that the engine runs: 0 by default and for an illegal value.
+
+    It reads "3" as 3, and `true` in place of the section, the form that predates stages, as 1.
+    Source: deepspeed 0.19.8 runtime/zero/config.py: read_zero_config_deprecated, DeepSpeedZeroConfig.
+
+    >>> [zero_stage({ZERO: zero}) for zero in ({"stage": 3}, {"stage": "3"}, True, {"stage": 4}, {})]
+    [3, 3, 1, 0, 0]
+    """
+    if config.get(ZERO) is True:
+        return 1
+    stage = str(section(config, ZERO).get("stage", 0)).strip()
+    return int(stage) if stage in ("1", "2", "3") else 0
