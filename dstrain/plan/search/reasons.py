@@ -88,7 +88,10 @@ def _advantage(chosen: Configuration, fastest: Configuration) -> str:
     shared = [(c.parallel.sp > 1, c.parallel.tp > 1, c.parallel.ep > 1) for c in (chosen, fastest)]
     if mechanisms(chosen) < mechanisms(fastest):
         return "with smaller groups of GPUs" if apart == 0 and shared[0] == shared[1] else "simpler"
-    return "with less padding" if chosen.batch.micro_batch < fastest.batch.micro_batch else "with larger engine buffers"
+    is_padded = not chosen.batch.packing
+    if is_padded and chosen.batch.micro_batch < fastest.batch.micro_batch:
+        return "with less padding"
+    return "with larger engine buffers"
 
 
 def _as_asked(cluster: Cluster, request: Request, chosen: Estimate, other: Estimate | None) -> tuple[Reason, ...]:
