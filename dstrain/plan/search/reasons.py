@@ -82,7 +82,16 @@ def _simpler(cluster: Cluster, chosen: Estimate, ranking: Ranking) -> tuple[Reas
 
 
 def _advantage(chosen: Configuration, fastest: Configuration) -> str:
-    """Returns in what a choice is better than a faster plan, as the order of ties has it (`search._Tied`)."""
+    """Returns in what a choice is better than a faster plan, as the order of ties has it (`search._Tied`).
+
+    >>> from dstrain.plan.configuration import DEFAULTS, changed
+    >>> one, larger = changed(DEFAULTS, zero_stage=3, ep=2), {"zero_stage": 3, "micro_batch": 4}
+    >>> _advantage(one, changed(DEFAULTS, ep=4, **larger)), _advantage(one, changed(DEFAULTS, ep=2, hpz=8, **larger))
+    ('with smaller groups of GPUs', 'simpler')
+    >>> packed = changed(one, packing=True)
+    >>> _advantage(one, changed(DEFAULTS, ep=2, **larger)), _advantage(packed, changed(packed, **larger))
+    ('with less padding', 'with larger engine buffers')
+    """
     alone = Parallel()
     apart = mechanisms(replace(fastest, parallel=alone)) - mechanisms(replace(chosen, parallel=alone))
     shared = [(c.parallel.sp > 1, c.parallel.tp > 1, c.parallel.ep > 1) for c in (chosen, fastest)]
