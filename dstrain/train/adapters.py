@@ -61,7 +61,7 @@ def _adapted_experts(lora: Lora, model: Any) -> list[str] | None:
 
 def is_tied(model: Any) -> bool:
     """Returns whether the head of a model shares the weight of its embedding."""
-    return bool(model.config.get_text_config().tie_word_embeddings)
+    return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
 def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype | None, **options: Any) -> Any:

@@ -458,7 +458,8 @@ def test_lengths_of_the_data_choose_packing_and_tell_the_time(
     assert ("packing: false" in job, "seq_len: 512" in job) == (True, True)
     (tmp_path / "job.yaml").write_text(job.replace("grad_accum: 1 ", "grad_accum: 4 "))
     done = dstrain("gen-config", "--json")
-    assert "edits    yours stay, so this plan is not what the files train. With them:" in done.stderr
+    told = r"edits    the files keep yours: [\d.]+ of 72.0 GiB per GPU, [\d.]+ s a step\n"
+    assert re.search(told, done.stderr), done.stderr
     assert re.search(r"time     [\d.]+ s ± \d+ %, 0.0 GPU-hours: 39 steps, 3 epochs of", done.stderr), done.stderr
     edited = json.loads(done.stdout)["with_edits"]
     assert (edited["grad_accum"], edited["run"]["steps"]) == (4, 39)

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import Method, Optimizer
 from dstrain.cli.options.question import PlanInputs
-from dstrain.cli.output.effects import effect_text
 from dstrain.cli.output.run_time import time_lines
 from dstrain.facts.cluster import hostfile
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.run_time import RunTime
-from dstrain.units import format_bytes, format_seconds
+from dstrain.units import format_seconds, format_sizes
 
 if TYPE_CHECKING:
     from dstrain.launch.prepare.edit_effects import Edited
@@ -57,15 +56,10 @@ def _job_key(text: str | None, key: str) -> Any:
 def edited_lines(edited: Edited, trained: RunTime | None, cluster: Cluster) -> list[str]:
     """Returns what the files train with the edits that stay in them, where that differs from the plan."""
     estimate = edited.estimate
-    needed, usable = (
-        format_bytes(count) for count in (estimate.memory.device_bytes_per_gpu, estimate.usable_bytes_per_gpu)
-    )
-    fits = "" if estimate.fits else ": does not fit"
+    needed, usable = format_sizes(estimate.memory.device_bytes_per_gpu, estimate.usable_bytes_per_gpu)
+    fits = "" if estimate.fits else ", which does not fit"
     step = f", {format_seconds(estimate.speed.step_s)} a step" if estimate.speed else ""
-    lines = [
-        "edits    yours stay, so this plan is not what the files train. With them:",
-        f"         {needed} per GPU, {usable} usable{fits}{step} ({effect_text(edited.effect)})",
-    ]
+    lines = [f"edits    the files keep yours: {needed.split()[0]} of {usable} per GPU{fits}{step}"]
     return [*lines, *time_lines(trained, cluster)] if trained is not None else lines
 
 

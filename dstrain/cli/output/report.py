@@ -171,10 +171,10 @@ def _health(report: Report) -> Iterator[str]:
 def throughput_text(report: Report) -> str:
     """Returns the speed of all GPUs over the run, with what slows it."""
     whole, quarters = throughput(report.recorded.windows), " → ".join(f"{rate:,.0f}" for rate in report.quarters)
-    text = f"{quarters} tokens/s over the quarters of the run, " if len(report.quarters) > 1 else ""
-    text += f"{whole.tokens_per_s:,.0f}{'' if text else ' tokens/s'} in all steps" if whole is not None else ""
+    rates = [f"{quarters} tokens/s over the quarters of the run"] if len(report.quarters) > 1 else []
+    rates += [f"{whole.tokens_per_s:,.0f}{'' if rates else ' tokens/s'} in all steps"] if whole is not None else []
     shares = (("waiting for data", report.data_wait_share), ("padding", report.padding_share))
-    return ", ".join([text, *(f"{100 * share:.1f} % {name}" for name, share in shares if share is not None)])
+    return ", ".join([*rates, *(f"{100 * share:.1f} % {name}" for name, share in shares if share is not None)])
 
 
 def restart_text(restart: Restart) -> str:

@@ -21,6 +21,8 @@ from dstrain.plan.search.search_space import batch_words, data_parallel_ranks, m
 from dstrain.plan.speed.step_time import LIMITS
 from dstrain.units import MIB, format_bytes, format_count, format_seconds
 
+LEAST_OTHER_SHARE = 0.2
+"""Share of a step from which a part is named that is none of what limits it."""
 MOST_SENTENCES = 3
 """Maximum number of sentences of one kind."""
 LOAD_IN_RAM_RATIO = 0.25
@@ -162,6 +164,7 @@ def _speed(chosen: Estimate) -> list[Reason]:
         return []
     known = chosen.speed
     parts = [(name, seconds / known.step_s) for name, seconds in known.parts_s.items() if seconds > 0]
+    parts = [part for part in parts if LIMITS[part[0]] is known.limited_by or part[1] >= LEAST_OTHER_SHARE]
     parts.sort(key=lambda part: (LIMITS[part[0]] is not known.limited_by, -part[1]))
     kinds = groupby(parts[:MOST_SENTENCES], key=lambda part: LIMITS[part[0]] is known.limited_by)
     most = "; ".join(", ".join(f"{name} {percent(share)}" for name, share in kind) for _, kind in kinds)
