@@ -16,7 +16,7 @@ from dstrain.plan.labels import label
 from dstrain.plan.request import Request
 from dstrain.plan.search.alternatives import gain_ratio
 from dstrain.plan.search.contradictions import option
-from dstrain.plan.search.search import EQUAL_RATIO, fastest, least_plan, may_fit
+from dstrain.plan.search.search import EQUAL_RATIO, fastest, least_plan, something_seems_to_fit
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 from dstrain.units import GIB, format_bytes
 
@@ -106,7 +106,7 @@ def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, R
             yield name, f"without {option(request, name)}", replace(request, **opened), cluster
     for changed in (replace(each, global_batch=None) for each in (alone, request)):
         more = [replace(cluster, num_nodes=cluster.num_nodes * factor) for factor in (2, 4, 8, 16)]
-        if not may_fit(replace(workload, cluster=more[-1]), changed):
+        if not something_seems_to_fit(replace(workload, cluster=more[-1]), changed):
             continue
         for each in more:
             nodes = "" if each.gpus_per_node == 8 else f" --gpus-per-node {each.gpus_per_node}"

@@ -164,8 +164,8 @@ def fastest(workload: Workload, request: Request) -> Estimate | None:
     return smallest
 
 
-def may_fit(workload: Workload, request: Request) -> bool:
-    """Returns whether anything fits, as far as quick estimates tell."""
+def something_seems_to_fit(workload: Workload, request: Request) -> bool:
+    """Returns whether there is a plan that may fit, as far as quick estimates tell (`Evaluator.seems_to_fit`)."""
     evaluator = Evaluator(workload, usable_ratio(request))
     return any(evaluator.may_fit(each) and evaluator.seems_to_fit(each) for each in _whole_space(evaluator, request))
 
