@@ -317,6 +317,16 @@ def test_dry_run_prints_the_merged_configuration(dstrain: Type, tmp_path: Path) 
     assert dstrain("gen-config", "-n").stdout.startswith("{\n  // mine\n")
 
 
+def test_edits_that_do_not_fit_are_named_with_what_they_need(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    job = tmp_path / "job.yaml"
+    job.write_text(re.sub(r"(?m)^seq_len: .*", "seq_len: 1048576", job.read_text()))
+    done = dstrain("gen-config", "--json")
+    told = r"edits    the files keep yours, too large: [\d.]+ [GT]iB per GPU, [\d.]+ [GT]iB usable\n"
+    assert re.search(told, done.stderr), done.stderr
+    assert json.loads(done.stdout)["with_edits"]["fits"] is False
+
+
 def test_a_key_you_deleted_stays_deleted(dstrain: Type, tmp_path: Path) -> None:
     dstrain(*PLAN)
     edit(tmp_path / "job.yaml", "seed: 42\n", "")

@@ -56,10 +56,12 @@ def _job_key(text: str | None, key: str) -> Any:
 def edited_lines(edited: Edited, trained: RunTime | None, cluster: Cluster) -> list[str]:
     """Returns what the files train with the edits that stay in them, where that differs from the plan."""
     estimate = edited.estimate
-    needed, usable = format_sizes(estimate.memory.device_bytes_per_gpu, estimate.usable_bytes_per_gpu)
-    fits = "" if estimate.fits else ", which does not fit"
-    step = f", {format_seconds(estimate.speed.step_s)} a step" if estimate.speed else ""
-    lines = [f"edits    the files keep yours: {needed.split()[0]} of {usable} per GPU{fits}{step}"]
+    if not estimate.fits:
+        lines = [f"edits    the files keep yours, too large: {estimate.shortage}"]
+    else:
+        needed, usable = format_sizes(estimate.memory.device_bytes_per_gpu, estimate.usable_bytes_per_gpu)
+        step = f", {format_seconds(estimate.speed.step_s)} a step" if estimate.speed else ""
+        lines = [f"edits    the files keep yours: {needed.split()[0]} of {usable} per GPU{step}"]
     return [*lines, *time_lines(trained, cluster)] if trained is not None else lines
 
 
