@@ -38,14 +38,14 @@ class Sshd:
     def send_signal(self, number: signal.Signals) -> None:
         """Sends a signal to the server, not to its sessions."""
         for pid in self._network.processes(self._number):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            line = _command_line(pid)
             if b"[listener]" in line or line.startswith(SSHD.encode()):
                 os.kill(pid, number)
 
     def end_sessions(self) -> None:
         """Kills the sessions, as an administrator or a full disk does; the server stays."""
         for pid in self._network.processes(self._number):
-            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sshd: root"):
+            if _command_line(pid).startswith(b"sshd: root"):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -175,17 +175,17 @@ class Network:
         with suppress(OSError):
             own = _link(self._inits[number])
             every = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-            return [pid for pid in every if pid != self._inits[number] and _link(pid) == own and not _is_sleep(pid)]
+            inside = [pid for pid in every if pid != self._inits[number] and _link(pid) == own]
+            return [pid for pid in inside if _command_line(pid) not in (b"", b"sleep\x001000\x00")]
         return []
 
     def lines(self, number: int) -> list[str]:
         """Returns the command lines of a host's processes, without those of its ssh server."""
         found = []
         for pid in self.processes(number):
-            with suppress(OSError):
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
-                if line and not line.startswith(("sshd:", SSHD)):
-                    found.append(f"{pid} {line}")
+            line = _command_line(pid).replace(b"\0", b" ").decode().strip()
+            if line and not line.startswith(("sshd:", SSHD)):
+                found.append(f"{pid} {line}")
         return found
 
     def unplug(self, number: int) -> None:
@@ -250,10 +250,11 @@ def _link(pid: int) -> str:
     return ""
 
 
-def _is_sleep(pid: int) -> bool:
+def _command_line(pid: int) -> bytes:
+    """Returns the words of a process, each with a null byte behind it; nothing once it has ended."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes() == b"sleep\x001000\x00"
-    return True
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""
 
 
 def _do(*command: str) -> None:

@@ -56,10 +56,10 @@ class Work:
 
 
 @contextmanager
-def locked(folder: Path, name: str, *, waits: bool = False) -> Iterator[bool]:
+def locked(folder: Path, name: str, *, waits: bool = False) -> Iterator[bool | None]:
     """Yields whether this process has the lock of a name: a byte of the folder's lock file, free when the process ends.
 
-    A process may have one lock of a folder at a time. Yields True if the file system has no locks.
+    A process may have one lock of a folder at a time. Yields None if the file system has no locks.
     """
     with (folder / _LOCK).open("ab") as file:
         try:
@@ -68,7 +68,8 @@ def locked(folder: Path, name: str, *, waits: bool = False) -> Iterator[bool]:
             yield False
             return
         except OSError:
-            pass
+            yield None
+            return
         yield True
 
 
@@ -125,9 +126,11 @@ def _take(work: Work, tick: Tick) -> None:
         if work.has(index):
             continue
         with locked(work.folder, work.names[index]) as is_mine:
-            if is_mine:
+            if is_mine is not False:
                 refused = 0
                 if not work.has(index):
+                    if is_mine:
+                        _remove_leftovers(work, index)
                     _make(work, index, tick)
                     tick(0)
                 continue
@@ -139,10 +142,14 @@ def _take(work: Work, tick: Tick) -> None:
             time.sleep(_WAIT_S)
 
 
+def _remove_leftovers(work: Work, index: int) -> None:
+    """Removes what killed processes left of a file; under its lock, or the file of a process at work would go."""
+    for left in work.folder.glob(f"{work.names[index]}.*.part"):
+        left.unlink(missing_ok=True)
+
+
 def _make(work: Work, index: int, tick: Tick) -> None:
     name = work.names[index]
-    for left in work.folder.glob(f"{name}.*.part"):  # of a process that was killed
-        left.unlink(missing_ok=True)
     path = work.folder / f"{name}.{socket.gethostname()}-{os.getpid()}.part"
     try:
         work.make(index, path, tick)

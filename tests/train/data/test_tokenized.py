@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -123,8 +124,15 @@ def test_without_locks_files_are_still_whole(tmp_path: Path, monkeypatch: pytest
     def unsupported(*_: Any) -> None:
         raise OSError(95, "Operation not supported")
 
+    both = multiprocessing.get_context("fork").Barrier(2)
+
+    def make(index: int, path: Path, tick: Tick) -> None:
+        path.write_text("x")
+        if index == 0:
+            both.wait(30)  # two processes make this file at once
+
     monkeypatch.setattr(fcntl, "lockf", unsupported)
-    make_all(work(tmp_path, lambda index, path, tick: path.write_text("x")), processes=2, report=lambda rows: None)
+    make_all(work(tmp_path, make), processes=2, report=lambda rows: None)
     assert [(tmp_path / name).read_text() for name in "abc"] == ["x"] * 3
 
 
@@ -144,7 +152,7 @@ def descendants(pid: int) -> set[int]:
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except OSError:  # a process that ends while it is read is another error than one that has ended
         return False
 
 
