@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import accumulate
@@ -23,6 +23,24 @@ from dstrain.plan.memory.adapters import (
     named_targets,
     stacked_experts,
 )
+
+_OF_MIXTRAL = frozenset({"gate", "w1", "w2", "w3"})
+_OF_QWEN = frozenset({"gate", "gate_proj", "up_proj", "down_proj"})
+_MATRICES = (_OF_MIXTRAL | _OF_QWEN | {"gate_up_proj"}) - {"gate"}
+RENAMED_BY_PEFT = {
+    **dict.fromkeys(("minimax", "minimax_m2", "mixtral"), _OF_MIXTRAL),
+    **dict.fromkeys(
+        (
+            *("UnlimitedOcrTextModel", "afmoe", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32"),
+            *("Dots3NoteTextModel", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite"),
+            *("glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe", "qwen3_moe"),
+            *("qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "solar_open"),
+        ),
+        _OF_QWEN,
+    ),
+}
+"""By `model_type`, the targets that PEFT turns into the stacked experts or the router, even where modules, as in shared
+experts, are named so. Source: peft 0.21 utils/transformers_weight_conversion.py: _convert_peft_config_moe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +66,19 @@ def unknown(job: Job, names: Sequence[str], model: ModelFacts | None = None) -> 
             for index, pattern in enumerate(patterns):
                 if not any(re.search(pattern, name) for name in names):
                     yield _of_pattern((key, index), pattern, names)
+    elif model is None:
+        yield from unknown_modules(job.lora, names)
     else:
-        yield from unknown_modules(job.lora, names, model)
+        yield from _unknown_to(model, job.lora, names)
+
+
+def _unknown_to(model: ModelFacts, lora: Lora, names: Sequence[str]) -> Iterable[Unknown]:
+    """Returns what an adapter names that is not in a model, one for each key; without names, as far as shapes say."""
+    stacked = [group.name for group in stacked_experts(model)]
+    found = [*(unknown_modules(lora, names, model) if names else ()), *unknown_experts(lora, stacked, model.model_type)]
+    if not found and (none := untargeted(model, lora)) is not None:
+        return [none]
+    return {one.keys: one for one in found}.values()
 
 
 def unknown_modules(lora: Lora, names: Sequence[str], model: ModelFacts | None = None) -> Iterator[Unknown]:
@@ -62,12 +91,25 @@ def unknown_modules(lora: Lora, names: Sequence[str], model: ModelFacts | None =
         fix = f"write [{', '.join(named_targets(model, lora.targets))}]" if model is not None else fix
         yield Unknown(keys=("lora", "targets"), problem=problem, fix=fix)
     elif lora.targets != Lora().targets:
-        yield from _missing("targets", lora.targets, (*language, *heads), dot=".")
+        has_experts = any(".experts" in name for name in names)
+        for missing in _missing("targets", lora.targets, (*language, *heads), dot="."):
+            is_expert = has_experts and lora.targets[int(missing.keys[-1])].rpartition(".")[2] in _MATRICES
+            yield replace(missing, fix=_AS_EXPERTS) if is_expert else missing
     yield from _missing("modules_to_save", lora.modules_to_save, (*modules(names), *heads), dot="")
 
 
-def unknown_experts(lora: Lora, stacked: Sequence[str]) -> Iterator[Unknown]:
-    """Yields the parameters that an adapter names and that are none of the stacked weights of experts."""
+_AS_EXPERTS = f"remove it; target_parameters: [{ALL_EXPERTS}] gives each expert an adapter"
+
+
+def unknown_experts(lora: Lora, stacked: Sequence[str], model_type: str) -> Iterator[Unknown]:
+    """Yields the parameters that an adapter names and that are none of the stacked weights of experts.
+
+    Yields the targets too that name modules and that PEFT takes for the experts.
+    """
+    for index, module in enumerate(lora.targets if stacked else ()):
+        if module.rpartition(".")[2] in RENAMED_BY_PEFT.get(model_type, ()):
+            problem = f'lora: targets has "{module}", which PEFT takes for experts or routers in {model_type}'
+            yield Unknown(keys=("lora", "targets", index), problem=problem, fix=_AS_EXPERTS)
     ends = dict.fromkeys(name.partition("experts.")[1] + name.partition("experts.")[2] for name in stacked)
     for index, name in enumerate(lora.target_parameters):
         alone = replace(lora, target_parameters=(name,))
@@ -98,10 +140,7 @@ def untargeted(model: ModelFacts, lora: Lora) -> Unknown | None:
 
 def require_targets(model: ModelFacts, lora: Lora) -> None:
     """Raises InvalidConfig for a target of an adapter that the model does not have."""
-    names = names_of(model, model.source)
-    none = untargeted(model, lora)
-    experts = unknown_experts(lora, [group.name for group in stacked_experts(model)])
-    for missing in (*(unknown_modules(lora, names, model) if names else ()), *experts, *((none,) if none else ())):
+    for missing in _unknown_to(model, lora, names_of(model, model.source) or ()):
         raise InvalidConfig(missing.problem, hint=f"{missing.fix[0].upper()}{missing.fix[1:]}.")
 
 

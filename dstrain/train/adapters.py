@@ -49,10 +49,10 @@ def _stacked_experts(model: Any) -> list[str]:
 def _adapted_experts(lora: Lora, model: Any) -> list[str] | None:
     """Returns the parameters of which each expert gets an adapter, by the ends of their names; None without any.
 
-    Raises InvalidConfig for one that holds no experts.
+    Raises InvalidConfig for one that holds no experts, and for a target that PEFT takes for them.
     """
-    stacked = _stacked_experts(model) if lora.target_parameters else []
-    for unknown in unknown_experts(lora, stacked):
+    stacked = _stacked_experts(model)
+    for unknown in unknown_experts(lora, stacked, model.config.model_type):
         raise InvalidConfig(unknown.problem, hint=unknown.fix)
     ends = {".".join(name.split(".")[-2:]) for name in stacked}
     named = {end for name in lora.target_parameters for end in (ends if name == ALL_EXPERTS else {name})}

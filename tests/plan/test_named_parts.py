@@ -13,7 +13,7 @@ from dstrain.facts import probe
 from dstrain.facts.model.parameter_names import names_of
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.plan.named_parts import Unknown, unknown, untargeted
+from dstrain.plan.named_parts import RENAMED_BY_PEFT, Unknown, unknown, untargeted
 
 
 def of(model: str, **keys: Any) -> list[Unknown]:
@@ -113,3 +113,10 @@ def test_names_of_a_model_without_facts_are_those_of_its_files(tmp_path: Path) -
     assert names_of(None, str(tmp_path)) == ("wte.weight",)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     assert names_of(None, str(tmp_path)) is None
+
+
+def test_targets_that_peft_takes_for_experts_are_those_of_the_installed_peft() -> None:
+    conversion = pytest.importorskip("peft.utils.transformers_weight_conversion")
+    renamed = conversion._MOE_TARGET_MODULE_MAPPING
+    patterns = {family: base for family, base in conversion._MODEL_TO_CONVERSION_PATTERN.items() if base in renamed}
+    assert {family: frozenset(renamed[base]) for family, base in patterns.items()} == RENAMED_BY_PEFT

@@ -174,6 +174,21 @@ def test_other_parameters_are_refused_with_those_that_are_there(name: str, probl
     assert caught.value.hint == "write experts (all), or some of experts.gate_up_proj, experts.down_proj"
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2_moe", "qwen3_5_moe_text"])
+def test_targets_of_shared_experts_are_adapted_or_refused_where_peft_adapts_the_others(family: str) -> None:
+    lora = Lora(targets=("down_proj",))
+    theirs = get_peft_model(made(family), LoraConfig(target_modules=["down_proj"], task_type="CAUSAL_LM"))
+    adapted = [name for name, parameter in theirs.named_parameters() if parameter.requires_grad]
+    if family == "deepseek_v3":
+        assert all(".experts." in name for name in adapted)
+        with pytest.raises(InvalidConfig, match='targets has "down_proj", which PEFT takes for experts'):
+            with_adapter(made(family), lora, grad_ckpt=False, dtype=None)
+    else:
+        assert all(".shared_expert.down_proj." in name for name in adapted)
+        model = with_adapter(made(family), lora, grad_ckpt=False, dtype=None)
+        assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == adapted
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3"])
 def test_an_exported_script_adapts_the_modules_of_a_run(tmp_path: Path, family: str) -> None:
     model = made(family)

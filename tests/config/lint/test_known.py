@@ -636,6 +636,9 @@ def test_names_that_the_model_does_not_have_are_errors(
         ),
         ("qwen3-30b-a3b", "{targets: []}", "targets is empty, so that nothing gets an adapter", "write some of"),
         ("qwen3-30b-a3b", "{targets: [], target_parameters: [experts]}", "", ""),
+        ("qwen3-30b-a3b", "{targets: [q_proj, gate_proj]}", '"gate_proj", which PEFT takes for experts', "remove it;"),
+        ("deepseek-v3", "{targets: [mlp.down_proj]}", '"mlp.down_proj", which PEFT takes for experts', "remove it;"),
+        ("qwen3-vl-30b-a3b", "{targets: [q_proj, down_proj]}", "no module of the model is named so", "remove it;"),
     ],
 )
 def test_experts_that_the_model_does_not_have_are_errors(

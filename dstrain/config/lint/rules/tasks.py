@@ -17,8 +17,7 @@ from dstrain.facts.model.vision_towers import TRAINS_VIDEOS
 from dstrain.job import task_limits
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.plan.memory.adapters import stacked_experts
-from dstrain.plan.named_parts import unknown, unknown_experts, untargeted
+from dstrain.plan.named_parts import unknown
 
 _STOPS = "the run stops before it loads the model"
 _STOPS_LOADED = "the run stops once the model is loaded"
@@ -96,12 +95,7 @@ def _named_in_vain(subject: Subject) -> Iterator[Fault]:
         yield replace(in_job(subject, "model", problem, _MAY_STOP, fix), severity=Severity.WARNING)
     if names is None:
         return
-    missing = [*unknown(job, names, subject.model)]
-    if job.method is not Method.FULL and subject.model is not None:
-        missing += unknown_experts(job.lora, [group.name for group in stacked_experts(subject.model)])
-        none = None if missing else untargeted(subject.model, job.lora)
-        missing += [none] if none is not None else []
-    for found in missing:
+    for found in unknown(job, names, subject.model):
         place = subject.job.locate(found.keys)
         yield Fault(place=place, problem=found.problem, effect=_STOPS_LOADED, fix=found.fix)
 
