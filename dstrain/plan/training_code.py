@@ -16,10 +16,11 @@ if TYPE_CHECKING:
 
 
 def needs_reentrant(method: Method, zero_stage: int) -> bool:
-    """Returns whether activation checkpointing has to be of its reentrant form: for adapters under ZeRO-3.
+    """Returns whether activation checkpointing takes its reentrant form: for adapters under ZeRO-3.
 
-    The other form compares the metadata of saved tensors; a frozen parameter that ZeRO-3 has partitioned in the
-    meantime does not match and raises CheckpointError. Source: transformers#47254, trl#2514.
+    With the other form, DeepSpeed 0.19.8 gives a layer's frozen parameters back once the module that caused the
+    recomputation has gone backward, and gathers them a third time; DeepSpeed 0.19.2 raised CheckpointError (#8148).
+    Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: update_recompute_parameters.
     """
     return method is not Method.FULL and zero_stage == 3
 

@@ -32,6 +32,7 @@ from dstrain.job.schema import Job
 from dstrain.launch.scripts.dataset_info import EVALUATION, TRAINING, dataset_info
 from dstrain.launch.scripts.exported_media import THEIR_LIMITS, has_media, media_columns, media_notes, media_settings
 from dstrain.launch.scripts.trainer_arguments import trainer_arguments, without_key
+from dstrain.plan.training_code import needs_reentrant
 
 
 class Target(StrEnum):
@@ -136,7 +137,7 @@ def _accelerate(job: Job, config: Mapping[str, Any], hosts: Hosts, *, is_deepspe
         "offloads": section(section(config, ZERO), "offload_param").get("device", "none") != "none",
         "mixed_precision": "no" if job.precision is Precision.FP32 else job.precision.value,
     }
-    files = _script(job, is_deepspeed=is_deepspeed)
+    files = _script(job, zero_stage(config) if is_deepspeed else None)
     files["accelerate.yaml"] = render_yaml("accelerate.yaml.j2", values)
     if is_deepspeed:
         files["ds_config.json"] = _config(job, config)
@@ -152,7 +153,7 @@ def _torchrun(job: Job, hosts: Hosts) -> Export:
     slots = hosts.num_slots // len(hosts.hosts)
     rendezvous = f" --nnodes {len(hosts.hosts)} --rdzv_backend c10d --rdzv_endpoint {hosts.hosts[0].name}:29500"
     command = f"torchrun{rendezvous if len(hosts.hosts) > 1 else ''} --nproc_per_node {slots} train.py"
-    return Export(files=_script(job, is_deepspeed=False), command=command, notes=_notes(job, hosts))
+    return Export(files=_script(job, None), command=command, notes=_notes(job, hosts))
 
 
 def _notes(job: Job, hosts: Hosts, *, names_auto: bool = False) -> tuple[str, ...]:
@@ -171,8 +172,11 @@ def _notes(job: Job, hosts: Hosts, *, names_auto: bool = False) -> tuple[str, ..
     return tuple(note for note, holds in notes.items() if holds)
 
 
-def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
-    """Returns train.py, which is the same for all jobs, its arguments, and for packed rows the module that packs."""
+def _script(job: Job, stage: int | None) -> dict[str, str]:
+    """Returns train.py, which is the same for all jobs, its arguments, and for packed rows the module that packs.
+
+    `stage` is DeepSpeed's; None without DeepSpeed.
+    """
     lora: dict[str, Any] = {
         "r": job.lora.rank,
         "lora_alpha": job.lora.alpha,
@@ -181,6 +185,7 @@ def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
     }
     if job.lora.modules_to_save:
         lora |= {"modules_to_save": list(job.lora.modules_to_save), "ensure_weight_tying": True}
+    is_reentrant = stage is not None and needs_reentrant(job.method, stage)
     arguments = {
         "model_name_or_path": job.model,
         "train_file": job.data,
@@ -188,13 +193,13 @@ def _script(job: Job, *, is_deepspeed: bool) -> dict[str, str]:
         "max_length": job.seq_len,
         "loss_on": job.loss_on.value,
         "packing": job.packing or None,
-        "dtype": _DTYPES[job.precision] if is_deepspeed else "float32",
+        "dtype": "float32" if stage is None else _DTYPES[job.precision],
         "attn_implementation": (Attention.SDPA if job.attn is Attention.AUTO else job.attn).value,
         "trust_remote_code": job.trust_remote_code,
         "lora": None if job.method is Method.FULL else lora,
         **trainer_arguments(job),
         "gradient_checkpointing": job.grad_ckpt,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if job.grad_ckpt else None,
+        "gradient_checkpointing_kwargs": {"use_reentrant": is_reentrant} if job.grad_ckpt else None,
         "warmup_steps": job.warmup_ratio if job.warmup_steps is None else job.warmup_steps,
         "use_liger_kernel": job.liger or None,
         "data_seed": job.seed,

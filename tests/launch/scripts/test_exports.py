@@ -110,6 +110,16 @@ def test_optimizers_reach_the_tools_that_have_them(tmp_path: Path, target: Targe
         export(job_of(tmp_path, optimizer=Optimizer.MUON), ZERO3, TWO, target)
 
 
+@pytest.mark.parametrize(
+    ("target", "method", "is_reentrant"),
+    [(Target.ACCELERATE, "lora", True), (Target.ACCELERATE, "full", False), (Target.FSDP2, "lora", False)],
+)
+def test_checkpointing_has_the_form_of_a_run(tmp_path: Path, target: Target, method: str, is_reentrant: bool) -> None:
+    job = job_of(tmp_path, method=method, grad_ckpt=True)
+    written = json.loads(export(job, ZERO3, TWO, target).files["train.json"])
+    assert written["gradient_checkpointing_kwargs"] == {"use_reentrant": is_reentrant}
+
+
 @pytest.mark.parametrize("target", Target)
 def test_frozen_parameters_are_refused(tmp_path: Path, target: Target) -> None:
     with pytest.raises(InvalidConfig, match=r'has no counterpart of freeze: \["embed_tokens"\]'):

@@ -84,7 +84,7 @@ def _fp16(subject: Subject) -> Iterator[Fault]:
 
 
 def _reentrant(subject: Subject) -> Iterator[Fault]:
-    """Reports non-reentrant checkpointing, which fails."""
+    """Reports what non-reentrant checkpointing of adapters would cost a script of one's own."""
     if subject.job is None:
         return
     job = subject.job.job
@@ -92,8 +92,8 @@ def _reentrant(subject: Subject) -> Iterator[Fault]:
         yield Fault(
             pointer=("zero_optimization", "stage"),
             problem=f"{job.method} under ZeRO-3 with grad_ckpt ({subject.job.locate(('grad_ckpt',))})",
-            effect="non-reentrant checkpointing raises a CheckpointError here; dstrain run uses the reentrant kind",
-            fix="nothing for dstrain run; your own script must set use_reentrant in its checkpointing arguments",
+            effect="non-reentrant checkpointing gathers frozen parameters once more, and failed in DeepSpeed 0.19.2",
+            fix="nothing for dstrain run; set use_reentrant in the checkpointing arguments of your own script",
         )
 
 
@@ -147,7 +147,7 @@ RULES = (
     Rule(id="DS603", severity=Severity.ERROR, title="size that cannot be computed", find=_composite,
          source="accelerate 1.15 accelerator.py: _prepare_deepspeed, hidden_size_based_keys"),
     Rule(id="DS605", severity=Severity.INFO, title="adapters under ZeRO-3 with checkpointing", find=_reentrant,
-         source="transformers#47254, trl#2514; dstrain/train/arguments.py: checkpointing_kwargs"),
+         source="DeepSpeed#8148, transformers#47254; dstrain/train/arguments.py: checkpointing_kwargs"),
     Rule(id="DS606", severity=Severity.ERROR, title="loss of routers that cannot be computed", find=_router_loss,
          source="dstrain/train/router_loss.py"),
     Rule(id="DS607", severity=Severity.WARNING, title="experts in TF32", find=_rounded_experts,
