@@ -103,7 +103,8 @@ def command(
     if is_written:
         say_lines([*other_lines(lock.base, merged.files), *lines])
         if not merged.open:
-            say_lines(next_lines(out, merged.files, planned.asked, planned.plan))
+            edits_run = bool(edited_document.get("with_edits", {"fits": True})["fits"])
+            say_lines(next_lines(out, merged.files, planned.asked, planned.plan, edits_run=edits_run))
     _show_conflicts(out, merged, asked, before, lock.base if is_written else None)
 
 
@@ -169,7 +170,10 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
 def _edited(
     planned: _Planned, generated: Mapping[str, str], files: Mapping[str, str]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Returns what files train whose edits stay, in lines and as JSON; nothing where that is the plan."""
+    """Returns what files train whose edits stay, in lines and as JSON; nothing where that is the plan.
+
+    `fits` is None in JSON if no plan can be made of them.
+    """
     if all(files[name] == text for name, text in generated.items()):
         return [], {}
     from dstrain.launch.prepare.edit_effects import edited  # only where somebody edited
@@ -178,7 +182,8 @@ def _edited(
     try:
         found = edited(workload, generated, files)
     except DstrainError as error:
-        return [f"edits    yours stay, and no plan can be made of them: {error.problem}"], {}
+        document = {"with_edits": {"fits": None, "problem": error.problem}}
+        return [f"edits    yours stay, and no plan can be made of them: {error.problem}"], document
     if found is None:
         return [], {}
     trained = replace(planned.data, job=found.job).run_time(workload, found.estimate)

@@ -18,13 +18,14 @@ def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 def zero_stage(config: Mapping[str, Any]) -> int:
     """Returns the ZeRO stage that the engine runs: 0 by default and for an illegal value.
 
-    It reads "3" as 3, and `true` in place of the section, the form that predates stages, as 1.
+    It reads "3" and 3.0 as 3, and `true` in place of the section, the form that predates stages, as 1.
     Source: deepspeed 0.19.8 runtime/zero/config.py: read_zero_config_deprecated, DeepSpeedZeroConfig.
 
-    >>> [zero_stage({ZERO: zero}) for zero in ({"stage": 3}, {"stage": "3"}, True, {"stage": 4}, {})]
-    [3, 3, 1, 0, 0]
+    >>> [zero_stage({ZERO: zero}) for zero in ({"stage": 3}, {"stage": "3"}, {"stage": 3.0}, True, {"stage": 4}, {})]
+    [3, 3, 3, 1, 0, 0]
     """
     if config.get(ZERO) is True:
         return 1
-    stage = str(section(config, ZERO).get("stage", 0)).strip()
-    return int(stage) if stage in ("1", "2", "3") else 0
+    stage = section(config, ZERO).get("stage", 0)
+    text = f"{stage:g}" if isinstance(stage, float) else str(stage).strip()
+    return int(text) if text in ("1", "2", "3") else 0

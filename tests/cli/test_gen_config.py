@@ -325,6 +325,12 @@ def test_edits_that_do_not_fit_are_named_with_what_they_need(dstrain: Type, tmp_
     told = r"edits    the files keep yours, too large: [\d.]+ [GT]iB per GPU, [\d.]+ [GT]iB usable\n"
     assert re.search(told, done.stderr), done.stderr
     assert json.loads(done.stdout)["with_edits"]["fits"] is False
+    assert done.stderr.endswith("dstrain diff\n")
+    job.write_text(re.sub(r"(?m)^seq_len: .*", "seq_len: -1", job.read_text()))
+    done = dstrain("gen-config", "--json")
+    found = json.loads(done.stdout)["with_edits"]
+    assert (found["fits"], "seq_len is -1" in found["problem"]) == (None, True)
+    assert done.stderr.endswith("dstrain diff\n")
 
 
 def test_a_key_you_deleted_stays_deleted(dstrain: Type, tmp_path: Path) -> None:

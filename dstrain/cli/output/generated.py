@@ -65,8 +65,10 @@ def edited_lines(edited: Edited, trained: RunTime | None, cluster: Cluster) -> l
     return [*lines, *time_lines(trained, cluster)] if trained is not None else lines
 
 
-def next_lines(out: Path, files: Mapping[str, str], asked: PlanInputs, plan: Plan) -> list[str]:
-    """Returns what to type next, one line each."""
+def next_lines(
+    out: Path, files: Mapping[str, str], asked: PlanInputs, plan: Plan, *, edits_run: bool = True
+) -> list[str]:
+    """Returns what to type next, one line each: not the run, if the edits in the files do not fit or have no plan."""
     where = "" if out == Path() else f"{out}/"
     steps = []
     hosts = hostfile.parse(files["hostfile"], "hostfile") if "hostfile" in files else asked.hosts
@@ -80,5 +82,6 @@ def next_lines(out: Path, files: Mapping[str, str], asked: PlanInputs, plan: Pla
         steps.append("pip install 'dstrain[kernels]'")
     if parse_yaml(files["job.yaml"], "job.yaml")[0].get("data") is None:
         steps.append(f"name your training data in {where}job.yaml")
-    steps.append(f"dstrain run {where}job.yaml" if where else "dstrain run")
+    last = ("run", f"{where}job.yaml") if edits_run else ("diff", f"{out}")
+    steps.append(" ".join(("dstrain", *last)) if where else f"dstrain {last[0]}")
     return [f"next: {step}" if len(steps) == 1 else f"next {number}: {step}" for number, step in enumerate(steps, 1)]

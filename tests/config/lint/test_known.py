@@ -405,7 +405,9 @@ def test_what_does_not_fit_the_ram_is_told(tmp_path: Path) -> None:
     body = ' "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}'
     said = one("DS803", with_estimate(tmp_path, little, body))
     assert "of RAM on each node, which has 64.0 GiB, of which 57.6 GiB are planned with" in said.problem
-    assert said.fix.startswith("offload less")
+    assert (said.severity, said.fix[:12]) == (Severity.ERROR, "offload less")
+    guessed = replace(little, host_memory_origin=Origin.ASSUMED)
+    assert one("DS803", with_estimate(tmp_path, guessed, body)).severity is Severity.WARNING
     large = cluster(count=8, host_memory_bytes=2**40, host_memory_origin=Origin.GIVEN)
     at_load = one("DS803", with_estimate(tmp_path, large, ' "zero_optimization": {"stage": 2}}'))
     sizes = r"needs \d+ GiB of RAM on each node while the model is loaded, which has 1024 GiB, of which 921.6 GiB are "
@@ -414,6 +416,7 @@ def test_what_does_not_fit_the_ram_is_told(tmp_path: Path) -> None:
     assumed = replace(large, host_memory_origin=Origin.ASSUMED)
     said = one("DS803", with_estimate(tmp_path, assumed, ' "zero_optimization": {"stage": 2}}'))
     assert "which is assumed to have 1024 GiB" in said.problem
+    assert said.severity is Severity.WARNING
 
 
 def test_what_does_not_fit_the_ram_of_ranks_on_a_cpu_is_told(tmp_path: Path) -> None:

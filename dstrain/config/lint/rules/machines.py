@@ -113,9 +113,10 @@ def _host(subject: Subject) -> Iterator[Fault]:
     if needs is None or cluster is None or needs.fits_host or _is_a_guess(subject):
         return
     needed, there = needs.memory.host_bytes_per_node, cluster.host_memory_bytes
-    surely, loaded = needed > SURELY_MORE * there, needed == needs.memory.load.host_bytes_per_node
+    is_assumed, loaded = cluster.host_memory_origin == "assumed", needed == needs.memory.load.host_bytes_per_node
+    surely = needed > SURELY_MORE * there and not is_assumed
     sizes = format_sizes(needed, there, needs.usable_bytes_per_host)
-    has = "is assumed to have" if cluster.host_memory_origin == "assumed" else "has"
+    has = "is assumed to have" if is_assumed else "has"
     yield Fault(
         pointer=("zero_optimization",),
         severity=Severity.ERROR if surely else Severity.WARNING,

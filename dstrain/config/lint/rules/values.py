@@ -143,7 +143,7 @@ def example(row: Key) -> str:
 
 def _stage(subject: Subject) -> Iterator[Fault]:
     stage = subject.at("zero_optimization.stage", 0)
-    if isinstance(stage, int) and not isinstance(stage, bool) and 0 <= stage <= 3:
+    if isinstance(stage, int | float) and not isinstance(stage, bool) and stage in (0, 1, 2, 3):
         return
     meant = converted(stage, Kind.INT)
     is_one = meant in (0, 1, 2, 3)
