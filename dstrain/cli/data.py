@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from dstrain.cli.group import Group
 from dstrain.cli.output.data import lines
 from dstrain.cli.output.progress import Screen
 from dstrain.errors import Place
+from dstrain.facts.caches import hub_variables
 from dstrain.facts.data.prepared import Prepared, PrepareMessage
 from dstrain.facts.data.shown import ShowAnswer, ShowQuestion
 from dstrain.facts.model import hub_config
@@ -112,6 +114,7 @@ def prepare(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
       HF_DATASETS_CACHE=/shared/cache srun -N 4 dstrain data prepare
     """
     read = read_job(job, overrides)
+    os.environ.update(hub_variables(read.job.env))
     check_evaluation(read)
     check_data(read)
     prepared = _prepared(read.job)
@@ -184,6 +187,7 @@ def _job(file: str | None, path: Path | None, model: str | None, overrides: tupl
         of_job = (source for source in job.train_sources if source.path == name)
         return replace(job, data=next(of_job, DataSource(path=name)))
     inputs.require_data(read)
+    os.environ.update(hub_variables(job.env))
     return job
 
 

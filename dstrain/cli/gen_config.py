@@ -103,8 +103,7 @@ def command(
     if is_written:
         say_lines([*other_lines(lock.base, merged.files), *lines])
         if not merged.open:
-            edits_run = bool(edited_document.get("with_edits", {"fits": True})["fits"])
-            say_lines(next_lines(out, merged.files, planned.asked, planned.plan, edits_run=edits_run))
+            say_lines(next_lines(out, merged.files, planned.asked, planned.plan, **edited_document))
     _show_conflicts(out, merged, asked, before, lock.base if is_written else None)
 
 

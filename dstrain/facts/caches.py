@@ -22,6 +22,23 @@ def hf_hub_cache(environment: Mapping[str, str]) -> Path:
     return Path(environment.get("HF_HUB_CACHE") or hf_home(environment) / "hub").expanduser()
 
 
+_OF_HUBS = ("HF_", "HUGGING_FACE_", "MODELSCOPE_")
+_OF_NETWORKS = frozenset(
+    {"TRANSFORMERS_OFFLINE", "XDG_CACHE_HOME", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"}
+)
+
+
+def hub_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables by which libraries find hubs and their caches.
+
+    >>> hub_variables({"HF_ENDPOINT": "https://hf-mirror.com", "https_proxy": "http://proxy", "NCCL_DEBUG": "INFO"})
+    {'HF_ENDPOINT': 'https://hf-mirror.com', 'https_proxy': 'http://proxy'}
+    """
+    return {
+        name: value for name, value in environment.items() if name.startswith(_OF_HUBS) or name.upper() in _OF_NETWORKS
+    }
+
+
 def is_hub_offline(environment: Mapping[str, str]) -> bool:
     """Returns whether the Hugging Face hub is not to be asked; the second variable counts only without the first.
 

@@ -60,6 +60,22 @@ def test_dry_run_prints_the_launchers_command_and_writes_nothing(dstrain: Type, 
     assert not (job.parent / "output").exists()
 
 
+@pytest.mark.parametrize("words", [("run", "-n"), ("data", "show")])
+def test_the_cache_of_the_ranks_is_the_one_that_is_looked_at(
+    dstrain: Type, job: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (job.parent / "hf" / "hub" / "models--org--model" / "snapshots").mkdir(parents=True)
+    (job.parent / "model").rename(job.parent / "hf" / "hub" / "models--org--model" / "snapshots" / "a")
+    change(job, "./model", "org/model")
+    done = dstrain(*words)
+    assert (done.returncode, '"org/model" is not in the cache' in done.stderr) == (5, True), done.stderr
+    change(job, "env: {", f'env: {{"HF_HOME": "{job.parent / "hf"}", ')
+    done = dstrain(*words)
+    assert '"org/model" is not in the cache' not in done.stderr
+    assert (done.returncode == 0) == (words[0] == "run"), done.stderr  # the tokenizer to show rows with is empty
+
+
 def test_a_local_run_never_sshs_to_itself(dstrain: Type, job: Path) -> None:
     words = shlex.split(dstrain("run", "--dry-run").stdout)
     assert "--no_ssh" in words

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import Method, Optimizer
@@ -66,9 +67,14 @@ def edited_lines(edited: Edited, trained: RunTime | None, cluster: Cluster) -> l
 
 
 def next_lines(
-    out: Path, files: Mapping[str, str], asked: PlanInputs, plan: Plan, *, edits_run: bool = True
+    out: Path,
+    files: Mapping[str, str],
+    asked: PlanInputs,
+    plan: Plan,
+    *,
+    with_edits: Mapping[str, Any] = MappingProxyType({"fits": True}),
 ) -> list[str]:
-    """Returns what to type next, one line each: not the run, if the edits in the files do not fit or have no plan."""
+    """Returns what to type next, one line each: not the run, if the files `with_edits` do not fit or have no plan."""
     where = "" if out == Path() else f"{out}/"
     steps = []
     hosts = hostfile.parse(files["hostfile"], "hostfile") if "hostfile" in files else asked.hosts
@@ -82,6 +88,6 @@ def next_lines(
         steps.append("pip install 'dstrain[kernels]'")
     if parse_yaml(files["job.yaml"], "job.yaml")[0].get("data") is None:
         steps.append(f"name your training data in {where}job.yaml")
-    last = ("run", f"{where}job.yaml") if edits_run else ("diff", f"{out}")
+    last = ("run", f"{where}job.yaml") if with_edits["fits"] else ("diff", f"{out}")
     steps.append(" ".join(("dstrain", *last)) if where else f"dstrain {last[0]}")
     return [f"next: {step}" if len(steps) == 1 else f"next {number}: {step}" for number, step in enumerate(steps, 1)]

@@ -76,8 +76,8 @@ class Strategies:
 def in_ram_too(workload: Workload, request: Request) -> tuple[Request, ...]:
     """Returns the request with all layers recomputed from inputs in RAM, if that is open.
 
-    Their copies take time in every micro-batch, so they are for a GPU whose best plan without them offloads states, or
-    for which there is none.
+    Their copies take time in every micro-batch, so they are for a GPU whose best or fastest plan without them offloads
+    states, or for which there is none.
     """
     is_open = request.activation_offload is None and request.grad_ckpt is not False
     asked = replace(request, activation_offload=True, grad_ckpt=True)
