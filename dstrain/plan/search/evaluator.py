@@ -32,11 +32,9 @@ SCATTER_RATIO = 0.15
 """The most by which what the allocator holds for a candidate exceeds what it holds for one of a larger appetite, whose
 blocks happen to fit better. Source: tests/plan/search/test_bounds.py."""
 
-MOST_MISSES = 6
-"""Candidates for an alternative that may turn out not to fit before no more are looked for."""
-
-PROPOSAL_MISSES = 3
-"""Candidates for a proposal that may turn out not to fit before the one of least memory is taken."""
+MOST_MISSES, PROPOSAL_MISSES = 6, 3
+"""Candidates that may turn out not to fit before no more are looked for: for an alternative, and for a proposal, which
+then is the one of least memory."""
 
 Shortage = tuple[bool, int]
 """Whether the GPU could not hold a candidate; and the bytes that it needs there or, if it could, in host RAM."""
@@ -52,7 +50,8 @@ class Evaluator:
     usable_ratio: float
     spaces: dict[Request, list[Candidate]] = field(default_factory=dict)
     configurations: dict[Candidate, Configuration] = field(default_factory=dict)
-    bounds: dict[int, Bound] = field(default_factory=dict)
+    bounds: dict[int, tuple[Bound, Configuration]] = field(default_factory=dict)
+    """By the identity of the way, which is kept so that no other one gets it."""
     least_s: dict[object, float] = field(default_factory=dict)
     times: dict[Candidate, Key | None] = field(default_factory=dict)
     speeds: dict[Candidate, Speed] = field(default_factory=dict)
@@ -90,14 +89,15 @@ class Evaluator:
 
     def bound(self, candidate: Candidate) -> Bound:
         """Returns the bound of a candidate's way, computed once."""
-        if id(candidate.way) not in self.bounds:
-            self.bounds[id(candidate.way)] = bound(self.workload, candidate.way)
-        return self.bounds[id(candidate.way)]
+        if id(way := candidate.way) not in self.bounds:
+            self.bounds[id(way)] = bound(self.workload, way), way
+        return self.bounds[id(way)][0]
 
     def least_time(self, candidate: Candidate) -> Key:
         """Returns a bound of `time`: passes depend on few choices, a step's end on the way; each is computed once."""
+        self.bound(candidate)  # keeps the way
         way, micro_batch = candidate.way, candidate.micro_batch
-        key = (way.parallel, way.checkpointing, way.zero.stage == 3, micro_batch)
+        key = (way.parallel, way.checkpointing, way.kernels, way.zero.stage == 3, micro_batch)
         if key not in self.least_s:
             self.least_s[key] = passes_s(self.workload, way, micro_batch)
         if id(way) not in self.least_s:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ from dstrain.plan.search.out_of_memory import (
     smaller,
 )
 from dstrain.plan.search.rules import broken
-from dstrain.plan.search.search import EQUAL_RATIO, _verified
+from dstrain.plan.search.search import EQUAL_RATIO, _verified, by_time
 from dstrain.units import GIB, MIB
 from tests.cases import ask
 from tests.draws import Draw
@@ -135,6 +136,15 @@ def test_the_first_change_is_as_fast_as_the_searchs_own_choice_in_the_same_space
         assert first is not None
         assert known is not None
         assert first.step_s <= known.step_s * (1 + EQUAL_RATIO), (case, found[0].levers)
+
+
+def test_changes_come_in_the_order_of_their_times(cases: list[tuple[Case, tuple[Fix, ...]]]) -> None:
+    for case, _ in cases:
+        current = case.estimate.configuration
+        evaluator = Evaluator(smaller(case.workload, current, case.short), USABLE_GPU_RATIO)
+        timed = by_time(evaluator, list(_space(evaluator.workload, current, Phase.BACKWARD, (0, 1, 2, 3))))
+        keys = [key[0] for key, candidate in timed if candidate is not None]
+        assert all(after >= before * (1 - 1e-9) for before, after in pairwise(keys)), case
 
 
 def test_changes_differ_in_kind_keep_the_batch_and_name_what_they_change(
