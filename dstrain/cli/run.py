@@ -24,7 +24,6 @@ from dstrain.doctor.finding import Mark, errors
 from dstrain.doctor.quick import quick
 from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import ports, probe
-from dstrain.facts.caches import hub_variables
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import Hosts, expand
 from dstrain.heartbeat import Phase
@@ -71,7 +70,13 @@ class Options:
 
 @click.command("run")
 @click.argument("job", type=click.Path(path_type=Path), default="job.yaml")
-@click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key, as learning_rate=1e-5.")
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Override a key of the job, such as learning_rate=1e-5.",
+)
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile that replaces the job's.")
 @click.option(
     "--launcher",
@@ -247,7 +252,6 @@ def launch_of(
     if resumes:
         overrides.append("resume=auto")
     job = read_job(options.job, overrides)
-    os.environ.update(hub_variables(job.job.env))  # of the ranks: what is asked here, they ask too
     opens_images = options.check_images and not resumes  # a restart has the same data
     prepared = prepare(
         job, os.environ, ignored=options.ignored, hosts=hosts, changes=adaptation.changes, opens_images=opens_images

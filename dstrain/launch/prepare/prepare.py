@@ -18,6 +18,7 @@ from dstrain.config.lint.finding import Severity
 from dstrain.config.lint.subject import JobContext, Subject
 from dstrain.config.resolve_auto import for_trainer
 from dstrain.errors import DstrainError
+from dstrain.facts.caches import hub_variables
 from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
@@ -98,6 +99,7 @@ def prepare(
     `changes` are made to its configuration for this run, not in the file. With `opens_images`, all images are read.
     Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started.
     """
+    os.environ.update(hub_variables(file.job.env))  # hubs are asked as the ranks will ask them
     on_cpu = trains_on_cpu(environment, file.job.env)
     data_notes = job_checks.check(file, on_cpu=on_cpu, opens_images=opens_images)
     hosts = machines.named(hosts or hosts_of(file))

@@ -95,7 +95,7 @@ def _best(
     best: list[Candidate] = []
     fastest = None
     for asked in (request, *in_ram_too(evaluator.workload, request)):
-        if fastest is not None and not any(each.way.zero.is_offloaded for each in (best[0], fastest)):
+        if best and fastest and not any(each.way.zero.is_offloaded for each in (best[0], fastest)):
             break
         candidates += evaluator.space(asked)
         possible = candidates if exhaustive else [candidate for candidate in candidates if evaluator.may_fit(candidate)]
