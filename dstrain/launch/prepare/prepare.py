@@ -104,8 +104,7 @@ def prepare(
     data_notes = job_checks.check(file, on_cpu=on_cpu, opens_images=opens_images)
     hosts = machines.named(hosts or hosts_of(file))
     resuming = resume.resuming(file.job, num_ranks=hosts.num_slots)
-    file = replace(file, job=resuming.job)
-    file, model, cluster, machine_notes = _known(file, hosts, on_cpu=on_cpu)
+    file, model, cluster, machine_notes = _known(replace(file, job=resuming.job), hosts, on_cpu=on_cpu)
     is_local = machines.is_local(hosts)
     kept = resuming.saved.attn if resuming.saved else None
     file, choice = attention.decide(file, model, cluster, environment, on_cpu=on_cpu, is_local=is_local, kept=kept)
