@@ -181,13 +181,13 @@ def _job(file: str | None, path: Path | None, model: str | None, overrides: tupl
         data = {"model": model, "data": file, "output_dir": "output"}
         return job_of(data, lambda keys: Place(file="--set"), Path.cwd(), overrides).job
     read = read_job(path or here, overrides)
+    os.environ.update(hub_variables(read.job.env))
     job = read.job if model is None else replace(read.job, model=_absolute(model))
     if file is not None:
         name = _absolute(file)
         of_job = (source for source in job.train_sources if source.path == name)
         return replace(job, data=next(of_job, DataSource(path=name)))
     inputs.require_data(read)
-    os.environ.update(hub_variables(job.env))
     return job
 
 

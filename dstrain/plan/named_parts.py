@@ -91,10 +91,7 @@ def unknown_modules(lora: Lora, names: Sequence[str], model: ModelFacts | None =
         fix = f"write [{', '.join(named_targets(model, lora.targets))}]" if model is not None else fix
         yield Unknown(keys=("lora", "targets"), problem=problem, fix=fix)
     elif lora.targets != Lora().targets:
-        has_experts = any(".experts" in name for name in names)
-        for missing in _missing("targets", lora.targets, (*language, *heads), dot="."):
-            is_expert = has_experts and lora.targets[int(missing.keys[-1])].rpartition(".")[2] in _MATRICES
-            yield replace(missing, fix=_AS_EXPERTS) if is_expert else missing
+        yield from _missing("targets", lora.targets, (*language, *heads), dot=".")
     yield from _missing("modules_to_save", lora.modules_to_save, (*modules(names), *heads), dot="")
 
 
@@ -102,10 +99,8 @@ _AS_EXPERTS = f"remove it; target_parameters: [{ALL_EXPERTS}] gives each expert 
 
 
 def unknown_experts(lora: Lora, stacked: Sequence[str], model_type: str) -> Iterator[Unknown]:
-    """Yields the parameters that an adapter names and that are none of the stacked weights of experts.
-
-    Yields the targets too that name modules and that PEFT takes for the experts.
-    """
+    """Yields the parameters that an adapter names and that are none of the stacked weights of experts, and the targets
+    that PEFT takes for experts though they name modules."""
     for index, module in enumerate(lora.targets if stacked else ()):
         if module.rpartition(".")[2] in RENAMED_BY_PEFT.get(model_type, ()):
             problem = f'lora: targets has "{module}", which PEFT takes for experts or routers in {model_type}'
@@ -163,7 +158,10 @@ def _missing(key: str, asked: Sequence[str], legal: Sequence[str], *, dot: str) 
             near = nearest(module.rpartition(".")[2], last)
             problem = f'lora: {key} has "{module}", but no module of the model is named so'
             instead = near or f"the end of a module's name: {', '.join(_closest(module, last, 8))}"
-            yield Unknown(keys=("lora", key, index), problem=problem, fix=f"write {instead}")
+            is_expert = key == "targets" and "experts" in ends and module.rpartition(".")[2] in _MATRICES
+            yield Unknown(
+                keys=("lora", key, index), problem=problem, fix=_AS_EXPERTS if is_expert else f"write {instead}"
+            )
 
 
 def _of_pattern(keys: tuple[str | int, ...], pattern: str, names: Sequence[str]) -> Unknown:

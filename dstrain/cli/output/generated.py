@@ -88,6 +88,6 @@ def next_lines(
         steps.append("pip install 'dstrain[kernels]'")
     if parse_yaml(files["job.yaml"], "job.yaml")[0].get("data") is None:
         steps.append(f"name your training data in {where}job.yaml")
-    last = ("run", f"{where}job.yaml") if with_edits["fits"] else ("diff", f"{out}")
-    steps.append(" ".join(("dstrain", *last)) if where else f"dstrain {last[0]}")
+    command, path = ("dstrain run", f"{where}job.yaml") if with_edits["fits"] else ("dstrain diff", f"{out}")
+    steps.append(f"{command} {path}" if where else command)
     return [f"next: {step}" if len(steps) == 1 else f"next {number}: {step}" for number, step in enumerate(steps, 1)]
