@@ -146,9 +146,9 @@ LONG_FUNCTIONS = {
 """Functions of more than 40 lines and their lines; a shorter one leaves the table, and none is added."""
 
 
-def test_modules_have_at_most_300_lines() -> None:
+def test_modules_have_at_most_500_lines() -> None:
     sizes = {str(path.relative_to(PACKAGE)): len(path.read_bytes().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert {name: size for name, size in sizes.items() if size > 300} == {}
+    assert {name: size for name, size in sizes.items() if size > 500} == {}
 
 
 def test_functions_have_at_most_40_lines() -> None:
