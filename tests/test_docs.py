@@ -39,6 +39,8 @@ from dstrain.units import GIB
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+TRANSLATED = [(README, CHINESE), *((ROOT / "docs" / page.name, page) for page in (ROOT / "docs" / "zh").glob("*.md"))]
+"""English pages and their Chinese ones."""
 
 
 def module_map() -> str:
@@ -321,11 +323,10 @@ def test_figures_of_published_runs_are_what_the_planner_reaches(
     compare(page, name, PUBLISHED[name](answers), update=request.config.getoption("--update"))
 
 
-def test_every_generated_part_is_generated_and_in_both_languages() -> None:
-    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    marked = re.findall(r"<!-- generated: (.+) -->", text)
-    assert set(marked) == PARTS.keys() | PUBLISHED.keys() | ELSEWHERE
-    assert {name for name in marked if marked.count(name) != 2} == {"module map"}  # for developers, in English
+def test_every_generated_part_is_generated_in_each_language_of_its_page() -> None:
+    marked = {page: set(re.findall(r"<!-- generated: (.+) -->", page.read_text(encoding="utf-8"))) for page in PAGES}
+    assert set().union(*marked.values()) == PARTS.keys() | PUBLISHED.keys() | ELSEWHERE
+    assert all(marked[english] == marked[chinese] for english, chinese in TRANSLATED)
 
 
 @pytest.mark.parametrize("name", ["plan", "packages"])
@@ -393,14 +394,25 @@ def test_the_page_of_a_model_has_the_plan(name: str, cluster: str, method: Metho
 
 def test_chinese_pages_link_to_chinese_ones() -> None:
     translated = {english for english, _ in TRANSLATED}
-    for _, page in TRANSLATED:
-        assert {target.name for target, _ in links(page) if target in translated} <= {README.name, "index.md"}, page
+    for english, page in TRANSLATED:
+        assert {target for target, _ in links(page) if target in translated} <= {english}, page
 
 
-def test_every_page_for_users_is_in_chinese_too() -> None:
+def test_every_page_for_users_is_in_chinese_or_the_chinese_index_links_to_the_english_one() -> None:
     for_developers = {"architecture.md", "style.md"}
-    english = {page.name for page in (ROOT / "docs").glob("*.md")} - for_developers
-    assert english == {page.name for page in (ROOT / "docs" / "zh").glob("*.md")}
+    english = {page for page in (ROOT / "docs").glob("*.md") if page.name not in for_developers | {"index.md"}}
+    linked = {target for target, _ in links(ROOT / "docs" / "zh" / "index.md")}
+    assert english - {page for page, _ in TRANSLATED} == english & linked
+
+
+@pytest.mark.parametrize("page", [chinese for _, chinese in TRANSLATED], ids=lambda page: page.name)
+def test_a_chinese_page_is_written_in_chinese(page: Path) -> None:
+    """Tables that the code writes are English."""
+    generated = r"<!-- generated: .+? -->.*?<!-- end: .+? -->"
+    text = without_code(re.sub(generated, "", page.read_text(encoding="utf-8"), flags=re.DOTALL))
+    chinese = r"[\u4e00-\u9fff]"
+    prose = [line for line in text.splitlines() if re.search(f"[a-zA-Z]{{3}}|{chinese}", line)]
+    assert sum(bool(re.search(chinese, line)) for line in prose) >= 0.8 * len(prose)
 
 
 def typed_commands(text: str) -> list[list[str]]:
@@ -479,10 +491,6 @@ def code_blocks(text: str) -> list[str]:
     """Returns the shell blocks of a text, without comments."""
     blocks = re.findall(r"```(?:sh|yaml|json)\n(.*?)```", text, re.DOTALL)
     return [re.sub(r"\s*#.*", "", block) for block in blocks]
-
-
-TRANSLATED = [(README, CHINESE), *((ROOT / "docs" / page.name, page) for page in (ROOT / "docs" / "zh").glob("*.md"))]
-"""English pages and their Chinese ones."""
 
 
 @pytest.mark.parametrize("pages", TRANSLATED, ids=lambda pages: pages[1].name)

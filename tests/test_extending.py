@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,19 @@ from dstrain.monitor.sinks.sink import End, Table
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "extending"
-EXAMPLES = {"tests/cli/test_hello.py", "tests/cli/test_<verb>.py", "dstrain/cli/<verb>.py"}
-"""Files that a reader of the pages makes."""
+EXAMPLES = {"tests/cli/test_hello.py", "dstrain/cli/<verb>.py", "newone", "apply_liger_kernel_to_newone"}
+"""Files and symbols that a reader of the pages makes."""
+ELSEWHERE = {"Qwen3VLProcessor"}
+"""Symbols of other packages that the code does not name."""
+
+
+@cache
+def symbols() -> set[str]:
+    """Returns every name and every string of the code."""
+    paths = [path for folder in ("dstrain", "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    nodes = [node for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    found = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "name", "arg", "value")}
+    return {each for each in found if isinstance(each, str)}
 
 
 def example(page: str) -> str:
@@ -39,6 +52,8 @@ def test_the_steps_name_files_and_symbols_that_exist(page: Path) -> None:
     named = re.findall(r"`([A-Za-z_]+)` (?:in|of)\s+`((?:dstrain|tests)/[^`\s]*\.py)`", text)
     missing = [(name, path) for name, path in named if name not in (ROOT / path).read_text(encoding="utf-8")]
     assert missing == []
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    assert set(re.findall(r"`([A-Za-z_]\w*)`", prose)) - EXAMPLES - ELSEWHERE <= symbols()
 
 
 def test_the_gpu_of_the_page_is_a_row() -> None:
