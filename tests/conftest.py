@@ -69,8 +69,7 @@ MARKS = {
     ),
     "editors": (
         *("tests/config/test_language_server.py", "tests/launch/scripts/test_script_k8s"),
-        "tests/cli/test_completion.py",
-        "tests/test_packaging.py",
+        *("tests/cli/test_completion.py", "tests/test_packaging.py", "tests/test_site.py"),
     ),
     "commands": (
         *("tests/cli/", "tests/test_docs.py", "tests/facts/model/test_hub_config.py"),

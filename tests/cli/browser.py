@@ -51,13 +51,18 @@ def parsed(html: str) -> Page:
     return page
 
 
+def installed(need: Callable[[object, str], None]) -> str:
+    """Returns the program of a headless Chromium."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    need(browser, "no Chromium is installed")
+    return str(browser)
+
+
 def shown(
     target: Path, fragment: str = "", *options: str, need: Callable[[object, str], None]
 ) -> subprocess.CompletedProcess[str]:
     """Returns what a headless Chromium makes of a page: its document on stdout, messages of its console on stderr."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
-    need(browser, "no Chromium is installed")
-    line = [str(browser), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=1000"]
+    line = [installed(need), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--virtual-time-budget=1000"]
     line += ["--enable-logging=stderr", f"--user-data-dir={target.parent / 'profile'}", *options]
     return subprocess.run(
         [*line, f"{target.as_uri()}{fragment}"], capture_output=True, text=True, timeout=60, check=True
