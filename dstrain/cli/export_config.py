@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def command(target: Target, job: Path, out: Path | None, force: bool, dry_run: b
     say_lines(f"note     {note}" for note in (*exported.notes, *_needs(file, document, target)))
     if not dry_run:
         _write(folder, exported, force=force)
-        say(f"next: cd {folder} && {exported.command}")
+        say(f"next: cd {shlex.quote(str(folder))} && {exported.command}")
 
 
 def _needs(file: JobFile, config: dict[str, Any], target: Target) -> list[str]:

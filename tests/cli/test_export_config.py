@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from dstrain.launch.scripts.exports import Target
+from tests.train.launching import environment
 
 Type = Callable[..., Any]
 PLAN = ("gen-config", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b", "--data", "train.jsonl")
@@ -51,3 +58,22 @@ def test_json_and_dry_run_write_nothing(dstrain: Type, tmp_path: Path) -> None:
     assert set(document["files"]) == {"train.yaml", "dataset_info.json", "ds_config.json"}
     assert "# accelerate.yaml" in dstrain("export-config", "accelerate", "--dry-run").stdout
     assert not (tmp_path / "llamafactory").exists()
+
+
+@pytest.mark.parametrize("target", [Target.TORCHRUN, Target.FSDP2, Target.ACCELERATE])
+def test_the_next_line_trains_the_default_job(dstrain: Type, tmp_path: Path, made_demo: Path, target: Target) -> None:
+    shutil.copytree(made_demo, tmp_path, dirs_exist_ok=True)
+    rows = (tmp_path / "train.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "train.jsonl").write_text("".join(rows[:8]))
+    asked = ("--gpus", "2", "--gpu", "cpu", "--seq-len", "64", "--global-batch", "8")
+    dstrain("gen-config", *asked, "--model", "./model", "--data", "train.jsonl")
+    done = dstrain("export-config", target)
+    assert done.returncode == 0, done.stderr
+    line = done.stderr.splitlines()[-1].removeprefix("next: ")
+    ran = subprocess.run(
+        line, shell=True, cwd=tmp_path, env=environment(tmp_path), capture_output=True, text=True, timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "train_loss" in ran.stdout
+    assert list((tmp_path / target / "output").glob("*.safetensors"))
+    assert list((tmp_path / target / "swanlog").glob("run-*"))

@@ -31,7 +31,13 @@ from dstrain.facts.ds_config import ZERO, section, zero_stage
 from dstrain.job.schema import Job
 from dstrain.launch.scripts.dataset_info import EVALUATION, TRAINING, dataset_info
 from dstrain.launch.scripts.exported_media import THEIR_LIMITS, has_media, media_columns, media_notes, media_settings
-from dstrain.launch.scripts.trainer_arguments import trainer_arguments, without_key
+from dstrain.launch.scripts.trainer_arguments import (
+    llamafactory_swanlab,
+    swanlab_arguments,
+    tracker_notes,
+    trainer_arguments,
+    without_key,
+)
 from dstrain.plan.training_code import needs_reentrant
 
 
@@ -167,9 +173,9 @@ def _notes(job: Job, hosts: Hosts, *, names_auto: bool = False) -> tuple[str, ..
         _MASK_NOTE: job.packing and not job.attn.is_flash and not names_auto,
         "torch_compile is left out: Transformers' own key compiles the whole model, not its layers": job.torch_compile,
         "early_stopping, load_best and samples are left out": job.keeps_best or job.samples is not None,
-        f"report_to names {', '.join(job.monitor.sinks)}; log in to them yourself": bool(job.monitor.sinks),
     }
-    return tuple(note for note, holds in notes.items() if holds)
+    told = (note for note, holds in notes.items() if holds)
+    return (*told, *tracker_notes(job, for_llamafactory=names_auto))
 
 
 def _script(job: Job, stage: int | None) -> dict[str, str]:
@@ -197,6 +203,7 @@ def _script(job: Job, stage: int | None) -> dict[str, str]:
         "attn_implementation": (Attention.SDPA if job.attn is Attention.AUTO else job.attn).value,
         "trust_remote_code": job.trust_remote_code,
         "lora": None if job.method is Method.FULL else lora,
+        "swanlab": swanlab_arguments(job),
         **trainer_arguments(job),
         "gradient_checkpointing": job.grad_ckpt,
         "gradient_checkpointing_kwargs": {"use_reentrant": is_reentrant} if job.grad_ckpt else None,
@@ -278,6 +285,7 @@ def _llamafactory_settings(job: Job, *, is_text: bool) -> dict[str, Any]:
         "default_system": job.system,
         "mask_history": job.loss_on is LossOn.LAST,
         "enable_liger_kernel": job.liger or None,
+        **llamafactory_swanlab(job),
         "deepspeed": "ds_config.json",
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Interval, LossOn, Optimizer, Precision
+from dstrain.choices import Interval, LossOn, Optimizer, Precision, SinkName, SwanLabMode
 from dstrain.job.schema import Job
 
 
@@ -36,8 +36,46 @@ def trainer_arguments(job: Job) -> dict[str, Any]:
         "lr_scheduler_kwargs": dict(job.lr_scheduler_kwargs) or None,
         "tf32": job.tf32 or None,
         "dataloader_num_workers": job.dataloader_num_workers,
-        "report_to": [sink.value for sink in job.monitor.sinks] or "none",
+        "report_to": [sink.value for sink in job.monitor.sinks if sink is not SinkName.SWANLAB] or "none",
     }
+
+
+def swanlab_arguments(job: Job) -> dict[str, Any] | None:
+    """Returns project, name and mode of a SwanLab run, if given; None if the job has no such sink.
+
+    SwanLab's own callback takes them: that of Transformers 5.23 asks for the active run before it starts one, which
+    SwanLab 0.8 and later answer with an error (integrations/integration_utils.py: SwanLabCallback.setup).
+    """
+    monitor = job.monitor
+    if SinkName.SWANLAB not in monitor.sinks:
+        return None
+    mode = None if monitor.mode is None else monitor.mode.value
+    named = {"project": monitor.project, "experiment_name": monitor.name, "mode": mode}
+    return {name: value for name, value in named.items() if value is not None}
+
+
+def llamafactory_swanlab(job: Job) -> dict[str, Any]:
+    """Returns LLaMA-Factory's keys of SwanLab, which know two of its modes and by default need a login."""
+    mode = _LLAMAFACTORY_MODES.get(job.monitor.mode) if SinkName.SWANLAB in job.monitor.sinks else None
+    if mode is None:
+        return {}
+    names = {"swanlab_project": job.monitor.project, "swanlab_run_name": job.monitor.name}
+    return {"use_swanlab": True, "swanlab_mode": mode, **names}
+
+
+_LLAMAFACTORY_MODES = {SwanLabMode.ONLINE: "cloud", SwanLabMode.LOCAL: "local"}
+
+
+def tracker_notes(job: Job, *, for_llamafactory: bool) -> list[str]:
+    """Returns what the trackers of an export need."""
+    others = [sink for sink in job.monitor.sinks if sink is not SinkName.SWANLAB]
+    notes = [f"report_to names {', '.join(others)}; log in to them yourself"] if others else []
+    if SinkName.SWANLAB not in job.monitor.sinks or job.monitor.mode in _LLAMAFACTORY_MODES:
+        return notes
+    if for_llamafactory:
+        left_out = "SwanLab is left out: LLaMA-Factory has no offline mode; after swanlab login write use_swanlab: true"
+        return [*notes, left_out]
+    return notes if job.monitor.mode else [*notes, "SwanLab records offline without SWANLAB_API_KEY or a login"]
 
 
 def _evaluates(job: Job) -> str:

@@ -231,7 +231,7 @@ def test_the_script_needs_no_dstrain(tmp_path: Path) -> None:
     imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     names = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
     assert {str(name).partition(".")[0] for name in names} - sys.stdlib_module_names == {
-        *("torch", "datasets", "transformers", "peft", "numpy", "packing"),
+        *("torch", "datasets", "transformers", "peft", "numpy", "packing", "swanlab"),
     }
     assert len(trees) == 2
 
