@@ -64,7 +64,7 @@ OF_GPU(nvmlDeviceGetCudaComputeCapability, int *major, int *minor) *major = gpu.
 class Gpu:
     """A GPU as NVML reports it; by default one that is not in the table. 0: NVML does not say."""
 
-    name: str = "NVIDIA GeForce RTX 5070"
+    name: str = "NVIDIA GeForce RTX 5070 Plus"
     memory_mib: int = 12227
     num_cores: int = 6144
     sm_clock_mhz: int = 2512

@@ -15,7 +15,7 @@ from dstrain.config.lint import engine
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules import no_effect
 from dstrain.config.lint.subject import Subject
-from dstrain.facts.cluster import gpus, links
+from dstrain.facts.cluster import gpu_table, links
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.sinks.sink import End, Table
 
@@ -57,9 +57,9 @@ def test_the_steps_name_files_and_symbols_that_exist(page: Path) -> None:
 
 
 def test_the_gpu_of_the_page_is_a_row() -> None:
-    gpu = eval(example("gpu.md"), vars(gpus))
-    assert isinstance(gpu, gpus.Gpu)
-    assert gpu.link in links.LINKS
+    row = eval(example("gpu.md"), vars(gpu_table))
+    assert isinstance(row, gpu_table.Row)
+    assert row.link in links.LINKS
 
 
 def test_the_rule_of_the_page_finds_its_mistake() -> None:

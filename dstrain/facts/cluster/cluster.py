@@ -26,6 +26,7 @@ ASSUMED_INTER_LINKS: Mapping[str, str] = MappingProxyType(
         "nvlink3-a800": "ib200",
         "nvlink2": "ib100/2",  # DGX-1V: four adapters for eight GPUs
         "infinity-fabric": "roce400",  # MI300X platforms: eight adapters of 400 Gbit/s
+        "infinity-fabric-4": "roce400",
         "pcie5": "roce100",
         "pcie4": "eth25",
         "pcie3": "eth25",

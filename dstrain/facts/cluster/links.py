@@ -40,6 +40,7 @@ _ROWS = (
     Link(name="nvlink4-h800", bytes_per_s=200e9, source="H800 data sheet: 400 GB/s, both directions together"),
     Link(name="nvlink5", bytes_per_s=900e9, source="https://resources.nvidia.com/en-us-blackwell-architecture: 18 links × 50 GB/s in each direction"),
     Link(name="infinity-fabric", bytes_per_s=448e9, source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html: 7 links × 64 GB/s in each direction"),
+    Link(name="infinity-fabric-4", bytes_per_s=537.6e9, source="https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html: 7 links × 76.8 GB/s in each direction"),
     Link(name="pcie3", bytes_per_s=15.75e9, source=_PCIE.format(8)),
     Link(name="pcie4", bytes_per_s=31.5e9, source=_PCIE.format(16)),
     Link(name="pcie5", bytes_per_s=63e9, source=_PCIE.format(32)),

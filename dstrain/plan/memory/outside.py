@@ -8,7 +8,6 @@ from types import MappingProxyType
 from dstrain.facts.cluster.calibration import NOTHING, Measured
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.gpus import Gpu
-from dstrain.facts.cluster.multiprocessors import MULTIPROCESSORS
 from dstrain.plan.configuration import Configuration
 from dstrain.units import MIB
 
@@ -70,11 +69,10 @@ def context_bytes(gpu: Gpu) -> int:
     >>> [context_bytes(gpu(name)) // MIB for name in ("a100-80g", "h100-sxm", "rtx-3090", "t4")]
     [666, 1763, 573, 490]
     """
-    count = MULTIPROCESSORS.get(gpu.name)
-    if count is None:
+    if not gpu.num_multiprocessors:
         return UNLISTED_BYTES
     loaded = HOPPER_LOADED_BYTES if gpu.compute_capability == (9, 0) else LOADED_BYTES
-    return loaded + STACK_BYTES * count * _RESIDENT_THREADS.get(gpu.compute_capability, 2048)
+    return loaded + STACK_BYTES * gpu.num_multiprocessors * _RESIDENT_THREADS.get(gpu.compute_capability, 2048)
 
 
 def nccl_bytes(cluster: Cluster, configuration: Configuration) -> int:

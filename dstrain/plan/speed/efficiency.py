@@ -14,7 +14,7 @@ from dstrain.facts.cluster.calibration import NOTHING, Measured
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.cluster.links import LINKS, Link
-from dstrain.plan.speed.gpu_rates import cache_bytes, rates_of
+from dstrain.units import MIB
 
 HALF_WAVE = 1_000_000.0
 """Results that half of a GPU's multiprocessors compute at once, which the last, partly filled wave of tiles of a matrix
@@ -158,7 +158,6 @@ def efficiency(cluster: Cluster, measured: Measured = NOTHING) -> Efficiency:
 
 @lru_cache(maxsize=32)
 def _efficiency(gpu: Gpu, intra: Link, inter: Link, gpus_per_node: int, measured: Measured) -> Efficiency:
-    kernels = rates_of(gpu.name)
     intra_ratio = INTRA_RATIO
     if intra.name.startswith("pcie"):
         intra_ratio = PCIE_LINK_RATIO if gpu.has_peer_access else HOST_COPY_RATIO
@@ -166,8 +165,8 @@ def _efficiency(gpu: Gpu, intra: Link, inter: Link, gpus_per_node: int, measured
     if measured.inter_bus_bytes_per_s is not None:
         inter_prior = measured.inter_bus_bytes_per_s / gpus_per_node
     return Efficiency(
-        gemm_ratio=measured.gemm_ratio or kernels.gemm,
-        attention_ratio=measured.attention_ratio or kernels.attention,
+        gemm_ratio=measured.gemm_ratio or gpu.gemm_ratio,
+        attention_ratio=measured.attention_ratio or gpu.attention_ratio,
         hbm_bytes_per_s=(measured.hbm_ratio or HBM_RATIO) * gpu.hbm_bytes_per_s,
         launch_s=measured.launch_s or LAUNCH_S,
         intra_bus_bytes_per_s=measured.intra_bus_bytes_per_s or intra_ratio * intra.bytes_per_s,
@@ -177,7 +176,7 @@ def _efficiency(gpu: Gpu, intra: Link, inter: Link, gpus_per_node: int, measured
         cpu_adam_bytes_per_s=measured.cpu_adam_bytes_per_s or CPU_ADAM_BYTES_PER_S,
         nvme_read_bytes_per_s=measured.nvme_read_bytes_per_s or NVME_READ_BYTES_PER_S,
         nvme_write_bytes_per_s=measured.nvme_write_bytes_per_s or NVME_WRITE_BYTES_PER_S,
-        cache_bytes=cache_bytes(gpu.name),
+        cache_bytes=gpu.cache_mib * MIB,
         is_ethernet=inter.name.startswith("eth"),
         calibrated=frozenset(name for name in Measured.__slots__ if getattr(measured, name) is not None)
         - {"uncertain", *measured.uncertain},

@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 from dstrain.choices import Offload, Optimizer, StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.cluster.multiprocessors import MULTIPROCESSORS
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.optimizer_states import master_item
 from dstrain.plan.memory.zero import sharing_ranks
@@ -148,8 +147,8 @@ def _cpu_bytes_per_param(c: Configuration) -> float:
 
 def _counting_seconds(cluster: Cluster, c: Configuration, stepped: float, rates: Efficiency) -> float:
     """Returns by how much the arithmetic of 8-bit moments takes longer than their bytes."""
-    count = MULTIPROCESSORS.get(cluster.gpu.name)
-    if c.step.optimizer is not Optimizer.ADAMW_8BIT or count is None:
+    count = cluster.gpu.num_multiprocessors
+    if c.step.optimizer is not Optimizer.ADAMW_8BIT or not count:
         return 0.0
     moving = KERNEL_BYTES_PER_PARAM[Optimizer.ADAMW_8BIT] / rates.hbm_bytes_per_s
     return stepped * max(0.0, 1 / (EIGHT_BIT_PARAMS_PER_S * count) - moving)

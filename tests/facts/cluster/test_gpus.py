@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.gpu_table import ROWS, Row
 from dstrain.facts.cluster.gpus import GPUS, Chip, from_nvml, gpu
 from dstrain.facts.cluster.links import LINKS
 
@@ -18,11 +19,35 @@ def test_every_row_is_whole(name: str) -> None:
     assert row.name == name
     assert row.link in LINKS
     assert "http" in row.source or name in {"cpu", "h20-141g", "l20"}
+    assert row.has_bf16 or row.compute_capability < (8, 0)
+    assert 0 < row.attention_ratio <= row.gemm_ratio < 1
     assert name == "cpu" or 1e9 < row.hbm_bytes_per_s < 1e13
     assert name == "cpu" or row.fp32_flops_per_s > 0
-    assert name == "cpu" or 15_000 < row.memory_mib < 300_000
-    assert name == "cpu" or 50e12 < row.fp16_flops_per_s < 3e15
+    assert name == "cpu" or 4_000 < row.memory_mib < 300_000
+    assert name == "cpu" or 9e12 < row.fp16_flops_per_s < 3e15
     assert row.bf16_flops_per_s in (row.fp16_flops_per_s, 0)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.names[0])
+def test_peaks_are_those_of_multiprocessors_and_clock(row: Row) -> None:
+    """A data sheet's products in half precision are at its boost clock; Hopper's CUDA cores are faster than that."""
+    at_the_clock = 1e-6 * row.sms * row.mhz
+    assert row.half == pytest.approx(at_the_clock * row.make.half, rel=0.03)
+    assert row.fp32 == pytest.approx(at_the_clock * row.make.fp32, rel=0.21)
+    assert len(row.make.source) > 10
+
+
+@pytest.mark.parametrize(
+    ("name", "fp32"),
+    [
+        *(("rtx-2060-super", 7.2), ("rtx-2080-ti", 13.4), ("rtx-3050", 9.1), ("rtx-3060", 12.7), ("rtx-3060-ti", 16.2)),
+        *(("rtx-3070", 20.3), ("rtx-3080", 29.8), ("rtx-3080-ti", 34.1), ("rtx-3090-ti", 40), ("rtx-4060", 15.1)),
+        *(("rtx-4060-ti", 22.1), ("rtx-4070", 29.1), ("rtx-4070-ti-super", 44.1), ("rtx-4080", 48.7)),
+        *(("rtx-5070", 30.9), ("rtx-5070-ti", 43.9), ("rtx-5080", 56.3), ("rtx-a4000", 19.2), ("rtx-4500-ada", 39.6)),
+    ],
+)
+def test_cards_have_the_fp32_of_their_pages(name: str, fp32: float) -> None:
+    assert gpu(name).fp32_flops_per_s == pytest.approx(fp32 * 1e12, rel=0.01)
 
 
 def test_no_two_rows_answer_to_one_name() -> None:
@@ -45,7 +70,7 @@ def test_geforce_peaks_are_those_with_fp32_accumulation() -> None:
 
 def test_bf16_begins_with_compute_capability_8() -> None:
     for row in GPUS.values():
-        if row.name not in {"cpu", "mi300x"}:
+        if row.name != "cpu" and row.compute_capability > (0, 0):
             assert row.has_bf16 == row.has_flash_attention_2 == (row.compute_capability >= (8, 0)), row.name
 
 
@@ -75,6 +100,17 @@ def test_memory_is_counted_as_nvidia_smi_does() -> None:
         ("v100", "v100-32g"),
         ("MI300X", "mi300x"),
         ("none", "cpu"),
+        ("3060", "rtx-3060"),
+        ("rtx3060", "rtx-3060"),
+        ("RTX 3060 Laptop GPU", "rtx-3060-laptop"),
+        ("4090-laptop", "rtx-4090-laptop"),
+        ("3060-8g", "rtx-3060-8g"),
+        ("3060 12GB", "rtx-3060"),
+        ("4060ti-16g", "rtx-4060-ti-16g"),
+        ("2080ti", "rtx-2080-ti"),
+        ("a5000", "rtx-a5000"),
+        ("pro 4500", "rtx-pro-4500"),
+        ("GB300", "gb300"),
     ],
 )
 def test_names_are_taken_as_people_type_them(typed: str, name: str) -> None:
@@ -89,7 +125,7 @@ def test_a_misspelt_gpu_gets_the_nearest(typed: str, near: str) -> None:
     assert caught.value.hint == f'Did you mean "{near}"?'
 
 
-@pytest.mark.parametrize("typed", ["voodoo2", "", "nvidia"])
+@pytest.mark.parametrize("typed", ["voodoo2", "", "nvidia", "6070", "rtx-9999", "c300"])
 def test_a_strange_gpu_gets_all_of_them(typed: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         gpu(typed)
@@ -131,6 +167,13 @@ def test_a_strange_gpu_gets_all_of_them(typed: str) -> None:
         ("Tesla V100-PCIE-16GB", "v100-16g-pcie"),
         ("Tesla T4", "t4"),
         ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090-laptop"),
+        ("NVIDIA GeForce RTX 2070 with Max-Q Design", "rtx-2070-max-q"),
+        ("NVIDIA RTX A2000 12GB", "rtx-a2000-12g"),
+        ("NVIDIA RTX 4000 Ada Generation", "rtx-4000-ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000-workstation"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "rtx-pro-6000-max-q"),
+        ("NVIDIA GB200", "gb200"),
     ],
 )
 def test_reported_names_find_their_row(reported: str, name: str) -> None:
@@ -141,13 +184,27 @@ def test_measured_memory_replaces_the_tables() -> None:
     assert from_nvml("NVIDIA A10", 24564).memory_mib == 24564  # with ECC off
 
 
+@pytest.mark.parametrize(
+    ("reported", "memory_mib", "name"),
+    [
+        ("NVIDIA GeForce RTX 3060", 12288, "rtx-3060"),
+        ("NVIDIA GeForce RTX 3060", 8192, "rtx-3060-8g"),
+        ("NVIDIA GeForce RTX 4060 Ti", 16380, "rtx-4060-ti-16g"),
+        ("NVIDIA GeForce RTX 2060", 12288, "rtx-2060-12g"),
+        ("NVIDIA GeForce RTX 3080 Laptop GPU", 16384, "rtx-3080-laptop-16g"),
+    ],
+)
+def test_of_cards_with_one_name_the_memory_tells(reported: str, memory_mib: int, name: str) -> None:
+    assert from_nvml(reported, memory_mib).name == name
+
+
 def test_unmeasured_memory_is_the_tables() -> None:
     assert from_nvml("NVIDIA A10", 0).memory_mib == 23028
 
 
 @pytest.mark.parametrize(
     "reported",
-    ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L20X", "GRID A100X-40C", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"],
+    ["NVIDIA GeForce RTX 4090 Ti", "NVIDIA L20X", "GRID A100X-40C", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"],
 )
 def test_a_card_of_another_kind_is_not_taken_for_its_namesake(reported: str) -> None:
     found = from_nvml(reported, 16376)
@@ -182,12 +239,29 @@ def test_speed_from_cores_and_clocks_is_that_of_the_data_sheets(row: str, chip: 
         compute_capability=listed.compute_capability,
     )
 
-    found = from_nvml(f"{row} Ti", listed.memory_mib, figures)
+    kind = "" if listed.has_peer_access else " GeForce"
+    found = from_nvml(f"NVIDIA{kind} {row} Plus", listed.memory_mib, figures)
 
-    assert not found.is_listed
+    assert (found.is_listed, found.num_multiprocessors) == (False, listed.num_multiprocessors)
     for name in ("fp32_flops_per_s", "fp16_flops_per_s", "bf16_flops_per_s", "hbm_bytes_per_s"):
         assert getattr(found, name) == pytest.approx(getattr(listed, name), rel=0.02), name
     assert (found.has_bf16, found.has_flash_attention_2) == (listed.has_bf16, listed.has_flash_attention_2)
+
+
+def test_an_unlisted_gpu_is_the_nearest_of_its_generation_scaled() -> None:
+    """Half the multiprocessors and memory of an RTX 5080, at four fifths of its clock."""
+    near = gpu("rtx-5080")
+    chip = Chip(
+        num_cores=5376, sm_clock_mhz=2094, memory_clock_mhz=7501, memory_bus_bits=256, compute_capability=(12, 0)
+    )
+    found = from_nvml("NVIDIA GeForce RTX 5065", 8151, chip)
+    assert (found.like, found.num_multiprocessors, found.memory_mib) == ("rtx-5070", 42, 8151)
+    assert found.bf16_flops_per_s == pytest.approx(0.4 * near.bf16_flops_per_s, rel=0.01)
+    assert found.hbm_bytes_per_s == pytest.approx(0.5 * near.hbm_bytes_per_s, rel=0.01)
+    laptop = from_nvml("NVIDIA GeForce RTX 5065 Laptop GPU", 8151, chip)
+    assert GPUS[laptop.like].name.endswith("-laptop")
+    board = from_nvml("NVIDIA RTX PRO 2000 Blackwell", 16311, replace(chip, num_cores=4352))
+    assert (board.like, board.has_peer_access) == ("rtx-pro-4000", True)
 
 
 def test_a_gpu_of_a_later_generation_is_like_the_last_of_the_table_and_an_older_one_has_no_tensor_cores() -> None:
@@ -197,6 +271,6 @@ def test_a_gpu_of_a_later_generation_is_like_the_last_of_the_table_and_an_older_
     older = from_nvml("NVIDIA GeForce GTX 1080", 8192, chip)
     later = from_nvml("NVIDIA GeForce RTX 6090", 49152, replace(chip, compute_capability=(13, 0)))
 
-    assert older.fp16_flops_per_s == 0
+    assert (older.fp16_flops_per_s, older.like) == (0, "")
     assert older.fp32_flops_per_s == pytest.approx(8.87e12, rel=0.01)
     assert later.bf16_flops_per_s == pytest.approx(2 * later.fp32_flops_per_s, rel=0.01)

@@ -53,12 +53,12 @@ def test_a_gpu_that_is_not_in_the_table_is_planned_from_what_nvml_says(machine: 
     found, origin = resolve_gpu()
 
     assert (found.name, found.memory_mib, origin, found.is_listed) == (
-        "NVIDIA GeForce RTX 5070",
+        "NVIDIA GeForce RTX 5070 Plus",
         12227,
         Origin.MEASURED,
         False,
     )
-    # NVIDIA's white paper of the RTX 5070: 30.9 TFLOP/s, 61.7 with fp32 accumulation, 672 GB/s
+    # as an RTX 5070, by NVIDIA's white paper: 30.9 TFLOP/s, 61.7 with fp32 accumulation, 672 GB/s
     assert found.fp32_flops_per_s == pytest.approx(30.9e12, rel=0.005)
     assert found.bf16_flops_per_s == pytest.approx(61.7e12, rel=0.005)
     assert found.hbm_bytes_per_s == pytest.approx(672e9, rel=0.005)
@@ -74,9 +74,9 @@ def test_a_name_that_was_typed_wins_and_may_be_that_of_a_gpu_here(machine: Machi
     machine(Gpu())
 
     assert resolve_gpu(given="h100") == (gpu("h100"), Origin.GIVEN)
-    assert resolve_gpu(given="rtx-5070")[0].memory_mib == 12227
+    assert resolve_gpu(given="rtx-5070-plus")[0].memory_mib == 12227
     with pytest.raises(InvalidConfig, match="is not a GPU that dstrain knows"):
-        resolve_gpu(given="rtx-5060")
+        resolve_gpu(given="rtx-5065")
 
 
 def test_the_plan_stands_in_for_gpus_that_are_not_here(machine: Machine) -> None:

@@ -11,7 +11,6 @@ from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.calibration import Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.facts.cluster.multiprocessors import MULTIPROCESSORS
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.outside import context_bytes, nccl_bytes, outside_bytes
 from dstrain.units import MIB
@@ -23,10 +22,6 @@ def _cluster(num_gpus: int, gpu: str = "h100-sxm") -> Cluster:
 
 def _nccl(num_gpus: int, gpu: str = "h100-sxm", **changes: Any) -> int:
     return nccl_bytes(_cluster(num_gpus, gpu), changed(DEFAULTS, zero_stage=3, **changes)) // MIB
-
-
-def test_every_gpu_of_the_table_has_its_multiprocessors() -> None:
-    assert {*gpus.GPUS} - {*MULTIPROCESSORS} == {gpus.CPU, "mi300x"}
 
 
 def test_a_context_on_hopper_is_that_of_an_h200_that_trained() -> None:

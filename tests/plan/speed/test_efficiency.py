@@ -11,25 +11,12 @@ from dstrain.facts.cluster import gpus, links
 from dstrain.facts.cluster.calibration import Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.plan.speed.efficiency import HOST_COPY_RATIO, PCIE_LINK_RATIO, efficiency, host_link
-from dstrain.plan.speed.gpu_rates import RATES
 
 
 def _cluster(gpu: str = "h100-sxm") -> Cluster:
     return clusters.describe(
         gpu=gpus.gpu(gpu), gpu_origin=Origin.GIVEN, gpus=16, gpus_per_node=8, inter_link=links.link("ib400")
     )
-
-
-def test_every_gpu_of_the_table_but_the_cpu_has_one_row() -> None:
-    named = [name for row in RATES for name in row.gpus]
-
-    assert sorted(named) == sorted({*gpus.GPUS} - {gpus.CPU})
-
-
-@pytest.mark.parametrize("row", RATES, ids=lambda row: row.gpus[0])
-def test_every_row_is_a_share_and_has_a_source(row: object) -> None:
-    assert 0 < row.attention <= row.gemm < 1  # type: ignore[attr-defined]
-    assert len(row.source) > 10  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(("gpu", "ratio"), [("rtx-3090", HOST_COPY_RATIO), ("rtx-a6000", PCIE_LINK_RATIO)])

@@ -25,7 +25,6 @@ from dstrain.plan.estimate_records import Limit, Speed
 from dstrain.plan.freezing import with_frozen
 from dstrain.plan.speed.efficiency import LAUNCH_S, RETRY_S, UNIT_S, UNIT_WAIT_S
 from dstrain.plan.speed.error_ranges import error_ratio
-from dstrain.plan.speed.gpu_rates import rates_of
 from dstrain.plan.speed.setting import FLASH_ATTENTION_3_SPEED
 from dstrain.plan.speed.step_time import (
     ATTENTION,
@@ -394,7 +393,7 @@ def test_images_cost_their_patches(name: str) -> None:
     model = probe.read_model(name)
     with_images = _speed(changed(BASE, image_patches=256), model=model)  # so few that attention costs little
 
-    tower = 2 * 27 * (4 * 1152**2 + 2 * 1152 * 4304) * 256 / (rates_of("h100-sxm").gemm * 989.4e12)
+    tower = 2 * 27 * (4 * 1152**2 + 2 * 1152 * 4304) * 256 / (gpus.gpu("h100-sxm").gemm_ratio * 989.4e12)
     merged = with_images.parts_s[PRODUCTS] - _speed(model=model).parts_s[PRODUCTS]
     assert tower < merged < 1.3 * tower
 
