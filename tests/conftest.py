@@ -107,6 +107,7 @@ SAMPLED_CASES = {
     "tests/facts/model/test_families.py::test_every_tensor_is_the_one_that_transformers_builds": 8,
     "tests/cli/test_bombs.py::test_a_bomb_does_not_go_off": 8,
     "tests/test_docs.py::test_the_page_of_a_model_has_the_plan": 2,
+    "tests/cli/test_proposals.py::test_what_an_answer_proposes_does_what_it_says": 3,
 }
 """How many of the cases of these tests a sample has. Other sweeps draw inside theirs."""
 SAMPLED_TESTS = {

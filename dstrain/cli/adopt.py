@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.releases import installed
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.lint_job import lint_job, refused
-from dstrain.paths import alone
+from dstrain.paths import alone, shown
 
 
 @click.command("adopt")
@@ -99,5 +100,13 @@ def _tell(folder: Path, names: list[str], *, dry_run: bool) -> None:
     if dry_run:
         return
     say(f"recorded in {folder / LOCK}: the next gen-config lists what it would change; yours stay until you decide")
-    place = "" if folder == Path() else f" -o {folder}"
-    say(f"next: dstrain gen-config{place} --model NAME --diff")
+    place = "" if folder == Path() else f" -o {shlex.quote(str(folder))}"
+    say(f"next: dstrain gen-config{place} {_machines_and_model(folder)} --diff")
+
+
+def _machines_and_model(folder: Path) -> str:
+    """Returns the options that name the model and the hosts of adopted files; words in their place if these do not."""
+    job, hosts = folder / "job.yaml", folder / "hostfile"
+    model = shown(read_job(job).job.model) if job.is_file() else "NAME"
+    machines = f"--hostfile {shlex.quote(str(hosts))}" if hosts.is_file() else "--gpus N"
+    return f"--model {shlex.quote(model)} {machines}"

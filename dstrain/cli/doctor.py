@@ -30,6 +30,7 @@ from dstrain.facts.network_interface import environment_of
 from dstrain.facts.this_machine import is_this_machine
 from dstrain.job.file import JobFile, read_job
 from dstrain.job.monitor import NotifyService
+from dstrain.launch.again import run_line
 
 JOB = Path("job.yaml")
 
@@ -101,7 +102,7 @@ def _doctor(
     else:
         rows = grouped(by_host[host], verbose=verbose) if is_local else of_hosts(by_host, variables, verbose=verbose)
         answer(printable("\n".join(rows)))
-    _conclude(by_host, file)
+    _conclude(by_host, None if file is None else job or JOB)
 
 
 def _job(job: Path | None, hostfile: Path | None) -> JobFile | None:
@@ -180,7 +181,7 @@ def _needs_seen(file: JobFile | None, first: Needs, seen: Seen) -> tuple[Needs, 
     return first, jobs.late(file, LIMIT_S) if file is not None else []
 
 
-def _conclude(by_host: dict[str, list[Finding]], file: JobFile | None) -> None:
+def _conclude(by_host: dict[str, list[Finding]], job: Path | None) -> None:
     """Prints the number of findings and the next command. Raises EnvironmentProblem for errors."""
     everything = [finding for host_findings in by_host.values() for finding in host_findings]
     if errors(everything):
@@ -189,4 +190,4 @@ def _conclude(by_host: dict[str, list[Finding]], file: JobFile | None) -> None:
             hint="Type the command after → for each ✗, then run `dstrain doctor` again.",
         )
     say(count_text(everything))
-    say(f"next: dstrain {'run' if file is not None else 'gen-config --model MODEL --data DATA'}")
+    say(f"next: {'dstrain gen-config --model MODEL --data DATA' if job is None else run_line(job)}")

@@ -13,7 +13,7 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.generate import lock_of
-from dstrain.cli.options import data_lengths, remembered
+from dstrain.cli.options import data_lengths, proposals, remembered
 from dstrain.cli.options.planning import DATA, HTML, facts_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs, uses_last
 from dstrain.cli.options.remembered import ResolvedOptions
@@ -103,7 +103,8 @@ def command(
     if is_written:
         say_lines([*other_lines(lock.base, merged.files), *lines])
         if not merged.open:
-            say_lines(next_lines(out, merged.files, planned.asked, planned.plan, **edited_document))
+            errors = bool(lines) and _has_errors(out)
+            say_lines(next_lines(out, merged.files, planned.asked, planned.plan, **edited_document, has_errors=errors))
     _show_conflicts(out, merged, asked, before, lock.base if is_written else None)
 
 
@@ -150,13 +151,16 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
     if last and uses_last(dict(asked.options), last):
         say(f"no GPUs are found here: planning for the {last.num_gpus} × {last.gpu.name} of the last time")
     surveyed = survey(facts.workload, facts.request)
+    question = plan_page.Question(verb="gen-config", typed=asked.inputs, inputs=facts)
     if not surveyed.fits:
-        raise does_not_fit(facts.workload, facts.request, surveyed.first)
+        ways = proposals.ways(asked.options, facts, data, last=last)
+        if html is not None:
+            page.write(html, plan_page.page(surveyed, question, ways, name=html.name))
+        raise does_not_fit(facts.workload, facts.request, surveyed.first, ways)
     trained = data.run_time(facts.workload, surveyed.first)
     say_lines(plan_lines(surveyed, facts.workload, verbose=verbose, data=data_lines(data, trained, facts)))
     document = {**plan_document(surveyed, facts.workload), "notes": list(surveyed.notes)}
     document |= data.document(trained)
-    question = plan_page.Question(verb="gen-config", typed=asked.inputs, inputs=facts)
     return _Planned(
         asked=facts,
         plan=plan_of(surveyed, facts.workload.cluster, facts.request),
@@ -188,6 +192,19 @@ def _edited(
     trained = replace(planned.data, job=found.job).run_time(workload, found.estimate)
     document = {**estimate_document(found.estimate), **planned.data.document(trained)}
     return edited_lines(found, trained, workload.cluster), {"with_edits": document}
+
+
+def _has_errors(out: Path) -> bool:
+    """Returns whether `dstrain run` refuses the written files, which have edits."""
+    from dstrain.config.lint import engine  # only where somebody edited
+    from dstrain.job.file import read_job
+    from dstrain.launch.prepare.lint_job import lint_job
+
+    try:
+        job = read_job(out / "job.yaml")
+        return bool(engine.errors(lint_job(job, Path(job.job.ds_config)).findings))
+    except DstrainError:
+        return True
 
 
 def _say_repeated(asked: ResolvedOptions, before: Lock | None) -> None:

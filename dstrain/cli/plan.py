@@ -11,7 +11,7 @@ import click
 from rich.text import Text
 
 from dstrain.cli.console import PlainConsole, answer_json, say_lines, width
-from dstrain.cli.options import data_lengths
+from dstrain.cli.options import data_lengths, proposals
 from dstrain.cli.options.planning import DATA, HTML, is_generated, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.options.typed import spelled, typed
@@ -53,6 +53,7 @@ def command(top: int, verbose: bool, html: Path | None, as_json: bool, **options
     data = data_lengths.read(options, inputs.workload.model)
     inputs = data.decide(inputs)
     plans = survey(inputs.workload, inputs.request, top=top)
+    ways = () if plans.fits else proposals.ways(options, inputs, data)
     trained = data.run_time(inputs.workload, plans.first)
     if as_json:
         answer_json({**plan_document(plans, inputs.workload), **data.document(trained)})
@@ -60,9 +61,9 @@ def command(top: int, verbose: bool, html: Path | None, as_json: bool, **options
         _print(plans, inputs, data_lines(data, trained, inputs), verbose=verbose)
     if html is not None:
         asked = plan_page.Question(verb="plan", typed=typed(options), inputs=inputs)
-        page.write(html, plan_page.page(plans, asked, name=html.name))
+        page.write(html, plan_page.page(plans, asked, ways, name=html.name))
     if not plans.fits:
-        raise does_not_fit(inputs.workload, inputs.request, plans.first)
+        raise does_not_fit(inputs.workload, inputs.request, plans.first, ways)
     if not as_json:
         say_lines(_next_lines(options))
 

@@ -39,6 +39,7 @@ from dstrain.errors import DstrainError, InvalidConfig, RunFailed
 from dstrain.facts.this_machine import busy_share
 from dstrain.facts.workload import Workload
 from dstrain.job.file import read_job
+from dstrain.launch.again import run_line
 from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.prepare.job_context import hosts_of, open_request
 from dstrain.launch.prepare.prepare import PreparedRun
@@ -223,4 +224,4 @@ def _write(files: JobFiles, workload: Workload, candidates: Sequence[Candidate],
     else:
         changed = write(files, chosen, workload)
         say_lines([f"wrote {', '.join(shown(str(path)) for path in changed)}: {best.title}"])
-    say("next: dstrain run")
+    say(f"next: {run_line(files.paths['job.yaml'])}")

@@ -35,6 +35,15 @@ def line_of(words: Sequence[str], *more: str) -> str:
     return shlex.join([*command, *(shown(word) for word in rest[:1]), *rest[1:], *more])
 
 
+def run_line(job: Path) -> str:
+    """Returns the line that runs a job file.
+
+    >>> run_line(Path("job.yaml")), run_line(Path("runs/a b/job.yaml"))
+    ('dstrain run', "dstrain run 'runs/a b/job.yaml'")
+    """
+    return line_of(RUN) if job == Path("job.yaml") else line_of((*RUN, str(job)))
+
+
 def resumed(words: Sequence[str]) -> str:
     """Returns the line that continues from the newest checkpoint."""
     return line_of(words, "--set", "resume=auto")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -156,3 +157,27 @@ def test_gen_config_writes_it_beside_its_files_and_does_not_repeat_it(dstrain: T
     (tmp_path / "plan.html").unlink()
     assert dstrain("gen-config").returncode == 0
     assert not (tmp_path / "plan.html").exists()
+
+
+@pytest.mark.parametrize("verb", ["plan", "gen-config"])
+def test_the_page_of_what_does_not_fit_names_the_options_that_the_terminal_names(
+    dstrain: Type, tmp_path: Path, verb: str, need: Callable[[object, str], None]
+) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(TINY_CONFIG))
+    words = ("--gpus", "1", "--gpu", "4090", "--gpu-memory-limit", "1200MiB", "--host-memory", "64GiB")
+    words += ("--model", "model", "--micro-batch", "32", "--seq-len", "2048", "--offload", "none")
+    done = dstrain(verb, *words, "--html", "plan.html")
+    assert (done.returncode, "wrote plan.html" in done.stderr) == (4, True), done.stderr
+    said = [line.strip() for line in done.stderr.partition("These options fit:\n")[2].splitlines()]
+    assert said
+    view = shown(tmp_path / "plan.html", need=need)
+    assert "CONSOLE" not in view.stderr
+    page = parsed(view.stdout)
+    listed = [text for text in page.texts["li"] if text.startswith("--")]
+    commands = [text for text in page.texts["code"] if text.startswith(f"dstrain {verb} ")]
+    assert [text.partition("dstrain")[0] for text in listed] == said
+    assert all(any(text.endswith(command) for command in commands) for text in listed)
+    ways = data_of(page)["ways"]
+    assert dstrain(*shlex.split(ways[0]["command"])[1:], "--html", "plan.html").returncode == 0
+    assert data_of(parsed((tmp_path / "plan.html").read_text()))["ways"] == []

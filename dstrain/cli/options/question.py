@@ -38,18 +38,20 @@ class PlanInputs:
     request: Request
 
 
-def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None) -> PlanInputs:
+def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None, is_first: bool = True) -> PlanInputs:
     """Returns the inputs of the planner from the shared options.
 
     `last` is the cluster of the last run with the same options: it is used if this machine has no GPU and the options
-    name none.
+    name none. Only the first question of a command prints notes.
     """
     hosts = _named_hosts(options)
     request = _request(options)
     found = probe.read_model(options["model"], hub=options["hub"], way=_trace_question(options, request))
     model = _with_parts(with_head_of(found, request.task), options, request)
     cluster, problem = measured_cluster(_cluster(options, hosts, last), hosts)
-    if problem is not None:
+    if is_first and hosts is not None and not cluster.gpu.is_cpu and (lack := machines.shortage(hosts)) is not None:
+        say_lines([f"note: {lack.problem}; dstrain run refuses it: {lack.hint}"])
+    if is_first and problem is not None:
         say_lines([f"note: {problem}"])
     if hosts is None:
         single = cluster.num_nodes == 1
@@ -171,8 +173,6 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
     gpu, origin = machines.resolve_gpu(given=options["gpu"], planned=planned)
     if options["gpu_memory_limit"] is not None:
         gpu = _limited(gpu, options["gpu_memory_limit"])
-    if hosts is not None and not gpu.is_cpu and (lack := machines.shortage(hosts)) is not None:
-        say_lines([f"note: {lack.problem}; dstrain run refuses it: {lack.hint}"])
     if count is None and hosts is None:
         count = previous.num_gpus if previous else len(local) or None
         per_node = previous.gpus_per_node if previous and per_node is None else per_node

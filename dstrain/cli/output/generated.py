@@ -73,8 +73,10 @@ def next_lines(
     plan: Plan,
     *,
     with_edits: Mapping[str, Any] = MappingProxyType({"fits": True}),
+    has_errors: bool = False,
 ) -> list[str]:
-    """Returns what to type next, one line each: not the run, if the files `with_edits` do not fit or have no plan."""
+    """Returns what to type next, one line each: not the run, if lint refuses the files, or if they do not fit
+    `with_edits` or have no plan."""
     where = "" if out == Path() else f"{out}/"
     steps = []
     hosts = hostfile.parse(files["hostfile"], "hostfile") if "hostfile" in files else asked.hosts
@@ -89,5 +91,7 @@ def next_lines(
     if parse_yaml(files["job.yaml"], "job.yaml")[0].get("data") is None:
         steps.append(f"name your training data in {where}job.yaml")
     command, path = ("dstrain run", f"{where}job.yaml") if with_edits["fits"] else ("dstrain diff", f"{out}")
+    if has_errors:
+        command, path = "dstrain lint", f"{where}ds_config.json"
     steps.append(f"{command} {path}" if where else command)
     return [f"next: {step}" if len(steps) == 1 else f"next {number}: {step}" for number, step in enumerate(steps, 1)]

@@ -22,6 +22,7 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
 from dstrain.plan.search.decide import Survey
 from dstrain.plan.search.grid import Axes, Point, axes, points
+from dstrain.plan.search.infeasible import NO_WAY, Way
 from dstrain.plan.search.search_space import global_batch
 from dstrain.units import GIB
 
@@ -55,10 +56,11 @@ class Question:
 
     def command(self, **changed: Any) -> str:
         """Returns the command, with other options or as it was typed."""
-        return f"dstrain {self.verb} {spelled({**self.typed, **changed})}"
+        options = {**self.typed, **changed}
+        return f"dstrain {self.verb} {spelled({key: value for key, value in options.items() if value is not None})}"
 
 
-def page(survey: Survey, question: Question, *, name: str) -> str:
+def page(survey: Survey, question: Question, ways: Sequence[Way] = (), *, name: str) -> str:
     """Returns the page of a plan; shows on a terminal that the plans of near questions are being computed."""
     from concurrent.futures import ProcessPoolExecutor  # needed only where a page is written
 
@@ -73,10 +75,10 @@ def page(survey: Survey, question: Question, *, name: str) -> str:
         telling = talk.status(f"{name}: planning near questions for its sliders") if talk.is_terminal else nullcontext()
         with telling:
             grid = [point for part in lists for point in part]
-    return render("plan", _data(survey, question, near, grid))
+    return render("plan", _data(survey, question, ways, near, grid))
 
 
-def _data(survey: Survey, question: Question, near: Axes, grid: Sequence[Point]) -> dict[str, Any]:
+def _data(survey: Survey, question: Question, ways: Sequence[Way], near: Axes, grid: Sequence[Point]) -> dict[str, Any]:
     """Returns all that the page shows as JSON-ready data; figures are texts as in the terminal."""
     workload, first = question.inputs.workload, survey.first
     cluster, asked = workload.cluster, question.inputs.request.micro_batch
@@ -91,6 +93,8 @@ def _data(survey: Survey, question: Question, near: Axes, grid: Sequence[Point])
         "precision": str(first.configuration.model.precision),
         "seq_len": seq_len,
         "answers": [_answer(cluster, proposal.estimate) for proposal in survey.proposals],
+        "ways": [{"text": str(way), "command": question.command(**way.options)} for way in ways],
+        "no_way": NO_WAY,
         "considered": considered(survey),
         "notes": list(survey.notes),
         "parts": [part.name for part in PARTS],

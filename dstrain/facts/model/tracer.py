@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from dstrain.choices import Hub
+from dstrain.choices import Hub, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.caches import user_cache
 from dstrain.facts.model import hub_config
@@ -81,9 +81,12 @@ def trace_model(
 
     `known`: its facts, if only its activations are not.
 
-    Raises InvalidConfig if Transformers cannot build or run the model, EnvironmentProblem if the tracer cannot run
-    here.
+    Raises InvalidConfig for 4-bit weights and if Transformers cannot build or run the model, EnvironmentProblem if the
+    tracer cannot run here.
     """
+    if way.method is Method.QLORA:
+        problem = f"{name}: 4-bit weights cannot be planned: its layers are traced, and a trace has none to quantise"
+        raise InvalidConfig(problem, hint="Other methods can be planned, if they fit.")
     description_question = Question(subject=subject, wanted=Wanted.DESCRIPTION)
     way = replace(way, subject=subject, wanted=Wanted.PROFILE)
     answers = ask((description_question, way), folder=cache_folder(), timeout_s=timeout_s)

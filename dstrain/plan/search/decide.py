@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from dstrain.choices import Method, Offload, Precision
@@ -23,7 +23,7 @@ from dstrain.plan.search.alternatives import Neighbour, eight_bit_instead, faste
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.contradictions import unsatisfied
 from dstrain.plan.search.evaluator import estimated, usable_ratio
-from dstrain.plan.search.infeasible import does_not_fit
+from dstrain.plan.search.infeasible import does_not_fit, ways_that_fit
 from dstrain.plan.search.notes import notes
 from dstrain.plan.search.reasons import compared, reasons
 from dstrain.plan.search.search import DEFAULT_TOP, Ranking, search
@@ -71,7 +71,10 @@ def decide(workload: Workload, request: Request) -> Plan:
     """
     surveyed = survey(workload, request)
     if not surveyed.fits:
-        raise does_not_fit(workload, request, surveyed.first)
+        ways = ways_that_fit(
+            workload, request, lambda _, changed, cluster: choice(replace(workload, cluster=cluster), changed)
+        )
+        raise does_not_fit(workload, request, surveyed.first, ways)
     return plan_of(surveyed, workload.cluster, request)
 
 

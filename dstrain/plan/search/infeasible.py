@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from dstrain.choices import Method, Offload, Optimizer
-from dstrain.errors import DoesNotFit, InvalidConfig
-from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.errors import DoesNotFit, DstrainError, InvalidConfig
+from dstrain.facts.cluster.cluster import DEFAULT_GPUS_PER_NODE, Cluster, Origin, resized
 from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
@@ -24,18 +25,34 @@ OPENED = ("zero_stage", "offload", "offload_ratio", "hpz", "grad_ckpt", "grad_ck
 """Choices of a request that are left open, one at a time, where nothing fits with them."""
 SHORTEST = 256
 """Tokens of the shortest sequence that is proposed."""
+NO_WAY = "No similar configuration was found that fits either."
 
 
-def does_not_fit(workload: Workload, request: Request, nearest: Estimate) -> DoesNotFit:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """Other options with which a plan fits."""
+
+    words: str
+    """The options, as they are typed: `--gpus 32 without --global-batch 48`."""
+    options: Mapping[str, Any]
+    """Their values by name; None: left out."""
+    estimate: Estimate
+    """The plan that the command makes with them."""
+
+    def __str__(self) -> str:
+        return f"{self.words}: {label(self.estimate.configuration)}"
+
+
+Judge = Callable[[Mapping[str, Any], Request, Cluster], Estimate]
+"""Returns the plan of a command with other options, given their values by name, the request and the machines that they
+make of this one. Raises DstrainError if the command refuses them."""
+
+
+def does_not_fit(workload: Workload, request: Request, nearest: Estimate, ways: Sequence[Way]) -> DoesNotFit:
     """Returns the error of a search that found nothing: the closest configuration in numbers, and changes that fit."""
     model, cluster = workload.model, workload.cluster
     is_assumed = cluster.host_memory_origin is Origin.ASSUMED and not nearest.fits_host
-    ways = nearest_that_fits(workload, request)
-    hint = (
-        "These options fit:\n" + "\n".join(f"  {way}" for way in ways)
-        if ways
-        else "No similar configuration was found that fits either."
-    )
+    hint = "\n".join(["These options fit:", *(f"  {way}" for way in ways)]) if ways else NO_WAY
     title = label(nearest.configuration)
     the_way = f"{title} needs" if request.is_one_configuration else f"the closest configuration, {title}, needs"
     problem = f"{model.name} does not fit on {cluster.num_gpus} × {cluster.gpu.name}: {the_way} {nearest.shortage}"
@@ -50,8 +67,10 @@ def ram_assumed(cluster: Cluster) -> str:
 
 
 def gpu_guessed(cluster: Cluster) -> str:
-    """Returns a note that the speed of the GPU is a guess."""
-    return f"{cluster.gpu.name} is not in the table of GPUs: its speed is a guess from its cores and clocks"
+    """Returns a note about a GPU outside the table."""
+    gpu = cluster.gpu
+    basis = f"planned as the nearest of its generation, {gpu.like}, scaled by its cores, clock and memory"
+    return f"{gpu.name} is not in the table of GPUs: {basis if gpu.like else 'its speed is a guess'}"
 
 
 def gpu_assumed(cluster: Cluster) -> str:
@@ -61,65 +80,117 @@ def gpu_assumed(cluster: Cluster) -> str:
     return f"assumed: {gpu.name} ({size}), as none is here; name yours with --gpu"
 
 
-def nearest_that_fits(workload: Workload, request: Request) -> list[str]:
-    """Returns changes that fit, each as one sentence in numbers: more RAM than was assumed, a smaller micro-batch than
-    the one asked for, one choice of the request less, more GPUs, an 8-bit optimizer, an adapter, a shorter sequence.
+def ways_that_fit(
+    workload: Workload, request: Request, judge: Judge, *, hosts: Mapping[str, object] = MappingProxyType({})
+) -> tuple[Way, ...]:
+    """Returns changes that fit: more RAM than was assumed, a smaller micro-batch than the one asked for, one choice of
+    the request less, more GPUs, an 8-bit optimizer, an adapter, a shorter sequence.
 
-    Where an adapter fits only with states in RAM, one of 4-bit weights is named too if it is faster.
+    Each seems to fit by a quick search, and is then judged as the command would judge it, so that it is legal too. If
+    an adapter fits only with states in RAM, one of 4-bit weights is named too if it is faster. `hosts` are the options
+    that name the machines, which more GPUs leave out.
     """
-    said: dict[str, tuple[str, Estimate]] = {}
-    for kind, words, changed, cluster in _changes(workload, request):
-        before = said[kind][1] if kind in said else None
-        if before is not None and not (kind == "method" and before.configuration.zero.is_offloaded):
+    found: dict[str, Way] = {}
+    for change in _changes(workload, request, hosts):
+        before = found.get(change.kind)
+        if before is not None and not (change.kind == "method" and before.estimate.configuration.zero.is_offloaded):
             continue
-        if (estimate := _fastest(workload, changed, cluster)) is not None:
-            gain = gain_ratio(cluster, estimate, before) if before is not None else None
-            if before is None or (gain or 0) > EQUAL_RATIO:
-                said[kind if before is None else f"{kind} too"] = f"{words}: {label(estimate.configuration)}", estimate
-    return [sentence for sentence, _ in said.values()]
+        estimate = _judged(workload, change, judge)
+        if estimate is None:
+            continue
+        gain = gain_ratio(change.cluster, estimate, before.estimate) if before is not None else None
+        if before is None or (gain or 0) > EQUAL_RATIO:
+            kind = change.kind if before is None else f"{change.kind} too"
+            words = _words(request, change.options, hosts)
+            found[kind] = Way(words=words, options=change.options, estimate=estimate)
+    return tuple(found.values())
 
 
-def _fastest(workload: Workload, request: Request, cluster: Cluster) -> Estimate | None:
-    """Returns the best plan on other machines; None if nothing fits or the options contradict each other there."""
+class _Change(NamedTuple):
+    """Another question."""
+
+    kind: str
+    """Of each kind the first one that fits is named."""
+    options: Mapping[str, Any]
+    """The options that differ; None: left out."""
+    request: Request
+    cluster: Cluster
+
+
+def _judged(workload: Workload, change: _Change, judge: Judge) -> Estimate | None:
+    """Returns the plan of a changed command; None if it refuses the options, or nothing seems to fit or does."""
     try:
-        return fastest(replace(workload, cluster=cluster), request)
-    except InvalidConfig:
+        if fastest(replace(workload, cluster=change.cluster), change.request) is None:
+            return None
+        estimate = judge(change.options, change.request, change.cluster)
+    except DstrainError:
         return None
+    return estimate if estimate.fits else None
 
 
-def _changes(workload: Workload, request: Request) -> Iterator[tuple[str, str, Request, Cluster]]:
-    """Yields kinds of change, each from the smallest on: its name, the option, the request and the machines."""
+def _words(request: Request, options: Mapping[str, Any], hosts: Mapping[str, object]) -> str:
+    """Returns options as they are typed: those that differ, then those that are left out."""
+    typed = [f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value is not None]
+    if "host_memory" in options:
+        typed = [f"--host-memory {options['host_memory'] // GIB}GiB"]
+    left_out = [name for name, value in options.items() if value is None]
+    less = [f"--{name} {hosts[name]}" if name in hosts else option(request, name) for name in left_out]
+    return " ".join([*typed, *(["without", " and ".join(less)] if less else [])])
+
+
+def _changes(workload: Workload, request: Request, hosts: Mapping[str, object]) -> Iterator[_Change]:
+    """Yields kinds of change, each from the smallest on."""
     cluster = workload.cluster
     alone = replace(request, sp=request.sp or 1, tp=request.tp or 1)  # sequence parallelism needs less, and is slow
     if cluster.host_memory_origin is Origin.ASSUMED:
         least = 1 << (cluster.host_memory_bytes // GIB).bit_length()
         for changed, gib in product((alone, request), (least, 2 * least, 4 * least, 8 * least)):
-            yield "host-memory", f"--host-memory {gib}GiB", changed, replace(cluster, host_memory_bytes=gib * GIB)
+            options: dict[str, Any] = {"host_memory": gib * GIB}
+            yield _Change("host-memory", options, changed, replace(cluster, host_memory_bytes=gib * GIB))
     micro_batch = (request.micro_batch or 1) // 2
     while micro_batch:  # accumulation makes up for it
-        changed = replace(request, micro_batch=micro_batch, grad_accum=None)
-        yield "micro-batch", f"--micro-batch {micro_batch}", changed, cluster
+        options = {"micro_batch": micro_batch, **({} if request.grad_accum is None else {"grad_accum": None})}
+        yield _Change("micro-batch", options, replace(request, **{"grad_accum": None, **options}), cluster)
         micro_batch //= 2
     for name in OPENED:
         if getattr(request, name) is not None:
-            opened: dict[str, Any] = {name: None}
-            yield name, f"without {option(request, name)}", replace(request, **opened), cluster
-    for changed in (replace(each, global_batch=None) for each in (alone, request)):
-        more = [replace(cluster, num_nodes=cluster.num_nodes * factor) for factor in (2, 4, 8, 16)]
-        if not something_seems_to_fit(replace(workload, cluster=more[-1]), changed):
-            continue
-        for each in more:
-            nodes = "" if each.gpus_per_node == 8 else f" --gpus-per-node {each.gpus_per_node}"
-            yield "gpus", f"--gpus {each.num_gpus}{nodes}", changed, each
+            options = {name: None}
+            yield _Change(name, options, replace(request, **options), cluster)
+    yield from _more_gpus(workload, request, alone, hosts)
     if request.optimizer is Optimizer.ADAMW and request.offload in (None, Offload.NONE):
-        eight_bit = replace(request, optimizer=Optimizer.ADAMW_8BIT)
-        yield "optimizer", f"--optimizer {eight_bit.optimizer}", eight_bit, cluster
+        options = {"optimizer": Optimizer.ADAMW_8BIT}
+        yield _Change("optimizer", options, replace(request, **options), cluster)
     others = {Method.FULL: (Method.LORA, Method.QLORA), Method.LORA: (Method.QLORA,), Method.QLORA: (Method.LORA,)}
     for method in others[request.method]:  # with 4-bit weights each GPU loads the whole model, whatever the stage
-        yield "method", f"--method {method}", replace(request, method=method), cluster
+        yield _Change("method", {"method": method}, replace(request, method=method), cluster)
     seq_len = request.seq_len or min(DEFAULT_SEQ_LEN, workload.model.max_position_embeddings)
     if least_plan(workload, replace(request, seq_len=min(seq_len, SHORTEST))) is None:
         return
     while seq_len > SHORTEST:
         seq_len //= 2
-        yield "seq-len", f"--seq-len {seq_len}", replace(request, seq_len=seq_len), cluster
+        yield _Change("seq-len", {"seq_len": seq_len}, replace(request, seq_len=seq_len), cluster)
+
+
+def _more_gpus(workload: Workload, request: Request, alone: Request, hosts: Mapping[str, object]) -> Iterator[_Change]:
+    """Yields more GPUs, with the global batch if one was asked for, then without it."""
+    cluster = workload.cluster
+    more = [resized(cluster, cluster.num_gpus * factor) for factor in (2, 4, 8, 16)]
+    batches = (None,) if request.global_batch is None else (request.global_batch, None)
+    for global_batch, wish in product(batches, (alone, request)):
+        changed = replace(wish, global_batch=global_batch)
+        if not _something_fits(replace(workload, cluster=more[-1]), changed):
+            continue
+        for larger in more:
+            options: dict[str, Any] = {"gpus": larger.num_gpus, **dict.fromkeys(hosts)}
+            if hosts and larger.gpus_per_node != DEFAULT_GPUS_PER_NODE:
+                options["gpus_per_node"] = larger.gpus_per_node
+            options |= {} if global_batch == request.global_batch else {"global_batch": None}
+            yield _Change("gpus", options, changed, larger)
+
+
+def _something_fits(workload: Workload, request: Request) -> bool:
+    """Returns whether something seems to fit; not if the options contradict each other on these machines."""
+    try:
+        return something_seems_to_fit(workload, request)
+    except InvalidConfig:
+        return False

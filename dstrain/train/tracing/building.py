@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.initialization import no_init_weights
 
 from dstrain.choices import Attention, LossKernel, Method, Precision
-from dstrain.errors import DstrainError, InvalidConfig, first_line
+from dstrain.errors import InvalidConfig, first_line
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.train import scoring
 from dstrain.train.adapters import with_adapter
@@ -79,8 +79,6 @@ def build(config: Any, subject: Subject, precision: Precision = Precision.BF16, 
 
 def prepare(question: Question) -> Any:
     """Returns the model of a question, ready for a training pass: attention, adapter, checkpointing."""
-    if question.method is Method.QLORA:
-        raise DstrainError("4-bit weights cannot be traced: a trace has none to quantise", hint="Use method lora.")
     subject = question.subject
     config = load_config(subject, question.num_hidden_layers)
     model = build(config, subject, question.precision, has_score=question.has_score)
