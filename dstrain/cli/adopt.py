@@ -19,7 +19,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.releases import installed
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.lint_job import lint_job, refused
-from dstrain.paths import alone, shown
+from dstrain.paths import alone
 
 
 @click.command("adopt")
@@ -107,6 +107,7 @@ def _tell(folder: Path, names: list[str], *, dry_run: bool) -> None:
 def _machines_and_model(folder: Path) -> str:
     """Returns the options that name the model and the hosts of adopted files; words in their place if these do not."""
     job, hosts = folder / "job.yaml", folder / "hostfile"
-    model = shown(read_job(job).job.model) if job.is_file() else "NAME"
+    given = edit.read(job.read_text(encoding="utf-8"), str(job)).get("model") if job.is_file() else None
+    model = str(folder / given if given and (folder / given).exists() else given or "NAME")
     machines = f"--hostfile {shlex.quote(str(hosts))}" if hosts.is_file() else "--gpus N"
     return f"--model {shlex.quote(model)} {machines}"

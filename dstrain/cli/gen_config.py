@@ -103,8 +103,7 @@ def command(
     if is_written:
         say_lines([*other_lines(lock.base, merged.files), *lines])
         if not merged.open:
-            errors = bool(lines) and _has_errors(out)
-            say_lines(next_lines(out, merged.files, planned.asked, planned.plan, **edited_document, has_errors=errors))
+            say_lines(_next_lines(out, lock.base, merged.files, planned, edited_document))
     _show_conflicts(out, merged, asked, before, lock.base if is_written else None)
 
 
@@ -194,8 +193,16 @@ def _edited(
     return edited_lines(found, trained, workload.cluster), {"with_edits": document}
 
 
+def _next_lines(
+    out: Path, generated: Mapping[str, str], files: Mapping[str, str], planned: _Planned, edited: Mapping[str, Any]
+) -> list[str]:
+    """Returns what to type next; edits that stay may have errors that `dstrain run` refuses."""
+    errors = any(files[name] != text for name, text in generated.items()) and _has_errors(out)
+    return next_lines(out, files, planned.asked, planned.plan, **edited, has_errors=errors)
+
+
 def _has_errors(out: Path) -> bool:
-    """Returns whether `dstrain run` refuses the written files, which have edits."""
+    """Returns whether lint finds errors in the written files."""
     from dstrain.config.lint import engine  # only where somebody edited
     from dstrain.job.file import read_job
     from dstrain.launch.prepare.lint_job import lint_job

@@ -78,3 +78,13 @@ def test_edits_of_generated_files_stay_edits(dstrain: Type, tmp_path: Path) -> N
     assert "seed: 42" in lock["base"]["job.yaml"]
     assert lock["base"]["hostfile"] == "gpu01 slots=8\ngpu02 slots=8\n"
     assert "nothing to adopt" in dstrain("adopt").stderr
+
+
+def test_the_next_line_can_be_typed(dstrain: Type, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "job.yaml").write_text(JOB)
+    (tmp_path / "old" / "hostfile").write_text("a slots=8\nb slots=8\n")
+    line = dstrain("adopt", "old").stderr.splitlines()[-1]
+    assert line == "next: dstrain gen-config -o old --model qwen3-32b --hostfile old/hostfile --diff"
+    done = dstrain(*line.split()[2:])
+    assert (done.returncode, "seed" in done.stdout) == (6, True), done.stderr

@@ -781,3 +781,13 @@ def test_a_new_file_of_yours_survives_a_conflict_and_its_end(dstrain: Type, tmp_
 def test_the_table_says_what_stood_there_when_you_edited_it(dstrain: Type, tmp_path: Path) -> None:
     conflict(dstrain, tmp_path)
     assert "  seq_len  3000   8192  it was 4096\n" in dstrain("gen-config", "--seq-len", "8192").stderr
+
+
+def test_after_edits_that_run_refuses_lint_comes_next(dstrain: Type, tmp_path: Path) -> None:
+    words = ("gen-config", "--gpus", "1", "--gpu", "4090", "--model", "qwen3-0.6b", "--data", "train.jsonl")
+    assert "next: dstrain run" in dstrain(*words).stderr
+    path = tmp_path / "ds_config.json"
+    path.write_text(path.read_text().replace('"zero_optimization"', '"zero_optimisation"'))
+    again = dstrain("gen-config")
+    assert "next: dstrain lint" in again.stderr, again.stderr
+    assert dstrain("lint").returncode == dstrain("run", "-n").returncode == 3

@@ -9,10 +9,12 @@ import pytest
 
 from dstrain.config.edits import edit_json
 from dstrain.config.jsonc import read
+from dstrain.config.lint.engine import errors
 from dstrain.config.remedy import changes_in, remedy
 from dstrain.facts.workload import Workload
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.job_context import request_of
+from dstrain.launch.prepare.lint_job import lint_job
 from dstrain.oom import Phase, ProposedChange
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import assess, effective
@@ -30,12 +32,22 @@ ASKED: dict[str, Any] = {
     "seq_len": 1024,
 }
 NAME = "ds_config.json"
+NUM_LINTED = 5
+"""Changes that are linted, each of which estimates memory."""
 
 
 def configuration(folder: Path, text: str, workload: Workload, *overrides: str) -> Configuration:
     """Returns what DeepSpeed and the Trainer make of a job and the text of its configuration."""
     job = read_job(folder / "job.yaml", overrides).job
     return effective(workload.model, request_of(job), read(text, NAME).value)
+
+
+def errors_of(folder: Path, text: str, *overrides: str) -> set[str]:
+    """Returns the rules by which `dstrain run` would refuse a job and the text of its configuration."""
+    (folder / NAME).write_text(text)
+    return {
+        finding.rule for finding in errors(lint_job(read_job(folder / "job.yaml", overrides), folder / NAME).findings)
+    }
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -54,13 +66,16 @@ def test_a_change_as_it_is_typed_is_the_one_that_was_planned(tmp_path: Path, dra
     text = made[NAME].replace('"train_micro_batch_size_per_gpu": "auto"', '"train_micro_batch_size_per_gpu": 4')
     assert text != made[NAME]
     current = configuration(tmp_path, text, workload)
-    for candidate in draw(list(_space(workload, current, Phase.BACKWARD, (0, 1, 2, 3))), 40):
+    refused = errors_of(tmp_path, text)
+    for number, candidate in enumerate(draw(list(_space(workload, current, Phase.BACKWARD, (0, 1, 2, 3))), 40)):
         planned = candidate.configuration(workload.model)
         estimate = assess(workload, planned, detail=Detail.QUICK)
         fix = Fix(estimate=estimate, levers=levers(current, candidate), step_ratio=None)
         typed = remedy(fix, current, read(text, NAME).value, moe_block=None)
         changed = edit_json.apply(text, NAME, changes_in(typed))
         assert configuration(tmp_path, changed, workload, *typed.set) == planned
+        if number < NUM_LINTED:
+            assert errors_of(tmp_path, changed, *typed.set) <= refused, typed
         is_literal = read(changed, NAME).value["train_micro_batch_size_per_gpu"]
         assert is_literal == planned.batch.micro_batch
 

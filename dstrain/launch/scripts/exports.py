@@ -213,12 +213,15 @@ def _script(job: Job, stage: int | None) -> dict[str, str]:
         "average_tokens_across_devices": True,
         "use_cpu": job.env.get("DS_ACCELERATOR") == "cpu",
     }
-    given = {key: value for key, value in arguments.items() if value is not None}
     return {
         "train.py": render_script("train.py.j2", {}),
-        "train.json": json.dumps(given, indent=2, ensure_ascii=False) + "\n",
+        "train.json": _json({key: value for key, value in arguments.items() if value is not None}),
         **({"packing.py": getsource(best_fit)} if job.packing else {}),
     }
+
+
+def _json(data: Mapping[str, Any]) -> str:
+    return json.dumps(data, indent=2, ensure_ascii=False) + "\n"
 
 
 _WITHOUT_DEEPSPEED = (Target.FSDP2, Target.TORCHRUN)
@@ -251,7 +254,7 @@ def _llamafactory(job: Job, config: Mapping[str, Any], hosts: Hosts) -> Export:
     return Export(
         files={
             "train.yaml": "\n".join([f"# {command}", *lines, ""]),
-            "dataset_info.json": json.dumps(data, indent=2, ensure_ascii=False) + "\n",
+            "dataset_info.json": _json(data),
             "ds_config.json": _config(job, config),
         },
         command=command,

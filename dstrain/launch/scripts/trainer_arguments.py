@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def llamafactory_swanlab(job: Job) -> dict[str, Any]:
     return {"use_swanlab": True, "swanlab_mode": mode, **names}
 
 
-_LLAMAFACTORY_MODES = {SwanLabMode.ONLINE: "cloud", SwanLabMode.LOCAL: "local"}
+_LLAMAFACTORY_MODES: Mapping[SwanLabMode | None, str] = {SwanLabMode.ONLINE: "cloud", SwanLabMode.LOCAL: "local"}
 
 
 def tracker_notes(job: Job, *, for_llamafactory: bool) -> list[str]:

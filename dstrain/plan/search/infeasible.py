@@ -173,19 +173,28 @@ def _changes(workload: Workload, request: Request, hosts: Mapping[str, object]) 
 
 def _more_gpus(workload: Workload, request: Request, alone: Request, hosts: Mapping[str, object]) -> Iterator[_Change]:
     """Yields more GPUs, with the global batch if one was asked for, then without it."""
-    cluster = workload.cluster
-    more = [resized(cluster, cluster.num_gpus * factor) for factor in (2, 4, 8, 16)]
+    more = [_larger(workload.cluster, factor, hosts) for factor in (2, 4, 8, 16)]
     batches = (None,) if request.global_batch is None else (request.global_batch, None)
     for global_batch, wish in product(batches, (alone, request)):
         changed = replace(wish, global_batch=global_batch)
-        if not _something_fits(replace(workload, cluster=more[-1]), changed):
+        if not _something_fits(replace(workload, cluster=more[-1][0]), changed):
             continue
-        for larger in more:
-            options: dict[str, Any] = {"gpus": larger.num_gpus, **dict.fromkeys(hosts)}
-            if hosts and larger.gpus_per_node != DEFAULT_GPUS_PER_NODE:
-                options["gpus_per_node"] = larger.gpus_per_node
-            options |= {} if global_batch == request.global_batch else {"global_batch": None}
+        for larger, options in more:
+            options = options if global_batch == request.global_batch else {**options, "global_batch": None}
             yield _Change("gpus", options, changed, larger)
+
+
+def _larger(cluster: Cluster, factor: int, hosts: Mapping[str, object]) -> tuple[Cluster, Mapping[str, Any]]:
+    """Returns a cluster of several times the GPUs, and the options that name it; nodes stay as large as they are, if
+    they have to be full or are named."""
+    gpus, per_node = cluster.num_gpus * factor, cluster.gpus_per_node
+    options: dict[str, Any] = {"gpus": gpus, **dict.fromkeys(hosts)}
+    try:
+        if not hosts or per_node == DEFAULT_GPUS_PER_NODE:
+            return resized(cluster, gpus), options
+    except InvalidConfig:
+        pass
+    return replace(cluster, num_nodes=cluster.num_nodes * factor), {**options, "gpus_per_node": per_node}
 
 
 def _something_fits(workload: Workload, request: Request) -> bool:

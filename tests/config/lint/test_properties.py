@@ -16,6 +16,7 @@ from dstrain.config.keys.table import KEYS
 from dstrain.config.lint.engine import check, fixed, read
 from dstrain.config.lint.finding import Finding, Severity, lines
 from dstrain.config.lint.subject import Subject
+from tests.config.lint.case import Case
 from tests.config.lint.cases_engine import ENGINE_CASES
 from tests.config.lint.cases_text import TEXT_CASES
 
@@ -66,6 +67,15 @@ def test_any_configuration_is_checked_and_fixed_for_good(config: dict[str, Any],
     again, mended = fixed(after)
     assert (again.document.text, mended) == (after.document.text, [])
     assert count(check(after), Severity.ERROR) <= count(before, Severity.ERROR)
+
+
+@pytest.mark.parametrize("case", [*TEXT_CASES, *ENGINE_CASES], ids=lambda case: case.name)
+def test_what_fix_mends_is_not_found_again(case: Case) -> None:
+    given_ = subject(case.source, is_trainers=case.is_trainers)
+    if given_ is not None:
+        after, mended = fixed(given_)
+        left = {(finding.rule, finding.pointer) for finding in check(after)}
+        assert left.isdisjoint((finding.rule, finding.pointer) for finding in mended)
 
 
 @given(JUNK)

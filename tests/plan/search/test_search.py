@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -19,7 +20,9 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.reserved import _reserved
 from dstrain.plan.request import Request
 from dstrain.plan.search.appetite import kind_of
+from dstrain.plan.search.decide import choice
 from dstrain.plan.search.evaluator import Evaluator, least_bytes, usable_ratio
+from dstrain.plan.search.infeasible import ways_that_fit
 from dstrain.plan.search.nearest import _bound
 from dstrain.plan.search.notes import _tower_note
 from dstrain.plan.search.search import MOST_TIE_RATIO, TIE_RATIO, Ranking, least_plan, search
@@ -315,7 +318,30 @@ def test_short_samples_do_not_swell_the_default_batch() -> None:
 def test_the_gpus_that_would_fit_can_be_typed() -> None:
     with pytest.raises(DoesNotFit) as caught:
         plan(model="qwen3-8b", gpus=3, gpu="4090")
-    assert "--gpus-per-node 3" in str(caught.value.hint)
+    assert "--gpus 6: " in str(caught.value.hint)
+    with pytest.raises(DoesNotFit) as caught:
+        plan(model="qwen3-32b", gpus=3, gpu="4090")
+    assert "--gpus 48: " in str(caught.value.hint)
+
+
+def test_what_the_command_refuses_is_not_proposed() -> None:
+    question = ask(model="qwen3-14b", gpus=1, gpu="5090", host_memory=2**36, method="lora", offload="none")
+
+    def judge(options: Mapping[str, Any], request: Request, cluster: Cluster) -> Estimate:
+        if options.get("method") is Method.QLORA:
+            raise InvalidConfig("4-bit weights cannot be planned")
+        return choice(replace(question.workload, cluster=cluster), request)
+
+    words = [way.words for way in ways_that_fit(question.workload, question.request, judge)]
+    assert "--gpus 2" in words
+    assert "--method qlora" not in words
+
+    def plain(_: Mapping[str, Any], request: Request, cluster: Cluster) -> Estimate:
+        return choice(replace(question.workload, cluster=cluster), request)
+
+    named = [way.words for way in ways_that_fit(question.workload, question.request, plain, hosts={"hosts": "a"})]
+    assert "--method qlora" in named
+    assert any(way.endswith("without --hosts a") for way in named)
 
 
 def test_nvme_needs_a_folder() -> None:
