@@ -87,4 +87,4 @@ def test_the_next_line_can_be_typed(dstrain: Type, tmp_path: Path) -> None:
     line = dstrain("adopt", "old").stderr.splitlines()[-1]
     assert line == "next: dstrain gen-config -o old --model qwen3-32b --hostfile old/hostfile --diff"
     done = dstrain(*line.split()[2:])
-    assert (done.returncode, "seed" in done.stdout) == (6, True), done.stderr
+    assert (done.returncode, "seed" in done.stderr) == (6, True), done.stderr
