@@ -69,7 +69,7 @@ class Phase(StrEnum):
     SAVING = "saving"
     """Writing a checkpoint."""
     EVALUATING = "evaluating"
-    """Evaluating, and writing a checkpoint where both are due."""
+    """Evaluating; each message is progress."""
     BUSY = "busy"
     """All steps are done; it evaluates and saves for the last time."""
     LEFT = "left"

@@ -36,7 +36,8 @@ class Timeouts:
     others_s: float = 1.0
     """For other nodes to say why they cannot start, after one has."""
     start_s: float = 3600.0
-    """Without progress before the first step, until a start hangs; 0 for never."""
+    """Without progress, until a start hangs, or the first steps, a first evaluation or a first checkpoint; 0 for
+    never."""
     start_word_s: float = 15.0
     """Between two reports of a start."""
     hang_s: float = 60.0

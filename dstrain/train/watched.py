@@ -125,6 +125,7 @@ class WatchedTrainer(SavingTrainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a checkpoint, and takes its time."""
+        self._heartbeat.send(self.state.global_step, Phase.SAVING)
         began = time.monotonic()
         super()._save_checkpoint(model, trial)
         self._metrics.saved(time.monotonic() - began)

@@ -26,6 +26,10 @@ STEP_S = 0.05
 STEPS = "LIGHT_STEPS"
 """Variable of a job that says what its steps are like by ZeRO stage: seconds, `oom` or `fail` (`1=0.02,3=oom`); those
 of `2c` hold if layers are compiled."""
+BLOCKS = "LIGHT_BLOCKS"
+"""Variable of a job that says where its last rank blocks for ever: a phase, or `step-2` after the second step."""
+FLOOD = "LIGHT_FLOOD"
+"""Variable of a job that makes every rank print 200 MB after its last step, in `lines` or in `one-line`."""
 
 
 class Peers:
@@ -92,6 +96,12 @@ def step_s(place: RunDir, job: Job) -> float:
     return float(word)
 
 
+def may_block(job: Job, rank: Rank, where: str) -> None:
+    """Blocks the last rank for ever if the job wants it to."""
+    while job.env.get(BLOCKS) == where and rank.index == rank.world_size - 1:
+        time.sleep(1)
+
+
 def train(place: RunDir, job: Job, rank: Rank, peers: Peers, leaving: Leaving, heartbeat: Sender) -> Phase:
     """Steps to the end, or until somebody wants a checkpoint; returns the last phase."""
     newest = place.newest_checkpoint()
@@ -105,18 +115,25 @@ def train(place: RunDir, job: Job, rank: Rank, peers: Peers, leaving: Leaving, h
         step += 1
         is_leaving = peers.step(b"1" if leaving.is_wanted else b"0") == b"1"
         heartbeat.send(step, Phase.STEP, job.max_steps)
+        may_block(job, rank, f"step-{step}")
         if rank.is_first:
             with place.metrics.open("a") as file:
                 file.write(json.dumps({"step": step, "loss": 1.0, **measured(time.monotonic() - began)}) + "\n")
             began = time.monotonic()
             print(f"step {step}/{job.max_steps}, loss 1.0", flush=True)
-            if is_leaving or step % job.save_steps == 0:
+        if is_leaving or step % job.save_steps == 0:
+            heartbeat.send(step, Phase.SAVING)
+            may_block(job, rank, Phase.SAVING)
+            if rank.is_first:
                 save(place, step, rank)
+            heartbeat.send(step, Phase.STEP, job.max_steps)
         if is_leaving:
             rank.say(f"saved checkpoint-{step} and left, as asked")
             heartbeat.send(step, Phase.LEFT)
             leaving.settle()
             return Phase.LEFT
+    for _ in range(2000 if FLOOD in job.env else 0):
+        sys.stdout.write("x" * 100_000 if job.env[FLOOD] == "one-line" else ("x" * 99 + "\n") * 1000)
     heartbeat.send(step, Phase.DONE)
     return Phase.DONE
 

@@ -44,7 +44,9 @@ def hang_lines(hang: Hang, texts: Mapping[int, str], hosts: Hosts) -> tuple[list
     """Returns the report of a hang, and the rank whose stack it shows: one that is behind or in another place."""
     waited = format_seconds(hang.seconds)
     if hang.start is None:
-        lines = [f"no step for {waited} (median {hang.median_s:.2g} s): the run hangs"]
+        what = "step" if hang.phase is Phase.STEP else f"progress while {_DOING.get(hang.phase, hang.phase.value)}"
+        usual = f" (median {hang.median_s:.2g} s)" if hang.phase is Phase.STEP and hang.median_s else ""
+        lines = [f"no {what} for {waited}{usual}: the run hangs"]
     else:
         lines = [f"the start made no progress for {waited} (--start-timeout)"]
         lines.append(start_line(hang.start, hosts))
@@ -68,6 +70,8 @@ def hang_lines(hang: Hang, texts: Mapping[int, str], hosts: Hosts) -> tuple[list
     return lines, shown
 
 
+_DOING = MappingProxyType({Phase.BUSY: "evaluating and saving for the last time", Phase.DONE: "ending"})
+"""What ranks do after their last step, in words."""
 _WORDS: Mapping[Phase | None, str] = MappingProxyType(
     {
         None: "not reporting",

@@ -8,8 +8,12 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from dstrain.units import format_bytes
+
 MOST_BYTES = 2**20
 """Bytes of a file that are read at once."""
+_MOST_BEHIND = 8 * MOST_BYTES
+"""Bytes that wait in a rank's log before the older ones are left out."""
 _FINISHED = re.compile(r"Process (\d+) exits successfully")
 _FAILED = re.compile(r"^(?:(\S+): )?.*exits with return code = (-?\d+)")
 _CUT = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
@@ -25,16 +29,31 @@ class Tail:
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def read(self) -> str:
-        """Returns what was added since the last call, a piece that one message can hold."""
+    def read(self, *, most_behind: int | None = None) -> str:
+        """Returns what was added since the last call, a piece that one message can hold.
+
+        If more than `most_behind` bytes wait, continues with the last piece, and says how much is left out.
+        """
+        note = ""
         try:
             with self.path.open("rb") as file:
+                waiting = file.seek(0, 2) - self._offset
+                if most_behind is not None and waiting > most_behind:
+                    note = left_out(waiting - MOST_BYTES, self.path)
+                    self._offset += waiting - MOST_BYTES
+                    self._decoder.reset()
                 file.seek(self._offset)
                 raw = file.read(MOST_BYTES)
         except OSError:
             return ""
         self._offset += len(raw)
-        return self._decoder.decode(raw)
+        return note + self._decoder.decode(raw)
+
+
+def left_out(num_bytes: int, path: Path) -> str:
+    """Returns what stands in place of output that was too much to pass on."""
+    size = format_bytes(num_bytes)
+    return f"\n[dstrain: {size} of output left out here; all of it is in {path} on this rank's node]\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +120,11 @@ class Output:
         self.killed: dict[int, int] = {}
         """Rank → negative number of the signal that ended it, as Open MPI reports, which collects ranks at once."""
 
-    def poll(self) -> list[Piece]:
-        """Returns the text added since the last call."""
+    def poll(self, *, reads_ranks: bool = True, is_last: bool = False) -> list[Piece]:
+        """Returns the text added since the last call; of a rank that writes faster than it is read, the last part.
+
+        Logs of ranks wait if not `reads_ranks`; `is_last` takes their last piece alone.
+        """
         text = self._launcher.read()
         pieces = [Piece(self._launcher.path, text, None)] if text else []
         lines = (self._partial + text).split("\n")
@@ -114,8 +136,8 @@ class Output:
                 if rank in self._missing:
                     self._missing.remove(rank)
                     self._tails[rank] = Tail(path)
-        for rank, tail in sorted(self._tails.items()):
-            if added := tail.read():
+        for rank, tail in sorted(self._tails.items()) if reads_ranks else ():
+            if added := tail.read(most_behind=MOST_BYTES if is_last else _MOST_BEHIND):
                 pieces.append(Piece(tail.path, added, rank))
         return pieces
 

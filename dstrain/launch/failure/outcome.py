@@ -39,10 +39,12 @@ class Hang:
     seconds: float
     """How long it has made no progress."""
     median_s: float
-    """The median step time before."""
+    """The median step time before; 0 if it is unknown."""
     steps: Mapping[int, int]
     start: Start | None = None
     """The progress of the start, if the first step was not reached."""
+    phase: Phase = Phase.STEP
+    """What the ranks did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,15 +12,17 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TypeGuard
 
 from dstrain.facts import attention_kernels, network_interface, probe
 from dstrain.facts.ports import listener
 from dstrain.facts.this_machine import versions
 from dstrain.launch.environment import expanded
+from dstrain.launch.failure.logs import left_out
 from dstrain.launch.nodes.connection import Inbox
 from dstrain.launch.nodes.node_runner import NodeRunner, environment_of_ranks, saves_on_term
 from dstrain.launch.nodes.process_tree import adopting_orphans
@@ -45,7 +47,13 @@ from dstrain.paths import write_atomic
 from dstrain.rundir import RunDir
 
 _POLL_S = 0.1
-_MOST_BYTES = 16 * 2**20
+_MOST_BYTES = 4 * 2**20
+"""Bytes that wait to be sent, until no more logs are read."""
+
+
+def _is_log(event: Event) -> TypeGuard[Wrote]:
+    """Returns whether an event is output of ranks or launchers, which stays in a file of this node."""
+    return isinstance(event, Wrote) and event.name.startswith("logs/")
 
 
 class Outbox:
@@ -55,36 +63,58 @@ class Outbox:
         os.set_blocking(handle, False)
         self._handle = handle
         self._node = node
-        self._waiting: deque[bytes] = deque()
+        self._waiting: deque[tuple[Event, bytes]] = deque()
         self._num_bytes = 0
 
+    @property
+    def has_room(self) -> bool:
+        """Whether logs can be read on."""
+        return self._num_bytes < _MOST_BYTES
+
     def put(self, event: Event) -> None:
-        """Adds an event; text is dropped if too much is waiting."""
+        """Adds an event."""
         line = encode(event, self._node)
-        if isinstance(event, Wrote) and self._num_bytes > _MOST_BYTES:
-            return
-        self._waiting.append(line)
+        self._waiting.append((event, line))
         self._num_bytes += len(line)
 
     def push(self) -> None:
         """Sends as much as the connection accepts."""
         while self._waiting:
-            line = self._waiting.popleft()
+            event, line = self._waiting[0]
             try:
                 sent = os.write(self._handle, line)
             except OSError:  # full, or nobody there
-                sent = 0
-            self._num_bytes -= sent
-            if sent < len(line):
-                self._waiting.appendleft(line[sent:])
                 return
+            self._num_bytes -= sent
+            if sent == len(line):
+                self._waiting.popleft()
+            else:
+                self._waiting[0] = event, line[sent:]
 
     def flush(self) -> None:
-        """Sends everything, for a few seconds at most."""
-        give_up = time.monotonic() + TIMEOUTS.flush_s
-        while self._waiting and time.monotonic() < give_up:
+        """Sends everything, for a few seconds at most; then what is not output, which `run` needs to know the end."""
+        self._send_until(time.monotonic() + TIMEOUTS.flush_s)
+        if self._waiting:
+            self._leave_out_logs()
+            self._send_until(time.monotonic() + TIMEOUTS.flush_s)
+
+    def _leave_out_logs(self) -> None:
+        """Replaces waiting output by a line that says so, behind a message that is partly sent."""
+        begun, *others = self._waiting
+        num_bytes = Counter[tuple[str, bool]]()
+        for event, _ in others:
+            if _is_log(event):
+                num_bytes[event.name, event.on_screen] += len(event.text)
+        self._waiting = deque([begun])
+        for (name, on_screen), size in num_bytes.items():
+            self.put(Wrote(name=name, text=left_out(size, Path(name)), on_screen=on_screen))
+        self._waiting += [item for item in others if not _is_log(item[0])]
+
+    def _send_until(self, give_up: float) -> None:
+        self.push()
+        while self._waiting and (left := give_up - time.monotonic()) > 0:
+            select.select([], [self._handle], [], left)
             self.push()
-            time.sleep(0.02)
 
 
 class Agent:
@@ -148,7 +178,10 @@ class Agent:
         now = time.monotonic()
         if self._lost is None and now - self._heard > self._timeouts.silence_s:
             self._give_up(f"no word from dstrain run for {self._timeouts.silence_s:.0f} s")
-        events = self._node_runner.tick() if self._node_runner else self._readying.poll() if self._readying else []
+        if self._node_runner is not None:
+            events = self._node_runner.tick(reads_logs=self._outbox.has_room)
+        else:
+            events = self._readying.poll() if self._readying else []
         for event in events:
             self._outbox.put(event)
         if self._begin is not None and now >= self._beat:

@@ -67,7 +67,8 @@ class Coordinator:
         self._on_start = on_start
         self._progress: dict[str, list[str]] = {}
         self._deaths: dict[int, Death] = {}
-        self._detector = HangDetector(spec.num_ranks, spec.timeouts.hang_s, spec.timeouts.start_s)
+        limits = spec.timeouts
+        self._detector = HangDetector(spec.num_ranks, limits.hang_s, limits.start_s, spec.saved_bytes)
         self._hang: Hang | None = None
         self._left_at: int | None = None
         self._is_port_taken = False
@@ -94,6 +95,8 @@ class Coordinator:
                     self._members.go()
                     self._begin_start()
                     self._follow()
+                else:
+                    self._end_builds()
         finally:
             self._members.close()
             self._requests.is_heeded = False
@@ -125,6 +128,13 @@ class Coordinator:
                 return False
         self._tell()
         return True
+
+    def _end_builds(self) -> None:
+        """Waits until nodes have ended what they build, which they could not if their connection was closed first."""
+        self._members.dismiss()
+        until = time.monotonic() + self._timeouts.ending_s
+        while not self._members.have_left and time.monotonic() < until:
+            self._hear()
 
     def _begin_start(self) -> None:
         now = time.monotonic()
@@ -235,7 +245,7 @@ class Coordinator:
         if seconds is None or self._give_up is not None:
             return
         median_s, steps = self._detector.median_s or 0.0, dict(self._detector.steps)
-        self._hang = Hang(seconds=seconds, median_s=median_s, steps=steps, start=start)
+        self._hang = Hang(seconds=seconds, median_s=median_s, steps=steps, start=start, phase=self._detector.phase)
         self._members.tell(Stacks())
         until = time.monotonic() + self._timeouts.stacks_s
         while time.monotonic() < until:

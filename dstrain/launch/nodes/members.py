@@ -99,6 +99,16 @@ class Members:
             state.node.number for state in self.states if state.hello is not None and not state.hello.shares_run_dir
         }
 
+    @property
+    def have_left(self) -> bool:
+        """Whether every agent has ended or is lost."""
+        return all(state.channel.is_closed or state.lost is not None for state in self.states)
+
+    def dismiss(self) -> None:
+        """Asks every agent to end, also those that have reported a problem."""
+        for state in self.states:
+            state.channel.send(End(grace_s=0), state.node.number)
+
     def ask(self) -> None:
         """Asks every node whether it can take part."""
         spec = self._spec

@@ -78,13 +78,13 @@ class NodeRunner:
                 start_new_session=True,
             )
 
-    def tick(self) -> list[Event]:
-        """Checks ranks and logs once and returns events for `run`."""
+    def tick(self, *, reads_logs: bool) -> list[Event]:
+        """Checks ranks and, if `reads_logs`, their logs once and returns events for `run`."""
         self._watch.poll()
         self._look_for_locks()
         events: list[Event] = []
         self._hear_ranks()
-        events += [self._wrote(piece) for piece in self._output.poll() if self._is_wanted(piece)]
+        events += [self._wrote(piece) for piece in self._output.poll(reads_ranks=reads_logs) if self._is_wanted(piece)]
         events += self._mirror.poll() if self._mirror is not None else []
         self._watch.clear(self._output.finished)
         events += self._deaths(with_unseen=False)
@@ -194,7 +194,7 @@ class NodeRunner:
         self.is_over = True
 
     def _last_words(self) -> Iterator[Event]:
-        while pieces := self._output.poll():
+        while pieces := self._output.poll(is_last=True):
             yield from (self._wrote(piece) for piece in pieces if self._is_wanted(piece))
         if self._mirror is not None:
             while events := self._mirror.poll():

@@ -21,14 +21,16 @@ from typing import Any
 
 from dstrain import child_process
 from dstrain.errors import EnvironmentProblem
-from dstrain.facts.deepspeed_ops import OPS, Lock, missing_ops, unheld_locks
+from dstrain.facts.deepspeed_ops import OPS, Lock, held_locks, missing_ops, unheld_locks
 from dstrain.launch.nodes.connection import Inbox
+from dstrain.launch.nodes.process_tree import ProcessTree
 from dstrain.launch.nodes.protocol import Begin, Event, Problem, Reached, Ready, Told, encode
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.paths import python
 from dstrain.units import format_seconds
 
 _END_S = 8.0
+_POLL_S = 0.1
 
 
 def reach(host: str, port: int, timeouts: Timeouts = TIMEOUTS) -> None:
@@ -131,6 +133,7 @@ class Readying:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        self._family = ProcessTree(begin.mark, self._process.pid)
         assert self._process.stdout is not None
         self._inbox = Inbox(self._process.stdout.fileno())
 
@@ -144,8 +147,19 @@ class Readying:
         return events
 
     def end(self) -> None:
-        """Ends the process and what it builds."""
+        """Ends the process and what it builds: a ninja that is killed leaves its compilers, which lead groups of their
+        own, and a killed build leaves its lock."""
+        locks = held_locks(self._family.alive())
         child_process.end(self._process, term_s=_END_S)
+        until = time.monotonic() + _END_S
+        while self._family.alive() and time.monotonic() < until:
+            self._family.send(signal.SIGKILL)
+            time.sleep(_POLL_S)
+        self._family.collect()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        for lock in locks - held_locks() if locks else ():
+            lock.unlink(missing_ok=True)
 
 
 def main(words: Sequence[str]) -> int:

@@ -40,6 +40,8 @@ class LaunchSpec:
     """Packages that this job needs, whose versions must be the same on every node."""
     request: str | None = None
     """What request.json holds, if that was decided after it was copied to other disks."""
+    saved_bytes: int = 0
+    """Bytes of one checkpoint; 0 if unknown."""
     timeouts: Timeouts = TIMEOUTS
 
     @property

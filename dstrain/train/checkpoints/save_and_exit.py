@@ -32,6 +32,12 @@ class LeavingCallback(TrainerCallback):
             control.should_save = True
             control.should_training_stop = True
 
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Sends a heartbeat during an evaluation, however long it is."""
+        self._heartbeat.count(Phase.EVALUATING, state.global_step, state.max_steps)
+
     def _is_wanted_anywhere(self) -> bool:
         if self._group is None:
             return self._leaving.is_wanted

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dstrain.heartbeat import Phase
+import pytest
+
+from dstrain.heartbeat import STARTING, Phase
 from dstrain.launch.nodes.hang_detector import HangDetector
 
 
@@ -42,17 +44,60 @@ def long_phase(pace: HangDetector, phase: Phase, begin: float, end: float) -> No
         pace.note(rank, 10, Phase.STEP, end)
 
 
-def test_a_first_evaluation_may_take_any_time_and_is_no_step() -> None:
-    pace = stepping(seconds=20)
+HOUR = 3600.0
+DEFAULTS = {"least_s": 60.0, "start_s": HOUR}
+
+
+def in_phase(phase: Phase, *, at: float, steps: int = 10, **limits: float) -> HangDetector:
+    """Both ranks do steps of 20 s, and then enter a phase."""
+    pace = HangDetector(2, **(DEFAULTS | limits))  # type: ignore[arg-type]
+    pace.begin(0)
+    for step in range(1, steps + 1):
+        for rank in (0, 1):
+            pace.note(rank, step, Phase.STEP, 20 * step)
     for rank in (0, 1):
-        pace.note(rank, 10, Phase.EVALUATING, 201)
-    assert pace.stood_still_s(50_000) is None
+        pace.note(rank, steps, phase, at)
+    return pace
+
+
+NOT_STARTING = [phase for phase in Phase if phase not in STARTING]
+
+
+@pytest.mark.parametrize("phase", NOT_STARTING)
+@pytest.mark.parametrize("steps", [1, 2, 3, 10])
+def test_no_phase_after_the_start_is_without_a_limit_and_none_is_short(phase: Phase, steps: int) -> None:
+    pace = in_phase(phase, at=20 * steps, steps=steps)
+    limit = 100 if phase is Phase.STEP and steps > 3 else HOUR
+    assert pace.stood_still_s(20 * steps + limit - 1) is None
+    assert pace.stood_still_s(20 * steps + limit + 1) == limit + 1
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_first_steps_have_the_limit_of_the_start(steps: int) -> None:
+    pace = in_phase(Phase.STEP, at=20 * steps, steps=steps, least_s=10, start_s=30)
+    limit = 30 if steps == 1 else 100
+    assert pace.stood_still_s(20 * steps + limit) is None
+    assert pace.stood_still_s(20 * steps + limit + 1) == limit + 1
+
+
+def test_a_first_checkpoint_may_take_as_long_as_a_slow_disk_needs() -> None:
+    pace = in_phase(Phase.SAVING, at=201, saved_bytes=400 * 10**9)
+    assert pace.stood_still_s(201 + 20_000) is None
+    assert pace.stood_still_s(201 + 20_001) == 20_001
+    assert in_phase(Phase.BUSY, at=201, saved_bytes=400 * 10**9).stood_still_s(20_000) is None
+
+
+def test_an_evaluation_that_goes_on_may_take_any_time_and_is_no_step() -> None:
+    pace = in_phase(Phase.EVALUATING, at=201)
+    for minute in range(1, 1000):
+        pace.note(0, 10, Phase.EVALUATING, 201 + 60 * minute)
+        assert pace.stood_still_s(201 + 60 * minute + 3599) is None
+    assert pace.stood_still_s(201 + 60 * 999 + 3601) == 3601
     for rank in (0, 1):
-        pace.note(rank, 10, Phase.STEP, 5000)
-    assert pace.stood_still_s(5050) is None
-    assert pace.stood_still_s(5101) == 101
+        pace.note(rank, 10, Phase.STEP, 61_000)
+    assert pace.stood_still_s(61_101) == 101
     for rank in (0, 1):
-        pace.note(rank, 11, Phase.STEP, 5020)
+        pace.note(rank, 11, Phase.STEP, 61_020)
     assert pace.median_s == 20
 
 
@@ -74,18 +119,9 @@ def test_a_later_checkpoint_has_ten_minutes_at_least() -> None:
     assert pace.stood_still_s(300 + 601) == 601
 
 
-def test_the_end_of_a_run_has_no_limit() -> None:
-    pace = stepping(seconds=20)
-    pace.note(0, 10, Phase.BUSY, 201)
-    assert pace.stood_still_s(50_000) is None
-
-
-def test_nothing_is_known_before_there_are_steps() -> None:
-    assert stepping(seconds=20, steps=2).stood_still_s(10000) is None
-
-
 def test_zero_turns_it_off() -> None:
     assert stepping(seconds=20, least_s=0).stood_still_s(10000) is None
+    assert in_phase(Phase.SAVING, at=201, start_s=0).stood_still_s(50_000) is None
 
 
 def starting(now: float, **phases: Phase) -> HangDetector:

@@ -11,7 +11,11 @@ import pytest
 
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.deepspeed_ops import torch_folder
-from dstrain.launch.nodes.ready import build, reach
+from dstrain.launch.nodes.node_runner import environment_of_ranks
+from dstrain.launch.nodes.process_tree import ProcessTree, adopting_orphans
+from dstrain.launch.nodes.protocol import Begin
+from dstrain.launch.nodes.ready import Readying, build, reach
+from dstrain.launch.nodes.spec import new_mark
 
 
 def locked(folder: Path, *, is_built: bool) -> Path:
@@ -56,3 +60,32 @@ def test_a_port_on_which_nobody_listens_is_named_with_host_and_address() -> None
 def test_a_name_that_this_host_does_not_know_is_named() -> None:
     with pytest.raises(EnvironmentProblem, match=r"it cannot resolve no-such-host\.invalid, the host of rank 0"):
         reach("no-such-host.invalid", 29500)
+
+
+_SLOW_COMPILER = """#!/bin/sh
+case "$*" in *"-c "*) sleep 4321 & wait;; *) exec c++ "$@";; esac
+"""
+"""Compiles for ever in a process of its own, as `c++` does in `cc1plus`."""
+
+
+def test_what_compiles_ends_with_the_build_and_its_lock_is_removed(tmp_path: Path) -> None:
+    compiler = tmp_path / "slow"
+    compiler.write_text(_SLOW_COMPILER)
+    compiler.chmod(0o755)
+    begin = Begin(
+        host="node0", run_dir=str(tmp_path), mark=new_mark(), first_rank=0, num_ranks=1, master_port=29500,
+        ops=["deepspeed_shm_comm"],
+    )  # fmt: skip
+    own = {"TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": str(compiler), "DS_ACCELERATOR": "cpu"}
+    family = ProcessTree(begin.mark, -1)
+    with adopting_orphans():
+        readying = Readying(begin, environment_of_ranks(begin, {**os.environ, **own}))
+        said: list[object] = []
+        until = time.monotonic() + 300
+        while b"sleep\x004321\x00" not in [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in family.alive()]:
+            said += readying.poll()
+            assert time.monotonic() < until, said
+            time.sleep(0.1)
+        readying.end()
+    assert family.alive() == []
+    assert list(tmp_path.glob("*/lock")) == []
