@@ -265,6 +265,17 @@ def test_a_lock_beside_which_nothing_happens_is_named_with_the_command_that_remo
     assert found[0].endswith("→ rm /ext/cpu_adam/lock")
 
 
+@pytest.mark.parametrize("idle_s", [30, 3000])
+def test_a_lock_of_an_extension_that_the_job_does_not_need_stops_nothing(idle_s: float) -> None:
+    lock = Lock(path="/ext/cpu_adam/lock", idle_s=idle_s, is_built=False)
+    for is_quick in (False, True):
+        found = about_ops(Needs(has_job=True, ops=("fused_adam",), is_quick=is_quick), locks=(lock,))
+        assert not any(line.startswith("✗") for line in found)
+        assert any("this job does not need it" in line for line in found) == (idle_s == 3000 and not is_quick)
+        needed = about_ops(Needs(has_job=True, ops=("cpu_adam",), is_quick=is_quick), locks=(lock,))
+        assert needed[0].startswith("✗" if idle_s == 3000 else "!")
+
+
 def test_a_young_lock_may_be_another_containers() -> None:
     found = about_ops(locks=(Lock(path="/ext/cpu_adam/lock", idle_s=30, is_built=False),))
     assert found[0].startswith("! /ext/cpu_adam/lock")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 from dstrain.doctor.facts import Facts, Toolchain
@@ -34,16 +35,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     notes, tools = Notes("ops"), facts.toolchain
     if tools is None:
         return []
-    for lock in tools.locks:
-        if lock.is_stale:
-            idle = format_seconds(lock.idle_s)
-            what = f"{lock.path} is held by no visible process, and its folder has not changed for {idle}"
-            notes.bad(
-                f"{what}: ranks would wait for it forever, unless another container or host is building", lock.cure
-            )
-        elif not lock.is_abandoned:  # that one `dstrain run` removes itself
-            what = f"{lock.path} is held by no visible process; another container or host may be building"
-            notes.warn(what, f"if none is: {lock.cure}")
+    _check_locks(tools, needs, notes)
     relevant = [op for op in OPS if needs.on_cpu or op != _CPU_ONLY]
     missing = {op: lacks(op, tools, on_cpu=needs.on_cpu) for op in relevant if op not in tools.built}
     built = [op for op in relevant if op in tools.built]
@@ -67,6 +59,23 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
         what = "numactl is not installed: ranks that step the optimizer on the CPU share all cores"
         notes.warn(what, f"{_INSTALL.get(tools.installer or '', 'install')} numactl")
     return notes.findings
+
+
+def _check_locks(tools: Toolchain, needs: Needs, notes: Notes) -> None:
+    """Notes the locks that no visible process holds; those of extensions that a job does not need stop nothing."""
+    for lock in tools.locks:
+        idle = format_seconds(lock.idle_s)
+        held = f"{lock.path} is held by no visible process"
+        if needs.has_job and Path(lock.path).parent.name not in needs.ops:
+            if lock.is_stale and not needs.is_quick:
+                notes.warn(f"{held}, and its folder has not changed for {idle}; this job does not need it", lock.cure)
+        elif lock.is_stale:
+            what = f"{held}, and its folder has not changed for {idle}"
+            notes.bad(
+                f"{what}: ranks would wait for it forever, unless another container or host is building", lock.cure
+            )
+        elif not lock.is_abandoned:  # that one `dstrain run` removes itself
+            notes.warn(f"{held}; another container or host may be building", f"if none is: {lock.cure}")
 
 
 def _check_architectures(listed: str, notes: Notes) -> None:
