@@ -79,6 +79,8 @@ class RunDir:
     """One JSON object per change by which `run --on-oom adapt` started again."""
     restarts = _Entry("restarts.jsonl")
     """One JSON object per restart of a failed run: when, why, from which step, and what changed."""
+    inputs = _Entry(".inputs")
+    """Folder with copies of the configuration and its plan, which restarts read."""
     state = _Entry("state.json")
     """State of the run, for `dstrain status`."""
     failure = _Entry("failure.txt")

@@ -76,7 +76,7 @@ def _lint(folder: Path) -> None:
     path, job = folder / "ds_config.json", folder / "job.yaml"
     if not path.is_file():
         return
-    result = lint_job(read_job(job) if job.is_file() else None, path)
+    result = lint_job(read_job(job, is_only_read=True) if job.is_file() else None, path)
     if engine.errors(result.findings):
         raise refused(result.findings)
     for finding in result.findings:

@@ -14,6 +14,7 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.group import Group
+from dstrain.cli.options.trust import TRUST
 from dstrain.cli.output.data import lines
 from dstrain.cli.output.progress import Screen
 from dstrain.errors import Place
@@ -54,6 +55,7 @@ def command() -> None:
 @click.option("--sample", type=click.IntRange(1), default=1, show_default=True, help="Number of the sample to show.")
 @click.option("--all", "counts_all", is_flag=True, help=f"Count all samples, not only the first {COUNTED_SAMPLES:,}.")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the job.")
+@TRUST
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(
     file: str | None,
@@ -100,6 +102,7 @@ def show(
 @command.command("prepare")
 @click.argument("job", type=click.Path(path_type=Path), default="job.yaml")
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a key of the job.")
+@TRUST
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def prepare(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """Tokenize the data of a job over all cores, without GPUs, into the cache where dstrain run finds the tokens.

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from dstrain.cli.console import answer, answer_json, say, talk
+from dstrain.cli.options.trust import TRUST
 from dstrain.cli.output.doctor import document, grouped, of_hosts, printable, problem_text
 from dstrain.cli.types import Choice
 from dstrain.doctor import hosts as hosts_
@@ -46,6 +47,7 @@ JOB = Path("job.yaml")
     multiple=True,
     help="Send a test notice there, in place of looking; repeat it for several.",
 )
+@TRUST
 @click.option("-v", "--verbose", is_flag=True, help="Print what is fine (✓), too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON to stdout.")
 def command(notify: tuple[NotifyService, ...], as_json: bool, **typed: Any) -> None:

@@ -125,7 +125,7 @@ def _context(job: Path | None, config: Path | None) -> tuple[JobContext | None, 
     path = job or (config.parent if config else Path()) / JOB
     if job is None and not path.is_file():
         return None, f"{path} does not exist; dstrain gen-config writes one, or name yours with --job"
-    file = read_job(path)
+    file = read_job(path, is_only_read=True)
     theirs = Path(file.job.ds_config)
     if job is None and config is not None and config.resolve() != theirs:
         return None, f"{path} uses another configuration ({theirs.name})"

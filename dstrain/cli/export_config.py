@@ -11,6 +11,7 @@ import click
 
 from dstrain.choices import LossKernel, StateDtypes
 from dstrain.cli.console import answer, answer_json, say, say_lines
+from dstrain.cli.options.trust import TRUST
 from dstrain.cli.types import Choice
 from dstrain.config import jsonc
 from dstrain.config.edits.lock import backups, differing, planned_cluster, standing
@@ -32,6 +33,7 @@ from dstrain.units import format_bytes
 @click.option(
     "-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder to write into.  [default: TARGET]"
 )
+@TRUST
 @click.option("--force", is_flag=True, help="Replace existing files; yours are kept as .bak.")
 @click.option("-n", "--dry-run", is_flag=True, help="Print the files and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the files as JSON to stdout.")

@@ -9,6 +9,7 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.group import Group
+from dstrain.cli.options.trust import TRUST
 from dstrain.cli.types import Named
 from dstrain.config.document import REMOVED, Change
 from dstrain.config.edits import edit_hostfile
@@ -129,6 +130,7 @@ def _merged(out: Path, hosts: Hosts) -> str:
 @click.option("--equal", is_flag=True, help="Require the same slots on every host, as openmpi, mpich and slurm do.")
 @click.option("--reach", is_flag=True, help="Ask every host over ssh: versions, GPUs, clock, paths, disk.")
 @click.option("--job", type=click.Path(path_type=Path), help="With --reach: the job whose paths the hosts must read.")
+@TRUST
 @click.option("--timeout", type=click.FloatRange(1, 600), default=8.0, show_default=True, help="Seconds a host.")
 @click.option("--json", "as_json", is_flag=True, help="Print the hosts as JSON to stdout.")
 def check(path: Path, equal: bool, reach: bool, job: Path | None, timeout: float, as_json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dstrain.cli.console import answer, answer_json, say, say_unread_links
+from dstrain.cli.options.trust import TRUST
 from dstrain.cli.types import Release
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Severity, count_text, lines
@@ -42,6 +43,7 @@ JOB = "job.yaml"
 @click.option("--check-images", is_flag=True, help="Read every image, video and audio of the data, not only find it.")
 @click.option("--fix", is_flag=True, help="Apply safe fixes; every other byte stays.")
 @click.option("-n", "--dry-run", is_flag=True, help="With --fix: print the fixed text and write nothing.")
+@TRUST
 @click.option("--strict", is_flag=True, help="Exit with 3 on warnings too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON to stdout.")
 def command(

@@ -14,6 +14,7 @@ import click
 
 from dstrain.choices import OnOom
 from dstrain.cli.console import answer, answer_json, say, say_lines
+from dstrain.cli.options.trust import TRUST
 from dstrain.cli.output.doctor import lines as finding_lines
 from dstrain.cli.output.progress import Screen
 from dstrain.cli.output.run import before_lines, summary, summary_text
@@ -27,7 +28,7 @@ from dstrain.facts import ports, probe
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import Hosts, expand
 from dstrain.heartbeat import Phase
-from dstrain.job.file import read_job
+from dstrain.job.file import JobFile, read_job
 from dstrain.launch.again import words_of
 from dstrain.launch.environment import refuse_secrets
 from dstrain.launch.launch import Launch, plan_launch
@@ -38,6 +39,7 @@ from dstrain.launch.prepare.prepare import PreparedRun, prepare
 from dstrain.launch.run import state
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.run.detach import detach
+from dstrain.launch.run.recorded import Recorded
 from dstrain.launch.run.supervisor import Policy, Reporter, Supervisor
 from dstrain.launch.timeouts import TIMEOUTS, VARIABLE, Timeouts
 from dstrain.monitor.notices import Notifier, targets
@@ -117,10 +119,12 @@ class Options:
     type=click.FloatRange(0),
     default=TIMEOUTS.start_s,
     show_default=True,
-    help="Seconds without progress before the first step that count as a hang; 0 for never.",
+    help="Seconds without progress that count as a hang before the pace is known: at the start, in the first steps, in"
+    " a first evaluation or checkpoint; 0 for never.",
 )
 @click.option("--save-on-term", is_flag=True, help="On SIGTERM, save a checkpoint and exit, as on SIGUSR1.")
 @click.option("--sync", is_flag=True, help="Copy dstrain and the run directory to nodes without access to them.")
+@TRUST
 @click.option("--no-doctor", is_flag=True, help="Skip the check of this machine before the launch.")
 @click.option("--detach", "detached", is_flag=True, help="Run in the background; see status, logs and stop.")
 @click.option("-n", "--dry-run", is_flag=True, help="Check everything, print the command and start nothing.")
@@ -161,18 +165,20 @@ def _run(options: Options) -> None:
         say(f"note     {launch.note}")
     targets(prepared.job.monitor.notify, os.environ)
     if options.dry_run:
-        preflight.check_dry(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
+        preflight.check_dry(prepared.run_dir, resume=prepared.job.resume, needed_bytes=prepared.checkpoint_bytes)
+        if not options.no_doctor:
+            examine(launch)
         _answer_dry(launch, as_json=options.as_json)
         return
     state.refuse_living(prepared.run_dir)
-    preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=_checkpoint_bytes(launch))
+    preflight.check(prepared.run_dir, resume=prepared.job.resume, needed_bytes=prepared.checkpoint_bytes)
     if not options.no_doctor:
         examine(launch)
     if options.detached:
         detach(prepared.run_dir, sys.argv[1:], say)
         return
     with state.only_one(prepared.run_dir):
-        _train(options, launch, hosts)
+        _train(options, launch)
     figures = summary(prepared.run_dir)
     say(summary_text(figures, prepared.run_dir))
     if options.as_json:
@@ -198,7 +204,7 @@ def time_limits(options: Options) -> Timeouts:
     return replace(TIMEOUTS, hang_s=options.hang_after, start_s=options.start_timeout).changed(os.environ)
 
 
-def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
+def _train(options: Options, launch: Launch) -> None:
     """Runs the job to its end, restarts included."""
     spares = tuple(host.name for host in expand(options.spares, 1, "--spare").hosts) if options.spares else ()
     policy = Policy(
@@ -218,8 +224,15 @@ def _train(options: Options, launch: Launch, hosts: Hosts | None) -> None:
             screen.progress(phase, done, total)
             notices.look(phase, done)
 
+        recorded = Recorded(launch, options.job)
+
+        def plan_again(changed: Hosts | None, resumes: bool, adaptation: Adaptation) -> Launch:
+            for line in recorded.edited():
+                screen.say(line)
+            return launch_again(options, recorded, launch, changed, adaptation, resumes=resumes)
+
         run = Supervisor(
-            lambda changed, resumes, adaptation: launch_of(options, changed or hosts, adaptation, resumes=resumes),
+            plan_again,
             stop_requests,
             policy,
             Reporter(say=screen.say, pass_on=screen.pass_on, progress=progress),
@@ -240,31 +253,48 @@ def _notices(prepared: PreparedRun, screen: Screen) -> RunNotices:
     return RunNotices(prepared.run_dir, described(job, prepared.hosts.num_slots), notifier)
 
 
-def launch_of(
-    options: Options, hosts: Hosts | None, adaptation: Adaptation = UNADAPTED, *, resumes: bool = False
+def launch_of(options: Options, hosts: Hosts | None, adaptation: Adaptation = UNADAPTED) -> Launch:
+    """Returns the checked launch."""
+    hostfile = [f"hostfile={options.hostfile.resolve()}"] if options.hostfile else []
+    job = read_job(options.job, [*options.overrides, *adaptation.overrides, *hostfile])
+    return _planned(options, job, hosts, adaptation, opens_images=options.check_images)
+
+
+def launch_again(
+    options: Options, recorded: Recorded, first: Launch, hosts: Hosts | None, adaptation: Adaptation, *, resumes: bool
 ) -> Launch:
-    """Returns the checked launch; one that `resumes` starts from the newest complete checkpoint."""
-    overrides = [
-        *options.overrides,
-        *adaptation.overrides,
-        *([f"hostfile={options.hostfile.resolve()}"] if options.hostfile else []),
-    ]
-    if resumes:
-        overrides.append("resume=auto")
-    job = read_job(options.job, overrides)
-    opens_images = options.check_images and not resumes  # a restart has the same data
+    """Returns the checked launch of a restart, with the inputs of the first start; one that `resumes` starts from the
+    newest complete checkpoint."""
+    job = recorded.file([*adaptation.overrides, *(["resume=auto"] if resumes else [])])
+    again = _planned(options, job, hosts or first.prepared.hosts, adaptation, user_lines=first.user_lines)
+    named = replace(again.prepared.job, ds_config=first.prepared.job.ds_config)
+    return replace(again, prepared=replace(again.prepared, job=named))
+
+
+def _planned(
+    options: Options,
+    job: JobFile,
+    hosts: Hosts | None,
+    adaptation: Adaptation,
+    *,
+    opens_images: bool = False,
+    user_lines: str | None = None,
+) -> Launch:
+    """Returns the checked launch of a job that was read."""
     prepared = prepare(
         job, os.environ, ignored=options.ignored, hosts=hosts, changes=adaptation.changes, opens_images=opens_images
     )
     port, named = (ports.local_port if prepared.is_local else ports.wanted_port)(options.master_port, os.environ)
-    return plan_launch(
+    launch = plan_launch(
         prepared,
         master_port=port,
         takes_another_port=named is None,
         launcher=options.launcher,
         saves_on_term=options.save_on_term,
         syncs=options.sync,
+        user_lines=user_lines,
     )
+    return replace(launch, file=job)
 
 
 def allocated() -> Hosts | None:
@@ -291,9 +321,3 @@ def _edits(path: Path, launch: Launch) -> list[Edit] | None:
     except DstrainError as error:
         say(f"hand edits are not recorded: {error.problem}")
         return None
-
-
-def _checkpoint_bytes(launch: Launch) -> int:
-    """Returns the size of one checkpoint; 0 if unknown."""
-    estimate, job = launch.prepared.estimate, launch.prepared.job
-    return estimate.saved_bytes(only_model=job.save_only_model) if estimate else 0

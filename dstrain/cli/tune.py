@@ -14,6 +14,7 @@ import click
 from dstrain.cli import calibrate, run
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.options.data_lengths import planned_steps
+from dstrain.cli.options.trust import TRUST
 from dstrain.cli.output.progress import Screen
 from dstrain.cli.output.tune import Row, document, dry_lines, table, told, winner
 from dstrain.cli.tune_candidates import (
@@ -70,6 +71,7 @@ BUSY = 0.1
     "--candidates", type=click.IntRange(2), default=5, show_default=True, help="Configurations to measure at most."
 )
 @click.option("--launcher", type=Named(lambda: LAUNCHERS), metavar="NAME", help="Launcher, as of `dstrain run`.")
+@TRUST
 @click.option("--no-doctor", is_flag=True, help="Skip the check of this machine before the first run.")
 @click.option("-n", "--dry-run", is_flag=True, help="Print what would run and how long by the plan; start nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON to stdout.")

@@ -12,11 +12,12 @@ from typing import Any
 from dstrain.choices import Method
 from dstrain.errors import InvalidConfig, Place, located
 from dstrain.job.adapter import shape_of_adapter
+from dstrain.job.code_variables import refuse_code
 from dstrain.job.data_source import with_paths
 from dstrain.job.schema import Job
 from dstrain.job.synonyms import SYNONYMS
 from dstrain.job.yaml_source import parse_yaml
-from dstrain.records import Keys, Locator, from_data
+from dstrain.records import Keys, Locator, from_data, to_data
 
 TEXTS = frozenset({"env"})
 """Keys whose values are mappings of text: `4` is "4"."""
@@ -31,11 +32,16 @@ class JobFile:
     locate: Locator
     """Returns the place of a key: in the file, or `--set key`."""
 
+    def changed(self, overrides: Sequence[str]) -> JobFile:
+        """Returns the job with more `key=value` overrides on top; no file is read again."""
+        return job_of(to_data(self.job), self.locate, Path("/"), overrides)
 
-def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
+
+def read_job(path: Path, overrides: Sequence[str] = (), *, is_only_read: bool = False) -> JobFile:
     """Returns the job in a YAML file, with `key=value` overrides on top (`lora.rank=8` reaches inside).
 
-    Raises InvalidConfig with every problem and its place.
+    Raises InvalidConfig with every problem and its place, and for variables in the file that could run code, unless
+    the user trusts it, or unless it `is_only_read`: no process gets its environment.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -48,6 +54,8 @@ def read_job(path: Path, overrides: Sequence[str] = ()) -> JobFile:
     data, locate = parse_yaml(text, str(path), texts=TEXTS)
     if not isinstance(data, dict):
         raise InvalidConfig(f"{path}: is not a list of `key: value` lines", hint="Compare the examples in launch/.")
+    if not is_only_read and isinstance(data.get("env"), dict):
+        refuse_code((name, locate(("env", name))) for name in data["env"])
     return job_of(data, locate, path.resolve().parent, overrides)
 
 

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import dstrain
 from dstrain.errors import InvalidConfig
+from dstrain.job.code_variables import refuse_code
 from dstrain.job.secret_names import is_secret as is_secret
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.monitor.notices import VARIABLES
-from dstrain.paths import write_atomic
+from dstrain.paths import shown, write_atomic
 from dstrain.rundir import RunDir
 
 FORWARDED_PREFIXES = (
@@ -89,7 +90,7 @@ def for_nodes(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text
         and _NAME.fullmatch(name)
         and not is_secret(name, value)
     }
-    for name, raw in _user_lines(user_file_text):
+    for _, name, raw in _user_lines(user_file_text):
         if is_secret(name, raw):
             texts.pop(name, None)
         else:
@@ -143,7 +144,7 @@ def secrets(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: 
     _require_names(job_env)
     prefixes = (*FORWARDED_PREFIXES, *_LAUNCHER_EXPORTS)
     values = {name: value for name, value in env.items() if name.startswith(prefixes) and is_secret(name, value)}
-    values.update({name: _literal(raw) for name, raw in _user_lines(user_file_text) if is_secret(name, raw)})
+    values.update({name: _literal(raw) for _, name, raw in _user_lines(user_file_text) if is_secret(name, raw)})
     values.update({name: value for name, value in job_env.items() if is_secret(name, value)})
     for name, value in values.items():
         _require_one_line(name, value)
@@ -188,11 +189,24 @@ def checkout() -> Path | None:
     return None if root.name in {"site-packages", "dist-packages"} else root
 
 
-def read_user_files(env: Mapping[str, str], *, home: Path, folder: Path) -> str:
-    """Returns the text of the user's own environment files, where the launcher would look for them."""
+def user_files(env: Mapping[str, str], *, home: Path, folder: Path) -> list[Path]:
+    """Returns the user's own environment files, where the launcher would look for them; they need not exist."""
     name = env.get("DS_ENV_FILE", ".deepspeed_env")
-    files = dict.fromkeys((home / name, folder / name))
-    return "\n".join(file.read_text(encoding="utf-8", errors="surrogateescape") for file in files if file.is_file())
+    return list(dict.fromkeys((home / name, folder / name)))
+
+
+def read_user_files(env: Mapping[str, str], *, home: Path, folder: Path) -> str:
+    """Returns the text of the user's own environment files.
+
+    Raises InvalidConfig for variables that could run code in a file that came with the folder.
+    """
+    texts = []
+    for file in user_files(env, home=home, folder=folder):
+        if file.is_file():
+            texts.append(file.read_text(encoding="utf-8", errors="surrogateescape"))
+            if file.parent != home:
+                refuse_code((name, f"{shown(str(file))}:{line}") for line, name, _ in _user_lines(texts[-1]))
+    return "\n".join(texts)
 
 
 def write_secrets(run_dir: RunDir, values: Mapping[str, str]) -> None:
@@ -233,8 +247,8 @@ def _with_spaces(text: str) -> str:
     return text if text == text.strip() else f'""{text}""'
 
 
-def _user_lines(text: str) -> Iterator[tuple[str, str]]:
-    """Yields names and raw values of a `.deepspeed_env`; blank lines, comments and `export` are let pass."""
+def _user_lines(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yields lines, names and raw values of a `.deepspeed_env`; blank lines, comments and `export` are let pass."""
     for number, raw in enumerate(re.split(r"\r\n|\r|\n", text.removeprefix("\ufeff")), start=1):
         line = raw.strip()
         if not line or line.startswith("#"):
@@ -242,14 +256,14 @@ def _user_lines(text: str) -> Iterator[tuple[str, str]]:
         name, equals, value = line.removeprefix("export ").partition("=")
         where = f".deepspeed_env:{number}: "
         if not equals or not _NAME.fullmatch(name.strip()):
-            shown = f'"{name.strip()}"' if equals else "it"
-            raise InvalidConfig(f"{where}{shown} is not NAME=value", hint="Correct or remove the line.")
+            given = f'"{name.strip()}"' if equals else "it"
+            raise InvalidConfig(f"{where}{given} is not NAME=value", hint="Correct or remove the line.")
         if command := _COMMAND.search(value) if _has_dollars(name.strip(), value.strip()) else None:
             raise InvalidConfig(
                 f"{where}{name.strip()} holds {command[1]}, which only a shell could expand",
                 hint="Write the value itself. $NAME is the node's own variable; \\$ and \\` stand for themselves.",
             )
-        yield name.strip(), value.strip()
+        yield number, name.strip(), value.strip()
 
 
 def _user_value(raw: str) -> str:

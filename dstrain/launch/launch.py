@@ -14,6 +14,7 @@ from dstrain.config.edits.manual_edits import Edit
 from dstrain.facts.this_machine import is_this_machine
 from dstrain.facts.this_machine import names as machine_names
 from dstrain.heartbeat import MARK, SAVE_ON_TERM
+from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch import environment
 from dstrain.launch.command import LaunchSite, launch_hostfile, local, master
@@ -60,6 +61,10 @@ class Launch:
     """Whether SIGTERM lets the ranks save a checkpoint before they leave."""
     syncs: bool = False
     """Whether nodes without this file system get copies."""
+    user_lines: str = ""
+    """The text of the user's environment files for other nodes."""
+    file: JobFile | None = None
+    """The job as it was read, without what was decided since."""
 
     @property
     def command(self) -> list[str]:
@@ -81,17 +86,15 @@ def plan_launch(
     saves_on_term: bool = False,
     syncs: bool = False,
     mark: str | None = None,
+    user_lines: str | None = None,
 ) -> Launch:
-    """Returns the launch of a checked run; nothing is written or started.
-
-    `launcher` None selects pdsh, or ssh if pdsh is missing; `mark` is that of this start, if it has one already. The
-    other options are fields of `Launch`.
-    """
+    """Returns the launch of a checked run; nothing is written or started. The options are fields of `Launch`; None
+    selects pdsh, or ssh if pdsh is missing, and a new mark, and reads the environment files."""
     way = _way(prepared, launcher, master_port)
     job_env = _job_environment(prepared, way, saves_on_term=saves_on_term)
     mark = mark or new_mark()
     travelling = job_env | _for_other_nodes(prepared, way, mark, master_port)
-    user = "" if prepared.is_local else _user_lines()  # DeepSpeed reads .deepspeed_env for other nodes only
+    user = _user_lines(is_local=prepared.is_local) if user_lines is None else user_lines
     path = environment.python_path(os.environ)
     path = environment.synced_python_path(prepared.run_dir, path) if syncs else path
     exported = environment.exports(job_env, prepared.run_dir, path)
@@ -113,6 +116,7 @@ def plan_launch(
         takes_another_port=takes_another_port,
         saves_on_term=saves_on_term,
         syncs=syncs,
+        user_lines=user,
     )
 
 
@@ -155,9 +159,11 @@ def _job_environment(prepared: PreparedRun, way: _Way, *, saves_on_term: bool) -
     return variables
 
 
-def _user_lines() -> str:
-    """Returns what stands in the user's environment files, and before it where the tools beside this Python are, such
-    as ninja: a shell that ssh starts does not know."""
+def _user_lines(*, is_local: bool) -> str:
+    """Returns what the user's environment files hold, and before it where the tools beside this Python are, such as
+    ninja: a shell that ssh starts does not know. DeepSpeed reads the files for other nodes only."""
+    if is_local:
+        return ""
     own = environment.read_user_files(os.environ, home=Path.home(), folder=Path.cwd())
     return f"PATH={Path(sys.executable).parent}:$PATH\n{own}"
 

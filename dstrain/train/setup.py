@@ -37,6 +37,7 @@ from dstrain.train import rank as ranks
 from dstrain.train.adapters import note_on_base
 from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.node_storage import shared
+from dstrain.train.checkpoints.safe_load import load_only_tensors
 from dstrain.train.checkpoints.saved_model import DTYPES, base_config
 from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
 from dstrain.train.data.media_collator import MediaCollator
@@ -144,6 +145,7 @@ class TrainingSetup:
 
     def trainer(self, sinks: Sequence[Guarded], heartbeat: Sender, first_steps: FirstSteps | None) -> Trainer:
         """Returns the Trainer with its callbacks; `first_steps` compares metrics with the plan, on rank 0."""
+        load_only_tensors()
         first = self.rank.is_first
         self.metrics = MetricsCallback(
             Meter(self.collectives),

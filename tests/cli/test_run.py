@@ -88,6 +88,21 @@ def test_a_single_remote_host_is_not_this_machine(dstrain: Type, job: Path) -> N
     assert "--force_multi" in shlex.split(done.stdout)
 
 
+@pytest.mark.parametrize(("op", "code"), [("deepspeed_shm_comm", 5), ("cpu_adam", 0)])
+def test_a_stale_lock_stops_a_dry_run_if_the_job_needs_its_extension(
+    dstrain: Type, job: Path, op: str, code: int
+) -> None:
+    lock = job.parent / "extensions" / op / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    for path in (lock, lock.parent):
+        os.utime(path, (1e9, 1e9))
+    done = dstrain("run", "-n", TORCH_EXTENSIONS_DIR=str(lock.parents[1]))
+    assert (done.returncode, f"→ rm {lock}" in done.stderr) == (code, code == 5), done.stderr
+    assert lock.exists()
+    assert dstrain("run", "-n", "--no-doctor", TORCH_EXTENSIONS_DIR=str(lock.parents[1])).returncode == 0
+
+
 def test_dry_run_with_json_prints_json(dstrain: Type, job: Path) -> None:
     assert json.loads(dstrain("run", "-n", "--json").stdout)["command"][2] == "-m"
 
@@ -309,3 +324,64 @@ def test_hand_edits_are_on_record_with_the_run(dstrain: Type, job: Path, light_c
     assert json.loads((job.parent / "output" / "edits.json").read_text()) == [
         {"file": "job.yaml", "key": "seed", "pointer": ["seed"], "base": 42, "yours": 7}
     ]
+
+
+@pytest.fixture
+def evil(job: Path) -> Path:
+    """A job that came with a module for every Python."""
+    (job.parent / "evil").mkdir()
+    (job.parent / "evil" / "sitecustomize.py").write_text(f"open({str(job.parent / 'pwned')!r}, 'w')\n")
+    job.write_text(job.read_text().replace("env: {", f'env: {{PYTHONPATH: "{job.parent / "evil"}", '))
+    return job
+
+
+VERBS = [
+    ("run", "-n"),
+    ("doctor", "job.yaml"),
+    ("tune", "-n"),
+    ("lint",),
+    ("export-config", "torchrun", "-n"),
+    *(("script", kind, "-n") for kind in ("slurm", "pbs", "lsf", "bash", "torchrun")),
+    ("script", "k8s", "--image", "x", "-n"),
+    ("script", "prepare"),
+    ("data", "show"),
+    ("data", "prepare"),
+    ("hostfile", "check", "hostfile", "--reach", "--job", "job.yaml"),
+]
+
+
+@pytest.mark.parametrize("words", VERBS, ids=" ".join)
+def test_a_job_that_names_code_is_refused_by_every_verb_that_would_use_its_environment(
+    dstrain: Type, evil: Path, words: tuple[str, ...]
+) -> None:
+    (evil.parent / "hostfile").write_text("localhost slots=2\n")
+    done = dstrain(*words)
+    line = evil.read_text()[: evil.read_text().index("PYTHONPATH")].count("\n") + 1
+    assert done.returncode == 3, done.stderr
+    assert f"job.yaml:{line}:" in done.stderr
+    assert "PYTHONPATH may run code: it names modules that every Python imports" in done.stderr
+    assert "--trust-job" in done.stderr
+    assert not (evil.parent / "pwned").exists()
+
+
+def test_a_trusted_job_runs_and_so_does_a_variable_that_was_typed(dstrain: Type, evil: Path) -> None:
+    done = dstrain("run", "-n", "--trust-job")
+    assert done.returncode == 0, done.stderr
+    assert "--trust-job" in dstrain("script", "slurm", "-n", "--nodes", "1", "--gpus", "2", "--trust-job").stdout
+    assert dstrain("run", "-n").returncode == 3  # it is trusted once
+    evil.write_text(evil.read_text().replace("PYTHONPATH:", "FOO:"))
+    assert dstrain("run", "-n", "--set", f"env.PYTHONPATH={evil.parent}").returncode == 0
+
+
+def test_a_folder_that_came_with_an_environment_file_runs_no_code(dstrain: Type, job: Path) -> None:
+    (job.parent / "hostfile").write_text("nodea slots=1\nnodeb slots=1\n")
+    (job.parent / ".deepspeed_env").write_text("NCCL_DEBUG=INFO\nLD_PRELOAD=./evil.so\n")
+    (job.parent / "pdsh").write_text("")
+    (job.parent / "pdsh").chmod(0o755)
+    words = ("run", "-n", "--hostfile", "hostfile", "--no-doctor")
+    path = f"{job.parent}:{os.environ['PATH']}"
+    done = dstrain(*words, PATH=path)
+    assert (done.returncode, "LD_PRELOAD may run code" in done.stderr) == (3, True), done.stderr
+    assert ".deepspeed_env:2" in done.stderr
+    assert dstrain(*words, "--trust-job", PATH=path).returncode == 0
+    assert dstrain(*words, PATH=path, HOME=str(job.parent)).returncode == 0  # it is the user's own

@@ -106,7 +106,7 @@ def kept(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     assert message is not None
     node_runner = NodeRunner(message[1])
     while not node_runner.is_over:
-        node_runner.tick()
+        node_runner.tick(reads_logs=True)
         node_runner.wait(0.05)
     (log,) = RunDir(folder).logs.glob(f"*{begin.mark[:6]}.log")
     found: dict[str, str] = json.loads(log.read_text())

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -205,6 +206,71 @@ def test_a_rank_that_stands_still_is_a_hang_and_the_others_say_where_they_wait(l
     assert "rank 0 on node0 in " in ended.said
     assert "rank 1 on node1 in an unknown place: it wrote no stack" in ended.said
     assert light_job.left_over() == []
+
+
+@pytest.mark.parametrize(
+    ("where", "limits", "says"),
+    [
+        ("step-2", (10, 30), r"no step for 3\d s.*: the run hangs"),
+        ("step-3", (10, 30), r"no step for 3\d s.*: the run hangs"),
+        ("saving", (2, 20), r"no progress while saving for 2\d s: the run hangs"),
+    ],
+)
+def test_a_rank_that_blocks_before_the_pace_is_known_is_a_hang_too(
+    light_job: Job, where: str, limits: tuple[int, int], says: str
+) -> None:
+    hang, start = map(str, limits)
+    process = light_job.start("--hang-after", hang, "--start-timeout", start, "--set", f"env.LIGHT_BLOCKS={where}")
+    light_job.wait_for_step(process, 2)
+    ended = light_job.end_of(process)
+    assert (ended.code, ended.wall_s < 60) == (1, True), ended
+    assert re.search(says, ended.said), ended.said
+    assert "may_block" in ended.said  # the rank that blocks, not those that wait for it
+    assert light_job.left_over() == []
+
+
+@pytest.mark.parametrize("kind", ["lines", "one-line"])
+def test_a_run_that_prints_200_mb_at_its_end_is_finished_and_the_memory_of_its_agent_is_bounded(
+    light_job: Job, kind: str
+) -> None:
+    process = light_job.start("--set", "max_steps=200", "--set", f"env.LIGHT_FLOOD={kind}")
+    light_job.wait_for_step(process, 1)
+    status, peak = Path(f"/proc/{light_job.find(0, 'nodes.agent')}/status"), "0"
+    reader = ThreadPoolExecutor(1).submit(light_job.end_of, process)
+    while not reader.done():
+        with suppress(OSError):
+            peak = next((line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line), peak)
+        time.sleep(0.02)
+    ended = reader.result()
+    assert ended.code == 0, ended.said[-2000:]
+    assert max(light_job.losses()) == 200
+    assert re.search(r"dstrain: \d+\.\d MiB of output left out here; all of it is in .*_rank0\.log", ended.said)
+    assert 0 < int(peak) < 100 * 1024, peak  # KiB
+    assert sum(path.stat().st_size for path in light_job.place.logs.glob("*_rank*.log")) > 400e6
+
+
+def test_edits_in_mid_run_neither_change_nor_end_it_at_a_restart(light_job: Job) -> None:
+    folder, place = light_job.folder, light_job.place
+    (folder / ".deepspeed_env").write_text("OMP_PLACES=cores\n")
+    process = light_job.start("--launcher", "ssh", "--max-restarts", "1", "--set", "max_steps=400")
+    light_job.wait_for_checkpoint(process)
+    before = {path.name: path.read_text() for path in (place.request, place.ds_config, place.hostfile)}
+    job = folder / "job.yaml"
+    job.write_text(job.read_text().replace("0.001", "0.5")[:-40])  # half saved
+    (folder / "ds_config.json").write_text('{"zero_optimization": {"stage": 3')
+    (folder / "hostfile").unlink()
+    (folder / ".deepspeed_env").write_text("this is no variable\n")
+    light_job.kill(1, " -u -m dstrain.train")
+    ended = light_job.end_of(process)
+    assert ended.code == 0, ended.said
+    files = "job.yaml, ds_config.json, hostfile and 1 more"
+    assert ended.said.count(f"{files} changed since the run began: the edit is for the next run") == 1, ended.said
+    assert "starting again from step" in ended.said
+    resumed = before["request.json"].replace('"resume": "never"', '"resume": "auto"')
+    assert place.request.read_text() == resumed
+    assert place.ds_config.read_text() == before[place.ds_config.name]
+    assert place.hostfile.read_text() == before[place.hostfile.name]
+    assert "OMP_PLACES=cores" in place.environment.read_text()
 
 
 def test_a_disk_that_fills_up_is_named_and_the_older_checkpoint_stays(

@@ -127,10 +127,13 @@ def _asked(options: Mapping[str, Any], path: Path | None, *, keeps_list: bool) -
     """Returns the job whose data are read. Raises InvalidConfig if a job file is invalid."""
     data = options["data"]
     if data is not None and is_job_file(data):
-        job = read_job(Path(data)).job
+        job = read_job(Path(data), is_only_read=True).job
         return replace(job, task=options["task"], image_patches=options["image_patches"] or job.image_patches)
     is_read = path is not None and path.is_file() and (data is not None or keeps_list)
-    job = replace(read_job(path).job if is_read and path else Job(model="", output_dir=""), task=options["task"])
+    job = replace(
+        read_job(path, is_only_read=True).job if is_read and path else Job(model="", output_dir=""),
+        task=options["task"],
+    )
     job = replace(
         job,
         eval_data=options.get("eval_data") or job.eval_data,

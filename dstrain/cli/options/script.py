@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
+from dstrain.cli.options.trust import TRUST
 from dstrain.cli.types import SIZE, Choice
 from dstrain.launch.scripts.k8s import Kind
 
@@ -18,6 +19,7 @@ SET = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a line of the job, in the script too."
 )
 MACHINES = (
+    TRUST,
     click.option("--nodes", type=click.IntRange(1), help="Number of nodes.  [default: as the job's hostfile or plan]"),
     click.option("--gpus", type=click.IntRange(1), help="GPUs altogether.  [default: as the job's hostfile or plan]"),
 )

@@ -156,7 +156,7 @@ class _Linted:
 def _linted(folder: Path) -> _Linted:
     """Returns what lint says of the files of a folder; nothing of files that cannot be read."""
     try:
-        file = read_job(folder / JOB) if (folder / JOB).is_file() else None
+        file = read_job(folder / JOB, is_only_read=True) if (folder / JOB).is_file() else None
         return _Linted(job=file, findings=tuple(lint_job(file, folder / CONFIG).findings))
     except DstrainError:
         return _Linted()

@@ -51,6 +51,8 @@ class PreparedRun:
     """A checked run, ready to launch. Nothing is written yet."""
 
     job: Job
+    ds_text: str
+    """The text of the configuration as it was read."""
     hosts: Hosts
     is_local: bool
     """Whether all ranks run on this machine."""
@@ -80,6 +82,11 @@ class PreparedRun:
         return None if self.model is None else measured_workload(self.model, self.cluster, self.contents)
 
     @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of one checkpoint; 0 if unknown."""
+        return self.estimate.saved_bytes(only_model=self.job.save_only_model) if self.estimate else 0
+
+    @property
     def run_dir(self) -> RunDir:
         """The run directory."""
         return RunDir(Path(self.job.output_dir))
@@ -94,10 +101,9 @@ def prepare(
     changes: Sequence[Change] = (),
     opens_images: bool = False,
 ) -> PreparedRun:
-    """Returns the checked run; `ignored` are ids of lint rules, `hosts` replace the job's hostfile.
-
-    `changes` are made to its configuration for this run, not in the file. With `opens_images`, all images are read.
-    Raises InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started.
+    """Returns the checked run; `ignored` are ids of lint rules, `hosts` replace the job's hostfile, and `changes` are
+    made to its configuration for this run, not in the file. With `opens_images`, all images are read. Raises
+    InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started.
     """
     os.environ.update(hub_variables(file.job.env))  # hubs are asked as the ranks will ask them
     on_cpu = trains_on_cpu(environment, file.job.env)
@@ -109,11 +115,12 @@ def prepare(
     kept = resuming.saved.attn if resuming.saved else None
     file, choice = attention.decide(file, model, cluster, environment, on_cpu=on_cpu, is_local=is_local, kept=kept)
     context = JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
-    subject, lint_notes = _linted(context, file, resuming, ignored, changes)
+    subject, lint_notes, text = _linted(context, file, resuming, ignored, changes)
     ds_config = for_trainer(subject.config, file.job, model, num_ranks=hosts.num_slots)
     devices, device_notes = _devices(environment, file.job, is_local=is_local, on_cpu=on_cpu)
     return PreparedRun(
         job=file.job,
+        ds_text=text,
         hosts=hosts,
         is_local=is_local,
         on_cpu=on_cpu,
@@ -185,17 +192,23 @@ def _model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
 
 
 def _linted(
-    context: JobContext, file: JobFile, resuming: Resuming, ignored: Sequence[str], changes: Sequence[Change]
-) -> tuple[Subject, list[str]]:
-    """Returns the configuration of a job and lint's warnings, one line each. Raises InvalidConfig for errors."""
+    context: JobContext,
+    file: JobFile,
+    resuming: Resuming,
+    ignored: Sequence[str],
+    changes: Sequence[Change],
+) -> tuple[Subject, list[str], str]:
+    """Returns the configuration of a job, lint's warnings, one line each, and its text. Raises InvalidConfig for
+    errors."""
     path = file.job.ds_config
-    text = edit_json.apply(read_text(Path(path)), shown(path), changes)
-    result = lint_text(context, text, shown(path), ignored=ignored)
+    text = read_text(Path(path))
+    changed_text = edit_json.apply(text, shown(path), changes)
+    result = lint_text(context, changed_text, shown(path), ignored=ignored)
     if result.subject is None or errors(result.findings):
         raise resuming.explained(refused(result.findings))
     packages.check_engine_packages(result.subject.config, shown(path))
     warnings = (finding for finding in result.findings if finding.severity is Severity.WARNING)
-    return result.subject, [f"{item.place}: {item.rule}: {item.problem}; {item.fix}" for item in warnings]
+    return result.subject, [f"{item.place}: {item.rule}: {item.problem}; {item.fix}" for item in warnings], text
 
 
 def _devices(

@@ -44,6 +44,7 @@ def launch_spec(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
         ops=tuple(needed_ops(prepared.ds_config, on_gpu=not prepared.on_cpu)),
         files={} if prepared.is_local else handshake.files_of(prepared.job),
         packages=() if prepared.is_local else of_ranks(prepared.job, prepared.model),
+        saved_bytes=prepared.checkpoint_bytes,
         timeouts=timeouts,
     )
 
@@ -98,6 +99,7 @@ def _on_port(launch: Launch, port: int) -> Launch:
         saves_on_term=launch.saves_on_term,
         syncs=launch.syncs,
         mark=launch.mark,
+        user_lines=launch.user_lines,
     )
     write_start(changed)
     return changed

@@ -13,6 +13,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.machines import resolve_hosts
+from dstrain.job.code_variables import TRUSTED
 from dstrain.job.file import JobFile
 from dstrain.launch.environment import SAFE_PATH, is_forwarded, is_secret, python_path, refuse_secrets
 from dstrain.launch.environment import secrets as known_secrets
@@ -49,8 +50,9 @@ class ScriptContext:
 
     @property
     def words(self) -> list[str]:
-        """The overrides as words of a command line."""
-        return [word for override in self.overrides for word in ("--set", override)]
+        """The overrides, and whether the job is trusted, as words of a command line."""
+        words = [word for override in self.overrides for word in ("--set", override)]
+        return ["--trust-job", *words] if TRUSTED.get() else words
 
     @property
     def values(self) -> dict[str, Any]:

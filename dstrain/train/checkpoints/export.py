@@ -25,6 +25,7 @@ from dstrain.rundir import RunDir, read_record
 from dstrain.train import rope_scaling, scoring
 from dstrain.train.adapters import untie
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
+from dstrain.train.checkpoints.safe_load import load_only_tensors, naming_pickles
 from dstrain.train.checkpoints.saved_model import DTYPES, converted, family_of, require_whole_model
 from dstrain.train.rank import quieten
 
@@ -189,7 +190,9 @@ def main(arguments: Sequence[str]) -> int:
         if given.dry_run:
             folder = locate(given.source)
         else:
-            folder = export(given.source, given.out, precision=Precision(given.dtype) if given.dtype else None)
+            load_only_tensors()
+            with naming_pickles(given.source):
+                folder = export(given.source, given.out, precision=Precision(given.dtype) if given.dtype else None)
     except DstrainError as error:
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code

@@ -26,6 +26,7 @@ from dstrain.facts.ds_config import ZERO, section
 from dstrain.paths import flush, write_atomic
 from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART
 from dstrain.train.checkpoints.checkpoints import is_converted, refuse_damaged
+from dstrain.train.checkpoints.safe_load import load_only_tensors, naming_pickles
 from dstrain.train.rank import quieten
 
 _WORKERS = 4
@@ -92,7 +93,7 @@ def _lighten(shards: Path, to: Path) -> None:
 
 def _load(path: Path) -> dict[str, Any]:
     """Returns the content of a DeepSpeed file; tensors are memory-mapped if the format allows."""
-    content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=False)
+    content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=is_zipfile(path))  # PyTorch's default: no code
     return content
 
 
@@ -178,7 +179,9 @@ def main(arguments: Sequence[str]) -> int:
     given = parser.parse_args(arguments)
     quieten(on_terminal=sys.stderr.isatty())
     try:
-        copy = convert(given.checkpoint)
+        load_only_tensors()
+        with naming_pickles(given.checkpoint):
+            copy = convert(given.checkpoint)
     except DstrainError as error:
         print(f"Error: {error}", file=sys.stderr)
         return error.exit_code
