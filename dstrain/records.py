@@ -52,6 +52,18 @@ def to_json(record: Any) -> str:
     return json.dumps(to_data(record), indent=2, ensure_ascii=False) + "\n"
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns the values of nested mappings by dotted key.
+
+    >>> flat({"seed": 1, "lora": {"r": 8, "targets": ["q_proj"]}})
+    {'seed': 1, 'lora.r': 8, 'lora.targets': ['q_proj']}
+    """
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
 def json_schema(record: type[Any]) -> dict[str, Any]:
     """Returns the JSON schema (draft 2020-12) of a record; docstrings of fields are descriptions."""
     return _adapter(record).json_schema()

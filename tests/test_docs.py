@@ -32,7 +32,9 @@ from dstrain.config.imports import accelerate, huggingface, read, trainer
 from dstrain.config.imports.rows import ABSENT, Fate, Row
 from dstrain.facts.cluster.cpu import CPU_LIMITS
 from dstrain.facts.model import families
+from dstrain.monitor.curves import CURVES
 from dstrain.monitor.health.rules import RULES as HEALTH_RULES
+from dstrain.monitor.traffic import KINDS
 from dstrain.plan.search.decide import choice
 from dstrain.units import GIB
 
@@ -228,6 +230,19 @@ def health_table() -> str:
     return "\n".join(rows)
 
 
+def curve_table(*, is_chinese: bool = False) -> str:
+    """Returns the names of curves in trackers; those of kinds of collectives share rows."""
+    titles = ("曲线", "单位", "含义") if is_chinese else ("curve", "unit", "meaning")
+    rows = [f"| `metrics.jsonl` | {' | '.join(titles)} |"]
+    for name, curve in CURVES.items():
+        if not name.startswith("comm/") or name.startswith(f"comm/{KINDS[0]}"):
+            cells = (f"`{name}`", f"`{curve.tag}`", curve.unit, curve.chinese if is_chinese else curve.label)
+            rows.append(f"| {' | '.join(cells).replace(KINDS[0], 'KIND')} |")
+    kinds = ", ".join(f"`{kind}`" for kind in KINDS)
+    kinds = f"`KIND` 是 {kinds} 之一。" if is_chinese else f"`KIND` is one of {kinds}."
+    return "\n".join([rows[0], "|---|---|---|---|", *rows[1:], "", kinds])
+
+
 @cache
 def exam_results() -> list[Result]:
     """Returns what the health rules say of the recorded runs."""
@@ -267,6 +282,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "module map": module_map,
     "job": job_reference,
     "health": health_table,
+    "curves": curve_table,
     "command line": cli_reference,
     "gen-config": gen_config_output,
     "plan": plan_output,
@@ -281,6 +297,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "health exam rules": lambda: f"{rule_table(exam_results())}\n\n{false_lines(exam_results())}",
 }
 """The generated parts of the pages below docs/, by the name in their comment."""
+IN_CHINESE: dict[str, Callable[[], str]] = {"curves": lambda: curve_table(is_chinese=True)}
+"""The generated parts that are Chinese below docs/zh/."""
 PUBLISHED: dict[str, Callable[[tuple[Answer, ...]], str]] = {
     "published": published_table,
     "published figures": published_figures,
@@ -313,7 +331,8 @@ def compare(page: Path, name: str, wanted: str, *, update: bool) -> None:
 
 @pytest.mark.parametrize(("page", "name"), pages_with(PARTS), ids=str)
 def test_a_generated_part_is_what_the_code_says(page: Path, name: str, request: pytest.FixtureRequest) -> None:
-    compare(page, name, PARTS[name](), update=request.config.getoption("--update"))
+    parts = PARTS | (IN_CHINESE if page.parent.name == "zh" else {})
+    compare(page, name, parts[name](), update=request.config.getoption("--update"))
 
 
 @pytest.mark.parametrize(("page", "name"), pages_with(PUBLISHED), ids=str)

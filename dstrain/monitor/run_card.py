@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from dstrain.job.schema import Job
 from dstrain.job.secret_names import is_secret
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
+from dstrain.records import flat
 from dstrain.units import format_bytes, format_count, format_seconds
 
 
@@ -84,6 +86,22 @@ def without_secrets(value: Any, name: str = "") -> Any:
         value not in (None, "") and not isinstance(value, bool) and is_secret(name.rpartition(".")[2], str(value))
     )
     return "(secret)" if is_hidden else value
+
+
+def filterable(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a number or a text by dotted key, which trackers can filter by; they show nested data as one text.
+
+    >>> filterable({"job": {"seed": 1, "lora": {"targets": ["q_proj", "v_proj"]}, "data": [{"path": "a.json"}]}})
+    {'job.seed': 1, 'job.lora.targets': 'q_proj, v_proj', 'job.data': '{"path": "a.json"}'}
+    """
+
+    def text(value: Any) -> str:
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+    return {
+        key: ", ".join(map(text, value)) if isinstance(value, list | tuple) else value
+        for key, value in flat(config).items()
+    }
 
 
 def _word(name: str) -> str:

@@ -108,7 +108,7 @@ def _first_steps(inputs: Inputs) -> FirstSteps:
 
 def _sinks(inputs: Inputs, rank: Rank, first_steps: FirstSteps, *, is_resumed: bool) -> list[Guarded]:
     """Returns the opened sinks of rank 0."""
-    from dstrain.monitor.run_card import run_card, without_secrets  # loads the planner
+    from dstrain.monitor.run_card import filterable, run_card, without_secrets  # loads the planner
 
     job = inputs.job
     card = run_card(
@@ -128,7 +128,7 @@ def _sinks(inputs: Inputs, rank: Rank, first_steps: FirstSteps, *, is_resumed: b
         tags=card.tags,
         mode=decide_mode(job.monitor.mode, os.environ, logged_in=has_login(Path.home())),
         run_dir=inputs.run_dir.path,
-        config=without_secrets(config | _edits(inputs.run_dir)),
+        config=filterable(without_secrets(config | _edits(inputs.run_dir))),
         is_resumed=is_resumed,
     )
     return open_sinks(job.monitor.sinks, setup, rank.say)

@@ -151,6 +151,7 @@ def test_two_hosts_are_launched_by_pdsh(dstrain: Type, job: Path) -> None:
         ('method: "full"', 'method: "qlora"', "bitsandbytes"),
         ("grad_ckpt: ", "optimizer: adamw_8bit\ngrad_ckpt: ", "adamw_8bit needs bitsandbytes"),
         ("sinks: [swanlab]", "sinks: [wandb, swanlab]", "wandb needs wandb, which is not installed"),
+        ("sinks: [swanlab]", "sinks: [swanlab]\n  mode: local", "local needs swanboard, which is not installed"),
         ('attn: "auto"', 'attn: "flash_attention_2"', "FlashAttention has no kernels for a CPU"),
         ("grad_ckpt: ", "liger: true\ngrad_ckpt: ", "liger is true, but this job trains on the CPU: Triton compiles"),
         ("save_steps: ", "eval_steps: 5\nsave_steps: ", "eval_steps is 5, but eval_data is not set"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,6 +16,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.releases import is_in_range
 from dstrain.job.file import JobFile, is_local
 from dstrain.job.schema import Job
+from dstrain.monitor.mode import decide_mode
 from dstrain.records import Keys
 
 
@@ -63,6 +65,13 @@ def _is_silent(job: Job, name: SinkName) -> bool:
     return name is SinkName.SWANLAB and job.monitor.mode is SwanLabMode.DISABLED
 
 
+def _is_shown_here(job: Job) -> bool:
+    """Returns whether SwanLab writes for its dashboard on this machine."""
+    if SinkName.SWANLAB not in job.monitor.sinks:
+        return False
+    return decide_mode(job.monitor.mode, {**os.environ, **job.env}, logged_in=False) is SwanLabMode.LOCAL
+
+
 _PACKAGES = (
     _Package(key=("method",), value="qlora", modules=("bitsandbytes",), name="bitsandbytes",
         install="pip install 'dstrain[qlora]'", is_wanted=lambda job: job.method is Method.QLORA),
@@ -79,6 +88,8 @@ _PACKAGES = (
         is_wanted=lambda job: job.hub is Hub.MODELSCOPE
         and not all(map(is_local, (job.model, *job.data_paths)))),
     _sink(SinkName.SWANLAB, "pip install 'swanlab>=0.10,<0.11'"),
+    _Package(key=("monitor", "mode"), value="local", modules=("swanboard",), name="swanboard",
+        install="pip install 'swanlab[dashboard]>=0.10,<0.11'", is_wanted=_is_shown_here),
     _sink(SinkName.TENSORBOARD, "pip install 'dstrain[tensorboard]'"),
     _sink(SinkName.WANDB, "pip install 'dstrain[wandb]'"),
 )  # fmt: skip
@@ -96,7 +107,7 @@ def of_ranks(job: Job, model: ModelFacts | None) -> tuple[str, ...]:
 
     Sinks are rank 0's alone.
     """
-    rows = (row for row in _PACKAGES if row.is_wanted(job) and row.key != _SINKS)
+    rows = (row for row in _PACKAGES if row.is_wanted(job) and row.key[0] != "monitor")
     kernels = kernel_packages(model.model_type) if model else ()
     return tuple(dict.fromkeys((*(module for row in rows for module in row.modules), *kernels)))
 

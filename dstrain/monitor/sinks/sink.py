@@ -37,7 +37,7 @@ class Setup:
     run_dir: Path
     """The run directory, for the sink's files."""
     config: Mapping[str, Any]
-    """Job and configuration, without secrets."""
+    """Job and configuration, without secrets: a number or a text by each key, so that trackers can filter by it."""
     description: str = ""
     """Model, data and machines in a few sentences."""
     tags: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Sink(Protocol):
         """Entries for `summary.json`, such as the sink's folder."""
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Adds one point to each curve."""
+        """Adds one point to each curve, by its tag (`monitor.curves`)."""
 
     def show(self, table: Table) -> None:
         """Adds a table, and its text, as far as the sink can show them."""

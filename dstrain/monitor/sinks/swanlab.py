@@ -55,8 +55,7 @@ class SwanlabSink:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Adds one point to each curve."""
-        named = {name if "/" in name else f"{_section(name)}/{name}": value for name, value in values.items()}
-        self._swanlab.log(named, step=int(step))
+        self._swanlab.log(dict(values), step=int(step))
 
     def show(self, table: Table) -> None:
         """Adds a text, and a table and a picture where what SwanLab needs for them is installed."""
@@ -78,14 +77,6 @@ class SwanlabSink:
                 # finally it restores a signal handler, which only the main thread may do
                 if threading.current_thread() is threading.main_thread():
                     raise
-
-
-def _section(name: str) -> str:
-    if name.startswith("eval_"):
-        return "eval"
-    if "expert" in name:
-        return "experts"
-    return "train" if name in {"loss", "grad_norm", "learning_rate", "epoch"} else "speed"
 
 
 def open_sink(setup: Setup, say: Callable[[str], None]) -> SwanlabSink | None:

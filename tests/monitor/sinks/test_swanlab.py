@@ -8,25 +8,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import yaml
+
 PROGRAM = """
 import sys
 from pathlib import Path
 from dstrain.choices import SwanLabMode
+from dstrain.monitor.curves import points
 from dstrain.monitor.expert_balance import balance, load_map
 from dstrain.monitor.generated import GeneratedText, table
 from dstrain.monitor.metrics import scalars
+from dstrain.monitor.run_card import filterable
 from dstrain.monitor.sinks.registry import End, Setup, open_sinks
 
 folder, mode, resumed = Path(sys.argv[1]), SwanLabMode(sys.argv[2]), sys.argv[3] == "resumed"
 named = {"name": "qwen3-8b-lora-4x4090-zero2", "description": "8.19 B parameters", "tags": ("lora", "4x4090")}
-config = {"a": {"b": 1}, "num_gpus": 4}
+config = filterable({"job": {"lora": {"targets": ["q", "v"]}}, "num_gpus": 4})
 setup = Setup(project="p", mode=mode, run_dir=folder, config=config, is_resumed=resumed, **named)
 sinks = open_sinks(["swanlab"], setup, lambda line: print("SAID", line))
 for sink in sinks:
     for step in range(3):
-        sink.log({"loss": 3.0 - step, "grad_norm": float("nan"), "tokens_per_s": 5}, step)
+        sink.log(points({"loss": 3.0 - step, "grad_norm": float("nan"), "tokens_per_s": 5, "eval_loss": 3.0}), step)
     counts = [[30, 10], [20, 20]]
-    sink.log(scalars(balance(counts, (1, 2))), 2)
+    sink.log(points(scalars(balance(counts, (1, 2)))), 2)
     sink.show(load_map(counts, (1, 2), 2).table(2))
     sink.show(table([GeneratedText(step=2, prompt="Who | are you?", text="I am a\\nmodel.", tokens=7, seconds=0.5)]))
     sink.finish(End.SUCCESS)
@@ -57,9 +61,13 @@ def test_offline_keeps_its_files_in_the_run_directory(tmp_path: Path) -> None:
     (file,) = (tmp_path / "swanlog").glob("run-*/*.swanlab")
     content = file.read_bytes()
     assert b"train/loss" in content
+    assert b"eval/loss" in content
     assert b"speed/tokens_per_s" in content
+    (saved,) = file.parent.rglob("config.yaml")
+    config = yaml.safe_load(saved.read_text())
+    assert {key: item["value"] for key, item in config.items()} == {"job.lora.targets": "q, v", "num_gpus": 4}
     assert b"samples/text" in content
-    for name in (b"experts/expert_load_cv", b"expert_load_cv/layer_01", b"dead_experts/layer_02", b"expert_loads/text"):
+    for name in (b"experts/load_cv", b"experts_load_cv/layer_01", b"experts_dead/layer_02", b"expert_loads/text"):
         assert name in content
     texts = [path.read_bytes() for path in file.parent.rglob("*") if path.is_file()]
     assert any(b"| 1 | 0.50 | 1.50 | 0 |" in text for text in texts)
