@@ -11,8 +11,11 @@ import click
 from dstrain.cli.console import answer, answer_json
 from dstrain.launch.again import resumed
 from dstrain.launch.failure.last_metrics import last_metrics, metrics_words
+from dstrain.launch.failure.logs import agents_words
+from dstrain.launch.failure.next_start import cause_of
 from dstrain.launch.run import state
 from dstrain.launch.run.state import GONE, LIVING, Stage, State
+from dstrain.monitor.health.stopped import stop_of
 from dstrain.paths import shown
 from dstrain.rundir import RunDir
 from dstrain.units import format_seconds
@@ -43,6 +46,8 @@ def document(run_dir: RunDir, run: State) -> dict[str, Any]:
     is_gone = run.stage in LIVING and not state.is_alive(run, run_dir)
     newest = run_dir.newest_checkpoint()
     failure = run_dir.failure.read_text(encoding="utf-8") if run_dir.failure.exists() else None
+    cause = cause_of(failure)
+    stop = stop_of(run_dir, cause) if cause else None
     return {
         "schema": 1,
         "run_dir": str(run_dir.path),
@@ -58,9 +63,11 @@ def document(run_dir: RunDir, run: State) -> dict[str, Any]:
         "checkpoint_step": newest.step if newest.folder else None,
         "damaged": [] if state.is_alive(run, run_dir) else list(newest.skipped),
         "last": last_metrics(run_dir),
+        "cause": cause or None,
+        "stopped_by": stop and stop.rule,
         "failure": failure,
-        "resume": resumed(run.command),
-        "agents": state.watch_words(run_dir, run.began),
+        "resume": resumed(run.command) if stop is None or stop.since is None else None,
+        "agents": agents_words(run_dir.logs, run.began),
     }
 
 
@@ -71,6 +78,8 @@ def _lines(status: dict[str, Any]) -> list[str]:
     stage = f"{status['stage']}, {'for' if is_alive else 'after'} {took}"
     if status["stage"] == GONE:
         stage = "gone: `dstrain run` was killed, or its machine went down"
+    elif status["stopped_by"]:
+        stage = f"ended by the health rule {status['stopped_by']}, after {took}, exit code {status['exit_code']}"
     elif status["exit_code"]:
         stage += f", exit code {status['exit_code']}"
     rows = [("run", shown(status["run_dir"])), ("stage", stage)]

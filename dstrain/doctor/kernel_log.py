@@ -10,6 +10,7 @@ from types import MappingProxyType
 
 from dstrain.doctor.gpu_facts import Xid
 from dstrain.doctor.nvidia_smi import address
+from dstrain.facts.kernel_messages import seconds_of
 
 
 class Cure(Enum):
@@ -60,7 +61,6 @@ XIDS: Mapping[int, XidKind] = MappingProxyType({code: XidKind(what=what, cure=cu
 """NVIDIA's number → what it means. Source: https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"""
 
 _XID = re.compile(r"NVRM: Xid \(((?:PCI:)?[0-9a-fA-F]+(?:[:.][0-9a-fA-F]+)+)[^)]*\): (\d+)")
-_TIME = re.compile(r"^\s*(?:<\d+>)?\[\s*(\d+\.\d+)\]")
 _OFF_THE_BUS = re.compile(r"NVRM: .*fallen off the bus")
 
 
@@ -77,8 +77,8 @@ def parse(text: str, uptime_s: float | None) -> tuple[Xid, ...]:
         if match is None and _OFF_THE_BUS.search(line) is None:
             continue
         bus, code = (address(match[1]), int(match[2])) if match else (None, 79)
-        time = _TIME.match(line)
-        age = max(0.0, uptime_s - float(time[1])) if time is not None and uptime_s is not None else None
+        at = seconds_of(line)
+        age = max(0.0, uptime_s - at) if at is not None and uptime_s is not None else None
         before = xids.get((bus, code))
         xids[bus, code] = Xid(bus=bus, code=code, count=1 + (before.count if before else 0), age_s=age)
     if any(code == 79 and bus is not None for bus, code in xids):

@@ -67,6 +67,7 @@ class HealthRule(StrEnum):
     DIVERGENCE = "divergence"
     ZERO_LOSS = "zero_loss"
     FIRST_LOSS = "first_loss"
+    ABOVE_GUESSING = "above_guessing"
     OVERFITTING = "overfitting"
     GRADIENT_SPIKE = "gradient_spike"
     REPEATED_GRADIENT_SPIKES = "repeated_gradient_spikes"

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from dstrain.errors import RunFailed
 from dstrain.job.monitor import HealthAction
+from dstrain.monitor.curves import points
 from dstrain.monitor.expert_loads import ExpertLoads
 from dstrain.monitor.generated import GeneratedText, table
+from dstrain.monitor.health import stopped
 from dstrain.monitor.health.nonfinite import Finding, check
 from dstrain.monitor.health.watch import Watch
 from dstrain.monitor.meter import Meter
@@ -25,6 +26,7 @@ from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.sinks.sink import Say
 from dstrain.monitor.traffic import communication
 from dstrain.monitor.windows import START
+from dstrain.rundir import RunDir
 
 if TYPE_CHECKING:
     from dstrain.monitor.verdict import FirstSteps  # loads the planner, which rank 0 alone needs
@@ -59,6 +61,7 @@ class MetricsCallback(TrainerCallback):
         self._first_steps = first_steps
         self._acts = any(limits.action is not HealthAction.TELL for limits in watch.limits.values())
         self._must_stop = False
+        self._stop: Finding | None = None
         self._sinks = sinks
         self._say = say
         self._last_step = 0
@@ -189,10 +192,8 @@ class MetricsCallback(TrainerCallback):
     ) -> None:
         """Ends the run after the checkpoint, if a health rule with `action: stop` is broken. Raises RunFailed."""
         if self._must_stop:
-            raise RunFailed(
-                f"a health rule has ended the run after step {state.global_step} (health: action: stop)",
-                hint="The rule's message is above. To go on from its checkpoint, add --set resume=auto to the command.",
-            )
+            run_dir = None if self._metrics is None else RunDir(self._metrics.path.parent)
+            raise stopped.error_of(self._stop, run_dir, state.global_step)
 
     def _agreed(self, action: HealthAction) -> HealthAction:
         """Returns rank 0's action, on all ranks."""
@@ -210,11 +211,13 @@ class MetricsCallback(TrainerCallback):
         step = int(state.global_step)
         self._write(self._metrics, {"step": step, START: self._first_step, "time_s": round(time.time(), 3), **logs})
         self._remember(logs)
-        actions = [finding.action for finding in self._findings(step, logs)]
+        findings = self._findings(step, logs)
+        self._stop = next((finding for finding in findings if finding.action is HealthAction.STOP), self._stop)
         for sink in self._sinks:
-            sink.log(scalars(logs), step)
+            sink.log(points(scalars(logs)), step)
         self._say(self._line(step, state, logs))
         self._judge(self._metrics, step, logs)
+        actions = (finding.action for finding in findings)
         return max(actions, key=list(HealthAction).index, default=HealthAction.TELL)
 
     def _judge(self, metrics: JsonlFile, step: int, logs: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from dstrain.monitor.windows import Line, counted, series, states_by_rank
 from dstrain.plan.estimate_records import Estimate
 from dstrain.rundir import RunDir
 
+_WEIGHS = ("action", "severity")
 _MOST_RULES = 8
 """Health rules that are named with their message."""
 
@@ -83,7 +84,9 @@ def end_report(run: Ended, *, how: str) -> Table | None:
     lines += [f"**loss**: {_losses(run)}", ""]
     lines += [f"**best model**: {run.best.text}", ""] if run.best is not None and how == End.SUCCESS else []
     last = {line["rule"]: line for line in run.findings if line.get("rule")}
-    lines += [f"- **{rule}** {line.get('message', '')}" for rule, line in list(last.items())[:_MOST_RULES]]
+    weights = {"stop": 0, "critical": 1}  # of the action, or else of the severity
+    heaviest = sorted(last.items(), key=lambda row: min(weights.get(str(row[1].get(key)), 2) for key in _WEIGHS))
+    lines += [f"- **{rule}** {line.get('message', '')}" for rule, line in heaviest[:_MOST_RULES]]
     lines += ["", "`dstrain report` on the run directory has the rest."] if last else ["No health rule was broken."]
     return Table(name=REPORT, step=step, text="\n".join(lines) + "\n", columns=COLUMNS, rows=rows)
 

@@ -12,6 +12,7 @@ from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.schema import Job
+from dstrain.launch.failure.next_start import cause_of
 from dstrain.launch.run import state
 from dstrain.launch.run.state import State
 from dstrain.monitor.expert_balance import LoadMap
@@ -77,7 +78,13 @@ class Recorded:
     edits: tuple[Line, ...] | None
     """Hand edits in effect."""
     failure: str | None
-    """The report of a failed run."""
+    """The report of a failed run, whose first line is the cause."""
+
+    @property
+    def cause(self) -> str:
+        """Why the run failed, in a line, as `dstrain run` said; empty if it did not fail."""
+        return cause_of(self.failure)
+
     unread: tuple[str, ...]
     """Files that cannot be read, and why."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -15,6 +15,7 @@ from dstrain.config.lint.rules import releases
 from dstrain.config.lint.subject import Subject
 from dstrain.errors import Place
 from dstrain.job.file import JobFile
+from dstrain.job.monitor import HealthAction
 from dstrain.launch.run.state import GONE, LIVING, Stage
 from dstrain.monitor.comparison import (
     Comparison,
@@ -25,9 +26,10 @@ from dstrain.monitor.comparison import (
     middle,
     step_parts,
 )
+from dstrain.monitor.health.stopped import stop_in
 from dstrain.monitor.traffic import NAMES, Kind, kinds_of
 from dstrain.monitor.windows import Line, counted, number, series
-from dstrain.records import to_data
+from dstrain.records import flat, to_data
 from dstrain.report.first_steps import FirstVerdict, first_verdict
 from dstrain.report.recorded import Recorded
 
@@ -119,6 +121,12 @@ class Report:
         return self.stage not in {Stage.FAILED.value, GONE}
 
     @property
+    def stopped_by(self) -> str | None:
+        """The health rule that ended the run, if one did."""
+        stop = stop_in(self.recorded.findings, self.recorded.cause)
+        return stop.rule if stop is not None and self.stage == Stage.FAILED.value else None
+
+    @property
     def losses(self) -> list[tuple[int, float]]:
         """Step and loss of each logged window."""
         return series(self.recorded.windows, "loss")
@@ -146,7 +154,7 @@ def report(recorded: Recorded, *, now: float) -> Report:
         parts=step_parts(recorded),
         traffic=tuple(kinds_of({name: middle(windows, name) for name in NAMES})),
         first=first_verdict(recorded.verdict),
-        marks=marks(recorded.findings),
+        marks=marks(recorded.findings, recorded.cause),
         quarters=quarters([value for _, value in series(counted(windows).windows, "tokens_per_s")]),
         data_wait_share=middle(windows, "data_wait_share"),
         padding_share=middle(windows, "padding_share"),
@@ -179,8 +187,9 @@ def _total_steps(recorded: Recorded) -> int | None:
     return round(last["step"] * job.num_train_epochs / epoch) if epoch else None
 
 
-def marks(findings: Sequence[Line]) -> tuple[Mark, ...]:
-    """Returns the broken rules in the order in which they were first broken.
+def marks(findings: Sequence[Line], cause: str = "") -> tuple[Mark, ...]:
+    """Returns the broken rules by weight: the one that `cause` names as the end of the run, then critical ones; those
+    of the same weight in the order in which they were first broken.
 
     >>> lines = [{"rule": "loss_spike", "step": step, "severity": "warning", "message": "…"} for step in (40, 90)]
     >>> [(mark.rule, mark.first_step, mark.last_step, mark.count) for mark in marks(lines)]
@@ -189,7 +198,7 @@ def marks(findings: Sequence[Line]) -> tuple[Mark, ...]:
     by_rule: dict[str, list[Line]] = {}
     for line in findings:
         by_rule.setdefault(line["rule"], []).append(line)
-    return tuple(
+    found = [
         Mark(
             rule=rule,
             severity="critical" if any(line.get("severity") == "critical" for line in lines) else "warning",
@@ -199,7 +208,9 @@ def marks(findings: Sequence[Line]) -> tuple[Mark, ...]:
             message=lines[-1]["message"],
         )
         for rule, lines in by_rule.items()
-    )
+    ]
+    ended = {line["rule"] for line in findings if line.get("action") == HealthAction.STOP and line["rule"] in cause}
+    return tuple(sorted(found, key=lambda mark: (mark.rule not in ended, mark.severity != "critical")))
 
 
 def quarters(values: Sequence[float]) -> tuple[float, ...]:
@@ -275,17 +286,7 @@ def _missing(recorded: Recorded, advisories: object) -> list[str]:
 def settings(recorded: Recorded) -> dict[str, Any]:
     """Returns the settings of a run by dotted key: the job's, and `ds_config.` with those of the engine."""
     job = {} if recorded.job is None else to_data(recorded.job)
-    return {**_flat(job, ""), **_flat(recorded.ds_config or {}, "ds_config.")}
-
-
-def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
+    return flat({**job, "ds_config": recorded.ds_config or {}})
 
 
 def differing(reports: Sequence[Report]) -> dict[str, tuple[Any, ...]]:

@@ -254,9 +254,32 @@ class Trainer(StreamingTrainer):
         """Returns logits (batch, seq, vocab) of whole rows."""
         return logits
 
+    def create_scheduler(self, *arguments: Any, **options: Any) -> Any:
+        """Returns the schedule of the learning rate, and remembers the rates of the job."""
+        scheduler = super().create_scheduler(*arguments, **options)
+        self._rates = list(getattr(_inner(self.lr_scheduler), "base_lrs", ()))
+        return scheduler
+
+    def _take_rates(self) -> None:
+        """Continues with the job's learning rate, in place of that of the checkpoint, which its schedule brings along.
+
+        Source: torch 2.13 optim/lr_scheduler.py: LambdaLR.load_state_dict
+        """
+        scheduler: Any = _inner(self.lr_scheduler)
+        saved = list(getattr(scheduler, "base_lrs", ()))
+        if saved == self._rates or len(saved) != len(self._rates):
+            return
+        scheduler.base_lrs = self._rates
+        optimizer: Any = self.optimizer
+        for group, rate in zip(optimizer.param_groups, scheduler.get_lr(), strict=True):
+            group["lr"] = rate
+        rates = f"learning_rate {max(self._rates):g} in place of {max(saved):g}"
+        self._rank.say(f"{rates}, with which the checkpoint was trained")
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Loads the remaining states, and repairs those that DeepSpeed loads wrongly from a universal copy."""
         super()._load_optimizer_and_scheduler(checkpoint)
+        self._take_rates()
         if self._is_universal:
             engine: Any = self.model_wrapped
             universal_checkpoint.mend(engine.optimizer.optimizer)
@@ -267,3 +290,8 @@ class Trainer(StreamingTrainer):
             self.control.should_training_stop = True
         else:
             super()._run_epoch(*arguments, **options)  # type: ignore[no-untyped-call]
+
+
+def _inner(scheduler: Any) -> Any:
+    """Returns the schedule itself of what accelerate wraps."""
+    return getattr(scheduler, "scheduler", scheduler)

@@ -40,8 +40,8 @@ class WatchedTrainer(SavingTrainer):
         self._metrics = metrics
         self._heartbeat = heartbeat
         self._group = group
-        self._gradients = Nonfinite("gradients", limit=job.stop_on_nonfinite)
-        self._losses = Nonfinite("losses", limit=job.stop_on_nonfinite)
+        self._gradients = Nonfinite("gradients", limit=job.stop_on_nonfinite, tell=metrics.tell)
+        self._losses = Nonfinite("losses", limit=job.stop_on_nonfinite, tell=metrics.tell)
         self._evidence = Evidence()
         self._batches: list[MicroBatchInputs] = []
         self._num_told = 0

@@ -26,6 +26,11 @@ def main(folder: Path) -> None:
         time.sleep(0.02)
     if behaviour == "raise":
         fail(rank)
+    elif behaviour == "leave":
+        for step in range(1, 21):
+            Sender(os.environ, int(rank)).send(step, Phase.STEP, 60)
+            time.sleep(0.1)  # the kernel keeps few messages, and rank 1 is to be seen
+        time.sleep(0 if rank == "1" else 100)
     elif behaviour != "end":
         if behaviour == "ignore":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

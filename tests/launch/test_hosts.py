@@ -69,7 +69,7 @@ def test_a_killed_rank_is_named_with_its_host_and_the_run_goes_on_from_its_check
     ended = light_job.end_of(process)
     assert (ended.code, ended.wall_s < 30) == (1, True), ended
     assert "rank 1 on node1 failed first" in ended.said
-    assert "SIGKILL): killed, likely because the host ran out of memory" in ended.said
+    assert "SIGKILL): the kernel's log " in ended.said
     assert "Last metrics: step" in ended.said
     assert f" --set resume=auto` continues from step {step}" in ended.said or step % 4 == 0
     assert light_job.place.failure.read_text().startswith("rank 1 on node1 failed first")

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from dstrain.cli import status
 from dstrain.cli.output.report import document, lines
 from dstrain.cli.output.report_page import page
 from dstrain.cli.output.report_table import lines as table_lines
 from dstrain.cli.output.report_table import table
 from dstrain.errors import InvalidConfig
+from dstrain.launch.run import state
 from dstrain.launch.run.state import Stage, StateWriter, note_restart
 from dstrain.report.recorded import read
 from dstrain.report.report import Report, differing, report
@@ -214,6 +216,28 @@ def test_a_record_that_no_launcher_completed_is_reported_as_far_as_it_goes(tmp_p
     text = "\n".join(lines(reported(folder)))
     assert "Out of GPU memory: rank 3" in text
     assert not any(words in text for words in ("planned peak", "Changes that fit"))
+
+
+def test_a_failed_run_has_one_cause_and_the_rule_that_ended_it_leads(tmp_path: Path) -> None:
+    place = RunDir(night(tmp_path / "run"))
+    StateWriter(place).write(stage=Stage.FAILED, exit_code=1)
+    cause = "the health rule divergence ended the run: step 40: it diverges."
+    place.failure.write_text(f"{cause}\nits log says nothing\nLogs: …\n")
+    found = [("padding", "warning", "tell"), ("zero_loss", "critical", "tell"), ("divergence", "critical", "stop")]
+    rows = [
+        {"rule": rule, "severity": severity, "action": action, "step": 20 + at, "message": "…", "time_s": 2e9}
+        for at, (rule, severity, action) in enumerate(found)
+    ]
+    place.health.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    one = reported(place.path)
+    assert [mark.rule for mark in one.marks] == ["divergence", "zero_loss", "padding"]
+    head = lines(one)
+    assert "ended by the health rule divergence, " in head[0]
+    assert head[1] == f"  {cause}"
+    assert head[2] == ""
+    assert (document(one)["cause"], document(one)["stopped_by"]) == (cause, "divergence")
+    assert page([one]).count(cause) == 1
+    assert status.document(place, state.read(place))["cause"] == cause
 
 
 def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:

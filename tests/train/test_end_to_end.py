@@ -243,7 +243,7 @@ def test_packing_is_refused_before_the_first_step_where_samples_would_see_each_o
 def test_a_health_rule_saves_and_ends_the_run_on_all_ranks(runs: Path) -> None:
     assert codes(runs / "stopped") == [[1, 1]]
     assert "WARNING: step 1: the first loss is" in said(runs / "stopped")
-    assert "a health rule has ended the run after step 1" in said(runs / "stopped")
+    assert "Error: the health rule first_loss ended the run: step 1: the first loss is" in said(runs / "stopped")
     assert "Traceback" not in said(runs / "stopped") + said(runs / "stopped", rank=1)
     assert (runs / "stopped" / "checkpoint-1" / "latest").exists()
     (told,) = [line for line in read_jsonl(runs / "stopped" / "health.jsonl") if line["rule"] == "first_loss"]
@@ -262,6 +262,8 @@ def test_the_checks_before_the_first_step_find_what_the_run_meets(runs: Path) ->
 def test_steps_in_a_row_without_finite_gradients_end_the_run(runs: Path) -> None:
     assert codes(runs / "steep") == [[1, 1]]
     assert "the gradients of 3 steps in a row" in said(runs / "steep")
+    stop = [line for line in read_jsonl(runs / "steep" / "health.jsonl") if line["action"] == "stop"]
+    assert [(line["rule"], line["since"]) for line in stop] == [("stop_on_nonfinite", 0)]
     assert "Traceback" not in said(runs / "steep") + said(runs / "steep", rank=1)
 
 

@@ -38,7 +38,8 @@ def verdict(report: Report) -> str:
     words = {GONE: "gone: `dstrain run` was killed, or its machine went down", UNKNOWN: "not known to have ended"}
     steps = units.counted(report.total_steps or report.step, "step")
     steps = f"{report.step:,} of {steps}" if report.total_steps else steps
-    parts = [words.get(report.stage, report.stage), steps]
+    rule = report.stopped_by
+    parts = [words.get(report.stage, report.stage) if rule is None else f"ended by the health rule {rule}", steps]
     if report.seconds is not None:
         parts.append(f"{'for' if report.stage in {one.value for one in LIVING} else 'after'} {_spent(report)}")
     if (best := best_model(report.recorded.summary)) is not None and best.stopped_at is not None:
@@ -57,7 +58,7 @@ def lines(report: Report) -> list[str]:
     """Returns the report of one run: the verdict, its figures beside the plan, and what happened."""
     recorded = report.recorded
     head = [f"{shown(str(recorded.run_dir.path))}: {verdict(report)}"]
-    head += [f"  {line}" for line in (recorded.failure or "").strip().splitlines()[:2]]
+    head += [wrapped(printable(recorded.cause), indent="  ")] if recorded.cause else []
     if recorded.out_of_memory is not None:
         command = out_of_memory.command_of(recorded.state)
         head += ["", *out_of_memory.lines(recorded.out_of_memory, resumes=bool(report.checkpoints), command=command)]
@@ -257,6 +258,8 @@ def document(report: Report) -> dict[str, Any]:
         "advisories": None if report.advisories is None else [asdict(one) for one in report.advisories],
         "versions": dict(recorded.versions),
         "gpu": recorded.cluster.gpu.name if recorded.cluster is not None else None,
+        "cause": recorded.cause or None,
+        "stopped_by": report.stopped_by,
         "failure": recorded.failure,
         "start_script": str(recorded.run_dir.start_script) if recorded.run_dir.start_script.exists() else None,
     }

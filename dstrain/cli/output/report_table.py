@@ -23,7 +23,7 @@ def table(reports: Sequence[Report]) -> list[list[str]]:
     for key, values in differing(reports).items():
         rows.append([key, *map(_cell, values)])
     rows.append(["hand edits", *(_count(one.recorded.edits) for one in reports)])
-    rows.append(["end", *(one.stage for one in reports)])
+    rows.append(["end", *(f"{one.stage}: {one.stopped_by}" if one.stopped_by else one.stage for one in reports)])
     rows.append(["steps", *(f"{one.step:,}" for one in reports)])
     rows.append(["loss", *(f"{one.losses[-1][1]:.4f}" if one.losses else NONE for one in reports)])
     best = [min((value for _, value in one.evaluations), default=None) for one in reports]

@@ -48,6 +48,8 @@ def _verdict(report: Report) -> str:
 def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
     """Yields label, text and style of each line."""
     recorded = report.recorded
+    if recorded.cause:
+        yield "cause", recorded.cause, "red"
     if report.total_steps:
         share = min(1.0, report.step / report.total_steps)
         yield "", f"{_bar(share)} {100 * share:.0f} %", "green"
@@ -73,7 +75,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str, str]]:
     yield from (("memory" if not at else "", text, style) for at, (text, style) in enumerate(_memory(report)))
     if not report.marks:
         yield "health", "no rule was broken", ""
-    for mark in report.marks[-_MOST_MARKS:]:
+    for mark in report.marks[:_MOST_MARKS]:
         yield "health", f"{mark.rule}: {mark.message}", "red" if mark.severity == "critical" else "yellow"
     for restart in report.restarts[-1:]:
         yield "restart", restart_text(restart), "yellow"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +11,11 @@ from dstrain.doctor import kernel_log, nvidia_smi, topology
 from dstrain.doctor.facts import Question
 from dstrain.doctor.gpu_facts import Gpus, KernelLog, Topology
 from dstrain.doctor.run_probes import all_at_once, run
+from dstrain.facts import kernel_messages
 
 SMI_S = 3.0
 """How long nvidia-smi may take; without persistence mode it loads the driver first."""
-_LOG_S = 1.5
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/proc/driver/nvidia")
-_LOGS = (["dmesg"], ["journalctl", "-k", "-b", "--no-pager", "-o", "short-monotonic"])
 
 
 def look(question: Question, environment: Mapping[str, str]) -> Gpus:
@@ -51,18 +49,5 @@ def look_topology(question: Question, environment: Mapping[str, str]) -> Topolog
 
 def look_kernel_log(question: Question, environment: Mapping[str, str]) -> KernelLog:
     """Returns the driver's errors since boot."""
-    problem = "neither dmesg nor journalctl is installed"
-    for command in _LOGS:
-        if shutil.which(command[0], path=environment.get("PATH")) is None:
-            continue
-        said = run(command, environment, _LOG_S)
-        if said.code == 0 and (command[0] == "dmesg" or " kernel: " in said.out):
-            return KernelLog(problem=None, xids=kernel_log.parse(said.out, _uptime_s()))
-        problem = f"{command[0]}: {said.last_line or 'no answer'}"
-    return KernelLog(problem=problem, xids=())
-
-
-def _uptime_s() -> float | None:
-    with suppress(OSError, ValueError):
-        return float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
-    return None
+    messages = kernel_messages.read(environment)
+    return KernelLog(problem=messages.problem, xids=kernel_log.parse(messages.text, kernel_messages.uptime_s()))

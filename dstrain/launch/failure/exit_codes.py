@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 _OF_SIGNALS = MappingProxyType(
     {
-        signal.SIGKILL: "killed, likely because the host ran out of memory",
+        signal.SIGKILL: "killed",
         signal.SIGSEGV: "segmentation fault in native code",
         signal.SIGBUS: "bus error, usually because /dev/shm is too small",
         signal.SIGABRT: "aborted by native code, often NCCL's watchdog or a failed assertion",
@@ -49,7 +49,7 @@ def decode(code: int) -> str:
     """Returns what an exit code means, in words.
 
     >>> decode(247)
-    'code 247 (SIGKILL): killed, likely because the host ran out of memory'
+    'code 247 (SIGKILL): killed'
     >>> decode(1)
     'code 1: ended with an error'
     """

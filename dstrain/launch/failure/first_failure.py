@@ -6,11 +6,15 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from dstrain.facts.kernel_messages import OUT_OF_MEMORY
+
 _START = "Traceback (most recent call last):"
 _CHAIN = ("During handling of the above exception", "The above exception was the direct cause")
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?")
 _NEAR_END = 40
 _MESSAGE_LINES = 12
+_LAST_LINES = 8
+"""Lines of a log that are shown if none of them names a cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +26,8 @@ class Death:
     """Its exit code, negative for a signal; None if it was not observed."""
     at: float
     """When it was noticed, in seconds since the epoch."""
+    note: str = ""
+    """What its node knows about the cause, as a clause."""
 
 
 def traceback_of(text: str) -> str | None:
@@ -68,6 +74,44 @@ def _is_chained(between: Sequence[str]) -> bool:
 _LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError|remote process exited")
 
 
+def message_of(traceback: str) -> str:
+    """Returns the first line of the message of the exception with which a traceback ends.
+
+    >>> message_of('Traceback (most recent call last):\\n  File "a.py", line 1\\n    f()\\nValueError: no\\n  at all')
+    'ValueError: no'
+    """
+    lines = traceback.split("\n")
+    begin, end = _blocks(lines)[-1]
+    return next((line for line in lines[begin + 1 : end] if line and not line.startswith(" ")), lines[-1])
+
+
+_SAID = re.compile(r"^Error(?: on rank \d+)?: (?=.)")
+
+
+def error_of(text: str) -> str | None:
+    """Returns the error of dstrain, with its hint, that a rank's log ends with; None if it does not.
+
+    >>> error_of("step 3\\nError: the loss is nan\\nLower learning_rate.\\n")
+    'the loss is nan\\nLower learning_rate.'
+    """
+    lines = text.rstrip().split("\n")[-_NEAR_END:]
+    at = max((index for index, line in enumerate(lines) if _SAID.match(line)), default=None)
+    return None if at is None else _SAID.sub("", "\n".join(lines[at:]), count=1)
+
+
+_NOISE = re.compile(r"DeepSpeed .* built successfully|\[INFO\]")
+
+
+def end_of_log(text: str) -> list[str]:
+    """Returns the last lines of a log, without messages that extensions and DeepSpeed write in every run.
+
+    >>> end_of_log("a\\nDeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully\\n 10 %\\r 90 %\\n\\n")
+    ['a', ' 90 %']
+    """
+    lines = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")]
+    return [line for line in lines if line.strip() and not _NOISE.search(line)][-_LAST_LINES:]
+
+
 def is_consequence(traceback: str) -> bool:
     """Returns whether a rank failed because another one had gone.
 
@@ -108,7 +152,7 @@ _ADVICE = (
     (r"device-side assert triggered",
      "A kernel's assertion failed, often a token id beyond the vocabulary: run again with CUDA_LAUNCH_BLOCKING=1."),
     (r"no kernel image is available", "This PyTorch has no code for this GPU: install a build for its architecture."),
-    (r"Cannot allocate memory|DefaultCPUAllocator: can't allocate memory",
+    (rf"Cannot allocate memory|DefaultCPUAllocator: can't allocate memory|{OUT_OF_MEMORY}",
      "The host ran out of memory: offload less, or use more nodes."),
     (r"Too many open files", "Raise the limit of open files: `ulimit -n 65536`."),
     (r"libaio|async_io.*(not compatible|requires)", "Offload to NVMe needs libaio: `apt-get install libaio-dev`."),

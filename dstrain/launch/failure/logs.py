@@ -96,6 +96,16 @@ def rank_logs(folder: Path, earlier: Collection[Path]) -> dict[int, Path]:
     return logs
 
 
+def agents_words(folder: Path, since: float) -> list[str]:
+    """Returns the messages that agents wrote on their own since a time in seconds since the epoch, such as that
+    `run` was gone."""
+    lines = []
+    for path in sorted(folder.glob("watch_*.log")):
+        if path.stat().st_mtime >= since:
+            lines += path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    return lines
+
+
 class Output:
     """The log files of one start on one node."""
 

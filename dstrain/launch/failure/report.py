@@ -1,30 +1,37 @@
-"""Writes the report of a failed run: the rank, the cause, the first traceback, the logs, and what to type."""
+"""Writes the report of a failed run: the cause in its first line, the traceback, the logs, and what to type."""
 
 from __future__ import annotations
 
 import shutil
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dstrain.errors import DstrainError, Interrupted, RunFailed
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.launch.again import RUN, line_of, resumed
+from dstrain.launch.again import RUN
 from dstrain.launch.failure.exit_codes import decode, signal_of
 from dstrain.launch.failure.first_failure import (
     FULL_DISK,
     Death,
     advice,
+    end_of_log,
+    error_of,
     failing_order,
     is_consequence,
+    message_of,
     traceback_of,
 )
 from dstrain.launch.failure.hang import hang_lines
 from dstrain.launch.failure.last_metrics import last_metrics, metrics_words
-from dstrain.launch.failure.logs import tail_of
+from dstrain.launch.failure.logs import agents_words, tail_of
+from dstrain.launch.failure.next_start import after_stop, resumed_text
 from dstrain.launch.failure.outcome import Lost, Outcome
+from dstrain.monitor.health.stopped import stop_of
 from dstrain.rundir import RunDir
 from dstrain.units import MIB
 
@@ -42,27 +49,29 @@ def explain(
     evidence: Sequence[str] = (),
     remedies: Sequence[str] = (),
 ) -> DstrainError:
-    """Returns the error to raise for a run that did not succeed; `again` says how to try again, if not by a resume with
-    the words of `command`.
+    """Returns the error to raise for a run that did not succeed, whose first line is the cause; `again` says how to try
+    again, if not by a resume with the words of `command`.
 
     `evidence` is what else is known about the cause, and `remedies` what to type about it, in place of general advice.
     """
-    again = again or _resumed(run_dir, command)
     if outcome.stopped_by is not None:
         problem = f"stopped ({outcome.stopped_by}); no rank is left running"
         if outcome.lost:
             problem = f"stopped ({outcome.stopped_by}); {', '.join(map(_lost_words, outcome.lost))}"
         kind = Interrupted if outcome.is_interrupt else RunFailed
-        return kind(problem, hint=again)
+        return kind(problem, hint=again or resumed_text(run_dir, command))
     texts = {rank: tail_of(path) for rank, path in outcome.rank_logs.items()}
-    cause = _cause(outcome, texts, hosts)
-    lines = [*cause.lines, *evidence]
     last = last_metrics(run_dir)
+    cause = _cause(outcome, texts, hosts, last)
+    lines = [*cause.lines, *evidence]
     if last is not None:
         lines.append(f"Last metrics: step {metrics_words(last)}")
     lines.append(f"Logs: {run_dir.logs} (above: {cause.log.name})")
     words = "\n".join(remedies) or advice("\n".join(lines)) or advice(cause.text) or _full_disk(run_dir)
-    return RunFailed("\n".join(lines), hint=f"{words}\n{again}" if words else again, rank_exit_code=cause.code)
+    stop = stop_of(run_dir, lines[0]) if cause.is_said else None
+    again = again or (resumed_text(run_dir, command) if stop is None else after_stop(run_dir, stop, command))
+    hint = f"{words}\n{again}" if words else again
+    return RunFailed("\n".join(lines), hint=hint, rank_exit_code=cause.code, stopped_by=stop and stop.rule)
 
 
 def _full_disk(run_dir: RunDir) -> str | None:
@@ -84,10 +93,12 @@ class _Cause:
     """The log's text, to look for advice in."""
     code: int | None = None
     """The exit code of the rank or launcher that failed first; None for a lost node, a killed launcher or a hang."""
+    is_said: bool = False
+    """Whether a rank itself said it, in the words of an error of dstrain."""
 
 
-def _cause(outcome: Outcome, texts: Mapping[int, str], hosts: Hosts) -> _Cause:
-    """Returns why a run failed, given the logs of its ranks."""
+def _cause(outcome: Outcome, texts: Mapping[int, str], hosts: Hosts, last: Mapping[str, Any] | None) -> _Cause:
+    """Returns why a run failed, given the logs of its ranks and its last metrics."""
     if outcome.hang is not None:
         lines, odd = hang_lines(outcome.hang, texts, hosts)
         text = texts.get(odd, "") if outcome.hang.start is not None else ""
@@ -97,29 +108,55 @@ def _cause(outcome: Outcome, texts: Mapping[int, str], hosts: Hosts) -> _Cause:
         sentence = f"the launcher{where} was killed (python -m deepspeed.launcher.launch); its ranks were ended"
         return _Cause(lines=[sentence], log=outcome.launcher_log)
     rank = _first(outcome, texts)
-    if rank is not None and not _is_consequence_of_loss(rank, outcome, hosts):
+    if (ended := _ended_by_agents(rank, outcome, texts)) is not None:
+        return ended
+    if rank is not None and not _is_consequence_of_loss(rank, outcome, texts, hosts):
+        text = texts.get(rank, "")
         after = [f"{_lost_words(lost)}, after that" for lost in outcome.lost]
         return _Cause(
-            lines=[_rank_sentence(rank, outcome, hosts), *_evidence(rank, outcome, texts), *after],
+            lines=[_rank_sentence(rank, outcome, text, hosts, last), *_evidence(text), *after],
             log=outcome.rank_logs.get(rank, outcome.launcher_log),
-            text=texts.get(rank, ""),
+            text=text,
             code=_code_of(rank, outcome),
+            is_said=error_of(text) is not None,
         )
     if outcome.lost:
         return _Cause(lines=_lost_lines(outcome, hosts, texts), log=outcome.launcher_log)
     launcher_text = tail_of(outcome.launcher_log)
     return _Cause(
-        lines=[_launcher_sentence(outcome, started=bool(texts)), *_last_lines(launcher_text)],
+        lines=[_launcher_sentence(outcome, started=bool(texts)), *_end_of(launcher_text)],
         log=outcome.launcher_log,
         text=launcher_text,
         code=outcome.reported[1] if outcome.reported is not None else outcome.code,
     )
 
 
-def _is_consequence_of_loss(rank: int, outcome: Outcome, hosts: Hosts) -> bool:
-    """Returns whether a rank failed because a node was lost: the node's own ranks were not heard to fail."""
+def _ended_by_agents(rank: int | None, outcome: Outcome, texts: Mapping[int, str]) -> _Cause | None:
+    """Returns the words of agents that ended their ranks because `run` was silent, if no rank failed before that."""
+    words = agents_words(outcome.launcher_log.parent, _began(outcome))
+    if not words or outcome.lost:
+        return None
+    code = None if rank is None else _code_of(rank, outcome)
+    traceback = traceback_of(texts.get(rank, "")) if rank is not None else None
+    if code not in {None, -signal.SIGTERM, -signal.SIGKILL} and not is_consequence(traceback or ""):
+        return None
+    return _Cause(lines=[word.split(" ", 2)[2] for word in words], log=outcome.launcher_log, code=code)
+
+
+def _began(outcome: Outcome) -> float:
+    """Returns when the start began, by the name of its log."""
+    with suppress(ValueError):
+        return time.mktime(time.strptime(outcome.launcher_log.name[:14], "%Y%m%d%H%M%S"))
+    return time.time()
+
+
+def _is_consequence_of_loss(rank: int, outcome: Outcome, texts: Mapping[int, str], hosts: Hosts) -> bool:
+    """Returns whether a rank failed because a node was lost: it lost another one, or the node's own ranks were not
+    heard to fail."""
     if not outcome.lost:
         return False
+    if is_consequence(traceback_of(texts.get(rank, "")) or ""):
+        return True
     lost = outcome.lost[0]
     own = [death for death in outcome.deaths if hosts.of_rank(death.rank) == lost.host and death.code is not None]
     return hosts.of_rank(rank) != lost.host and not own
@@ -142,25 +179,39 @@ def _lost_lines(outcome: Outcome, hosts: Hosts, texts: Mapping[int, str]) -> lis
     lines += [f"{_lost_words(other)} too" for other in outcome.lost[1:]]
     rank = _first(outcome, texts)
     if rank is not None:
-        lines.append(f"after that: {_rank_sentence(rank, outcome, hosts)}")
+        lines.append(f"after that: {_rank_sentence(rank, outcome, texts.get(rank, ''), hosts, None)}")
     return lines
 
 
 def _first(outcome: Outcome, texts: Mapping[int, str]) -> int | None:
     """Returns the rank that failed first, or None where no rank is known to have failed."""
     tracebacks = {rank: traceback for rank, text in texts.items() if (traceback := traceback_of(text)) is not None}
-    times = {rank: _mtime(outcome.rank_logs[rank]) for rank in tracebacks}
-    order = failing_order(outcome.deaths, times, [rank for rank, text in tracebacks.items() if is_consequence(text)])
+    errors = {rank for rank, text in texts.items() if error_of(text) is not None}
+    times = {rank: _mtime(outcome.rank_logs[rank]) for rank in {*tracebacks, *errors}}
+    consequences = [rank for rank, text in tracebacks.items() if is_consequence(text)]
+    if errors:  # all ranks end with an error of dstrain, and one of them prints it
+        consequences += [death.rank for death in outcome.deaths if (death.code or 0) > 0 and death.rank not in times]
+    order = failing_order(outcome.deaths, times, consequences)
     return order[0] if order else None
 
 
-def _rank_sentence(rank: int, outcome: Outcome, hosts: Hosts) -> str:
-    code = _code_of(rank, outcome)
+def _rank_sentence(rank: int, outcome: Outcome, text: str, hosts: Hosts, last: Mapping[str, Any] | None) -> str:
+    """Returns why a rank failed, in one line."""
+    if (error := error_of(text)) is not None:
+        return error.split("\n")[0]
+    code, traceback = _code_of(rank, outcome), traceback_of(text)
     where = f" on {hosts.of_rank(rank)}" if len(hosts.hosts) > 1 else ""
     others = len([death for death in outcome.deaths if death.rank != rank])
     after = f" ({others} more ended after it)" if others else ""
-    how = "ended for an unknown reason" if code is None else decode(code)
-    return f"rank {rank}{where} failed first{after}: {how}"
+    note = next((death.note for death in outcome.deaths if death.rank == rank), "")
+    if traceback is not None:
+        note = message_of(traceback)
+    how = "it ended for an unknown reason" if code is None else decode(code)
+    how = how.partition(": ")[0] if note else how  # a note says more than the meaning of a code
+    share = (last or {}).get("host_used_share")
+    if code is not None and signal_of(code) is signal.SIGKILL and isinstance(share, int | float):
+        note += f"{'; ' if note else ''}{share:.0%} of the host memory was in use at step {(last or {})['step']}"
+    return f"rank {rank}{where} failed first{after}: {how}{f': {note}' if note else ''}"
 
 
 def _code_of(rank: int, outcome: Outcome) -> int | None:
@@ -177,18 +228,19 @@ def _is_traceback_first(rank: int, deaths: tuple[Death, ...]) -> bool:
     return bool(deaths) and deaths[0].rank != rank
 
 
-def _evidence(rank: int, outcome: Outcome, texts: Mapping[int, str]) -> list[str]:
-    text = texts.get(rank, "")
-    traceback = traceback_of(text)
-    if traceback is not None:
+def _evidence(text: str) -> list[str]:
+    """Returns what a rank's log says about the cause, after its first line."""
+    if (error := error_of(text)) is not None:
+        return error.split("\n")[1:]
+    if (traceback := traceback_of(text)) is not None:
         lines = traceback.split("\n")
         return lines if len(lines) <= _SHOWN_LINES else ["…", *lines[-_SHOWN_LINES:]]
-    return _last_lines(text) or ["Its log is empty."]
+    return _end_of(text)
 
 
-def _last_lines(text: str) -> list[str]:
-    lines = [line.rpartition("\r")[2] for line in text.rstrip().split("\n")]
-    return [line for line in lines if line.strip()][-_SHOWN_LINES:]
+def _end_of(text: str) -> list[str]:
+    lines = end_of_log(text)
+    return ["its log ends with:", *(f"  {line}" for line in lines)] if lines else ["its log says nothing"]
 
 
 def _launcher_sentence(outcome: Outcome, *, started: bool) -> str:
@@ -199,16 +251,6 @@ def _launcher_sentence(outcome: Outcome, *, started: bool) -> str:
         return f"a rank{f' on {host}' if host else ''} failed: {decode(code)}"
     when = "" if started else " before any rank started"
     return f"the launcher failed{when}: {decode(outcome.code)}"
-
-
-def _resumed(run_dir: RunDir, command: Sequence[str]) -> str:
-    """Returns how to start again from the newest checkpoint."""
-    newest = run_dir.newest_checkpoint(for_resume=True)
-    if newest.folder:
-        return f"`{resumed(command)}` continues from step {newest.step}."
-    if run_dir.whole_checkpoints():
-        return "Its checkpoints hold the weights alone (save_only_model): set another output_dir to start over."
-    return f"No complete checkpoint exists yet: `{line_of(command)}` starts over."
 
 
 def _mtime(path: Path) -> float:

@@ -179,7 +179,7 @@ class Coordinator:
                 self._note_steps(event)
             case Died():
                 if event.rank not in self._deaths or self._deaths[event.rank].code is None:
-                    self._deaths[event.rank] = Death(rank=event.rank, code=event.code, at=at)
+                    self._deaths[event.rank] = Death(rank=event.rank, code=event.code, at=at, note=event.note)
             case Orphaned():
                 state.is_orphaned = True
             case Wrote():
@@ -261,7 +261,7 @@ class Coordinator:
 
     def _ending_themselves(self) -> set[int]:
         """Returns nodes whose launcher is already stopping the surviving ranks, so that their logs can be flushed."""
-        ranks = {rank for rank, death in self._deaths.items() if death.code is not None}
+        ranks = {rank for rank, death in self._deaths.items() if death.code}
         return {
             state.node.number
             for state in self._members.states

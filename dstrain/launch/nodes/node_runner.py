@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from dstrain.facts.deepspeed_ops import OPS, held_locks
-from dstrain.heartbeat import MARK, SAVE_ON_TERM, STARTING, Phase, Receiver
+from dstrain.facts.kernel_messages import MemoryKills
+from dstrain.heartbeat import MARK, SAVE_ON_TERM, STARTING, Heartbeat, Phase, Receiver
 from dstrain.launch.environment import SAFE_PATH, expanded
+from dstrain.launch.failure.first_failure import Death
 from dstrain.launch.failure.logs import Output, Piece
 from dstrain.launch.nodes.log_mirror import Mirror
 from dstrain.launch.nodes.process_tree import ProcessTree, RankWatch
@@ -23,6 +25,10 @@ from dstrain.paths import prefer_own_programs
 from dstrain.rundir import RunDir
 
 _LOOK_S = 0.5
+_LAST_WORD_S = 3.0
+"""How long after the end of a rank with code 0 the last message of it and of the other ranks may take."""
+_ENDING = frozenset({Phase.BUSY, Phase.DONE, Phase.LEFT})
+"""The phases after the last step."""
 
 
 class NodeRunner:
@@ -50,6 +56,8 @@ class NodeRunner:
         self._stepping: set[int] = set()
         self._wanted: list[signal.Signals] = []
         self._done: set[int] = set()
+        self._last: dict[int, Heartbeat] = {}
+        self._kills = MemoryKills()
         self._told: set[int] = set()
         self._locks: set[Path] = set()
         self._next_look = 0.0
@@ -87,6 +95,7 @@ class NodeRunner:
         events += [self._wrote(piece) for piece in self._output.poll(reads_ranks=reads_logs) if self._is_wanted(piece)]
         events += self._mirror.poll() if self._mirror is not None else []
         self._watch.clear(self._output.finished)
+        self._note_early_ends()
         events += self._deaths(with_unseen=False)
         if self._watch.orphans and not self._is_ending:
             events.append(Orphaned(ranks=sorted(self._watch.orphans)))
@@ -115,6 +124,7 @@ class NodeRunner:
                     self._signal(number, {heartbeat.rank})
             self._steps[str(heartbeat.rank)] = [heartbeat.step, heartbeat.phase.value, heartbeat.total]
             self._listening.add(heartbeat.rank)
+            self._last[heartbeat.rank] = heartbeat
             if heartbeat.phase not in STARTING:
                 self._stepping.add(heartbeat.rank)
             if heartbeat.phase in {Phase.DONE, Phase.LEFT}:
@@ -215,13 +225,34 @@ class NodeRunner:
 
     def _deaths(self, *, with_unseen: bool) -> list[Event]:
         """Returns new deaths; unobserved ones only `with_unseen`, since the launcher may still report success."""
-        events: list[Event] = [Died(rank=rank, code=code) for rank, code in self._output.killed.items()]
+        events: list[Event] = [
+            Died(rank=rank, code=code, note=self._cause_of(rank, code)) for rank, code in self._output.killed.items()
+        ]
         self._output.killed.clear()
         for rank, death in sorted(self._watch.deaths.items(), key=lambda item: item[1].at):
             if rank not in self._told and (with_unseen or death.code is not None):
                 self._told.add(rank)
-                events.append(Died(rank=rank, code=death.code))
+                events.append(Died(rank=rank, code=death.code, note=self._cause_of(rank, death.code)))
         return events
+
+    def _note_early_ends(self) -> None:
+        """Counts ranks as dead that ended with code 0 in the midst of training: the others wait for them."""
+        for rank, at in self._watch.ended.items():
+            last = self._last.get(rank)
+            is_early = last is not None and last.phase not in _ENDING and not 0 < last.total <= last.step
+            if is_early and not self._is_ending and time.time() - at > _LAST_WORD_S:
+                self._watch.deaths.setdefault(rank, Death(rank=rank, code=0, at=at))
+
+    def _cause_of(self, rank: int, code: int | None) -> str:
+        """Returns what this node knows about the cause of a death, as a clause; empty if that is nothing."""
+        if code == -signal.SIGKILL:
+            return self._kills.verdict(self._watch.pid(rank) or 0)
+        if code != 0:
+            return ""
+        last = self._last[rank]
+        where = "before its first step" if last.phase in STARTING else f"after step {last.step}"
+        total = f" of {last.total}" if last.phase is Phase.STEP and last.total else ""
+        return f"it left {where}{total}, and the others wait for it"
 
     def _is_wanted(self, piece: Piece) -> bool:
         return piece.rank == 0 or self._begin.mirror

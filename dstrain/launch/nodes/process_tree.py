@@ -159,6 +159,8 @@ class RankWatch:
         self._seen: dict[int, int] = {}
         self.deaths: dict[int, Death] = {}
         """Ranks that ended badly; the code is None for one that was collected before we looked."""
+        self.ended: dict[int, float] = {}
+        """Ranks that ended with code 0 → when it was noticed."""
         self.orphans: set[int] = set()
         """Ranks that live on though the launcher that started them is gone."""
         self.is_over = False
@@ -168,6 +170,10 @@ class RankWatch:
     def processes(self) -> list[int]:
         """The process numbers of the ranks that live."""
         return [process.pid for process in self._living.values()]
+
+    def pid(self, rank: int) -> int | None:
+        """Returns the process number of a rank that was seen, whether it lives or not."""
+        return self._seen.get(rank)
 
     def poll(self) -> None:
         """Looks at every rank."""
@@ -192,6 +198,8 @@ class RankWatch:
                 continue
             elif current.exit_code != 0:
                 self.deaths[rank] = Death(rank=rank, code=current.exit_code, at=now)
+            else:
+                self.ended[rank] = now
             del self._living[rank]
             self._release(rank)
 
@@ -221,4 +229,4 @@ class RankWatch:
         """Takes back deaths of processes that the launcher says ended well."""
         for rank, pid in self._seen.items():
             if pid in finished and rank in self.deaths and self.deaths[rank].code is None:
-                del self.deaths[rank]
+                self.ended[rank] = self.deaths.pop(rank).at

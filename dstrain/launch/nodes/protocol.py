@@ -156,11 +156,13 @@ class Alive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """Event: a rank ended badly."""
+    """Event: a rank ended badly, or too early."""
 
     rank: int
     code: int | None
     """Its exit code, negative for a signal; None if it was not observed."""
+    note: str = ""
+    """What its node knows about the cause, as a clause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

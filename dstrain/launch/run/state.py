@@ -181,15 +181,6 @@ def _taken(run_dir: RunDir, by: str = "") -> Conflict:
     )
 
 
-def watch_words(run_dir: RunDir, since: float) -> list[str]:
-    """Returns the messages that agents wrote on their own since a time, such as that `run` was gone."""
-    lines = []
-    for path in sorted(run_dir.logs.glob("watch_*.log")):
-        if path.stat().st_mtime >= since:
-            lines += path.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-    return lines
-
-
 def run_log(run_dir: RunDir) -> Path:
     """Returns the file that a run without a terminal writes to."""
     return run_dir.logs / f"{time.strftime('%Y%m%d%H%M%S')}_run.log"

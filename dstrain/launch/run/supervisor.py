@@ -15,13 +15,14 @@ from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.heartbeat import Phase
 from dstrain.launch.again import RUN, resumed
 from dstrain.launch.failure.hang import start_line
+from dstrain.launch.failure.held_output import HeldOutput
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.failure.report import explain
 from dstrain.launch.filesync.gather_checkpoints import distribute
 from dstrain.launch.launch import Launch, write_run_dir
 from dstrain.launch.nodes.coordinator import Coordinator
 from dstrain.launch.nodes.members import Unreachable
-from dstrain.launch.nodes.spec import StopRequests
+from dstrain.launch.nodes.spec import LaunchSpec, StopRequests
 from dstrain.launch.prepare import resize_checkpoint
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run.out_of_memory import Diagnosis, diagnose, note_adaptation
@@ -139,21 +140,19 @@ class Supervisor:
         if prepared.elastic is not None:
             resize_checkpoint.convert(prepared.elastic, launch.environment, self._reporter.say)
         spec = launch_spec(launch, timeouts=self._policy.timeouts)
-        coordinator = Coordinator(
-            spec,
-            self._requests,
-            self._reporter.pass_on,
-            lambda phase, done, total: self._tick(prepared.run_dir, writer, phase, done, total),
-            self._reporter.say,
-            lambda begun: self._tell_start(start_line(begun, prepared.hosts), writer),
-        )
+        output = HeldOutput(self._reporter.pass_on)
+        coordinator = self._coordinator(prepared, spec, output, writer)
         try:
             with distribute(launch, self._reporter.say) as gatherer:
                 outcome = start(launch, coordinator, spec, self._reporter.say)
+                if not outcome.succeeded and not outcome.left_at:
+                    output.drop()  # `explain` has it if it is the cause
                 if gatherer is not None:
                     gatherer.finish(lambda: writer.beat(writer.step), has_trained=outcome.succeeded)
         except Unreachable as error:
             return error.hosts, error
+        finally:
+            output.release()
         if outcome.left_at is not None and outcome.stopped_by is None and not outcome.deaths:
             raise _left(outcome, prepared.run_dir, self._policy.command)
         if outcome.succeeded:
@@ -164,6 +163,22 @@ class Supervisor:
             return self._start(launch, writer)
         lost = tuple(node.host for node in outcome.lost)
         return lost, self._explained(outcome, prepared)
+
+    def _coordinator(
+        self, prepared: PreparedRun, spec: LaunchSpec, output: HeldOutput, writer: StateWriter
+    ) -> Coordinator:
+        def tick(phase: Phase, done: int | None, total: int) -> None:
+            output.tick(done if phase is Phase.STEP else None)
+            self._tick(prepared.run_dir, writer, phase, done, total)
+
+        return Coordinator(
+            spec,
+            self._requests,
+            output.take,
+            tick,
+            self._reporter.say,
+            lambda begun: self._tell_start(start_line(begun, prepared.hosts), writer),
+        )
 
     def _explained(self, outcome: Outcome, prepared: PreparedRun) -> DstrainError:
         self._diagnosis = None if outcome.stopped_by is not None else diagnose(prepared)
@@ -199,7 +214,8 @@ class Supervisor:
 
     def _is_worth_it(self, error: DstrainError) -> bool:
         if isinstance(error, RunFailed):
-            return not self._requests.stop and error.rank_exit_code not in _OWN_FAULT
+            is_repeated = error.rank_exit_code in _OWN_FAULT or error.stopped_by is not None
+            return not self._requests.stop and not is_repeated
         return not self._requests.stop and isinstance(error, Unreachable)
 
     def _again(self, failed: Launch, gone: Sequence[str], error: DstrainError) -> Launch:

@@ -75,6 +75,8 @@ class History:
         self.peaks_by_rank: list[float] = []
         """Largest peak of each rank so far, in bytes."""
         self._average = self._best = math.nan
+        self.best_step = 0
+        """The step at which the moving average of the loss was lowest."""
 
     def resume(self, lines: Iterable[Mapping[str, Any]], *, step: int, repeats: bool = True) -> None:
         """Takes over what an earlier start logged: the loss and gradients up to a step, and the losses to repeat.
@@ -122,7 +124,8 @@ class History:
         if math.isnan(self._average):
             self._average = self._best = loss
         self._average += (1 - math.exp(-elapsed / _EMA_STEPS)) * (loss - self._average)
-        self._best = min(self._best, self._average)
+        if self._average <= self._best:
+            self._best, self.best_step = self._average, values["step"]
         self.loss_ratios.append((values["step"], self._average / self._best if self._best > 0 else 1.0))
 
     @property

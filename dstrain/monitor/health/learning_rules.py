@@ -13,6 +13,7 @@ LEARNING_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
     {
         HealthRule.LOSS_SPIKE: Rule(
             signal=signals.loss_spike,
+            harms_weights=True,
             warn=6,
             critical=60,
             problem="the loss is {value:.0f} standard deviations above its median",
@@ -22,6 +23,7 @@ LEARNING_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
         ),
         HealthRule.REPEATED_SPIKES: Rule(
             signal=signals.repeated_spikes,
+            harms_weights=True,
             warn=2,
             critical=3,
             problem="{value:.0f} of the last 50 losses are spikes",
@@ -33,6 +35,7 @@ LEARNING_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
             warn=1.2,
             critical=1.5,
             normal=1.0,
+            harms_weights=True,
             problem="for 100 steps the loss has been at least {value:.2f} times its best",
             advice="Resume from an earlier checkpoint with a lower learning_rate.",
             source="a moving average of 50 steps; spikes that recover within 100 steps do not count",
@@ -51,6 +54,16 @@ LEARNING_RULES: Mapping[HealthRule, Rule] = MappingProxyType(
             problem="the first loss is {value:.1f} times that of a model that guesses, ln(vocabulary)",
             advice="Weights or tokenizer do not belong together, or the chat template is another model's.",
             source="a model that guesses has a loss of ln(vocabulary); trained ones begin far below",
+        ),
+        HealthRule.ABOVE_GUESSING: Rule(
+            signal=signals.above_guessing,
+            warn=1.5,
+            critical=3.0,
+            normal=1.0,
+            harms_weights=True,
+            problem="the loss is {value:.1f} times that of a model that guesses, ln(vocabulary), or its own first one",
+            advice="The run diverges: start again, or from a checkpoint before it, with a lower learning_rate.",
+            source="as first_loss; a trained model stays far below",
         ),
         HealthRule.OVERFITTING: Rule(
             signal=signals.overfitting,

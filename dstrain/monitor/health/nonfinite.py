@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dstrain.errors import RunFailed
 from dstrain.job.monitor import HealthAction
 
+STOP_RULE = "stop_on_nonfinite"
+"""Id of the finding that ends a run."""
 _ADVICE = {
     "loss": "The weights are most likely lost: resume from the last checkpoint with a lower learning_rate, "
     "and with bf16 instead of fp16.",
@@ -36,6 +38,8 @@ class Finding:
     """What follows."""
     rank: int | None = None
     """The rank to blame; None if it is no single one's fault, or not known."""
+    since: int | None = None
+    """The last step before the trouble, if checkpoints from after it hold a state that should not be trained on."""
 
 
 def check(step: int, values: Mapping[str, Any]) -> list[Finding]:
@@ -65,10 +69,13 @@ class Nonfinite:
     ...
     """
 
-    def __init__(self, quantity: str, *, limit: int) -> None:
-        """`limit` is the number of steps that ends the run; 0: unlimited."""
+    def __init__(
+        self, quantity: str, *, limit: int, tell: Callable[[Sequence[Finding]], None] = lambda findings: None
+    ) -> None:
+        """`limit` is the number of steps that ends the run; 0: unlimited. `tell` gets the finding that does."""
         self._quantity = quantity
         self._limit = limit
+        self._tell = tell
         self._in_a_row = 0
         self._step = 0
 
@@ -83,9 +90,15 @@ class Nonfinite:
         self._in_a_row = 0 if is_finite else self._in_a_row + since
         self._step = step
         if self._limit and self._in_a_row >= self._limit:
-            raise RunFailed(
+            problem = (
                 f"the {self._quantity} of {self._in_a_row} steps in a row, up to step {step}, are not finite "
-                f"(stop_on_nonfinite: {self._limit})",
-                hint="Resume from the last checkpoint with a lower learning_rate, and with bf16 instead of fp16; "
-                "stop_on_nonfinite: 0 never ends a run.",
+                f"({STOP_RULE}: {self._limit})"
+            )
+            since, value = max(0, step - self._in_a_row), str(self._in_a_row)
+            options: dict[str, Any] = {"action": HealthAction.STOP, "since": since}
+            self._tell([Finding(rule=STOP_RULE, step=step, value=value, message=problem, **options)])
+            raise RunFailed(
+                problem,
+                hint=f"Continue from a checkpoint up to step {since} or start again, with a lower learning_rate and "
+                f"with bf16 instead of fp16; {STOP_RULE}: 0 never ends a run.",
             )

@@ -28,6 +28,8 @@ class Rule:
     """What is wrong, with the signal as `{value}` and the rank to blame as `{rank}`."""
     outlook: Callable[[History, float], str] | None = None
     """Returns what the signal means in figures, as the end of the sentence of `problem`; empty if they are unknown."""
+    harms_weights: bool = False
+    """Whether checkpoints from after the best step of the loss should not be trained on."""
     advice: str
     """What to do."""
     source: str

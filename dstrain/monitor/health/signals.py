@@ -76,6 +76,15 @@ def first_loss(history: History) -> float | None:
     return loss / math.log(vocab)
 
 
+def above_guessing(history: History) -> float | None:
+    """Returns the newest loss over that of a model that guesses, ln(vocabulary), or over the first one if that is
+    larger; after the first window."""
+    vocab, loss = history.facts.vocab_size, history.newest("loss")
+    if not history.facts.is_cross_entropy or history.num_windows < 2 or vocab is None or loss is None:
+        return None
+    return loss / max(math.log(vocab), *history.first_losses[:1])
+
+
 def overfitting(history: History) -> float | None:
     """Returns the newest evaluation loss over the best one, less 1, if the last two rose, or the last one by a
     twentieth over the best, while the loss fell.

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dstrain.errors import RunFailed
 from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.facts.kernel_messages import OUT_OF_MEMORY
 from dstrain.launch.again import words_of
 from dstrain.launch.failure.exit_codes import decode, signal_of
 from dstrain.launch.failure.first_failure import Death, advice, failing_order, traceback_of
@@ -22,7 +27,7 @@ TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <modu
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (247, "ran out of memory"), (-9, "ran out of memory"), (137, "ran out of memory"),
+        (247, "(SIGKILL): killed"), (-9, "(SIGKILL): killed"), (137, "(SIGKILL): killed"),
         (245, "segmentation fault"), (-11, "segmentation fault"), (139, "segmentation fault"),
         (249, "/dev/shm"), (-7, "/dev/shm"), (135, "/dev/shm"),
         (250, "aborted"), (134, "aborted"), (241, "terminated"), (143, "terminated"), (-15, "terminated"),
@@ -99,7 +104,7 @@ def test_a_failure_names_rank_host_code_evidence_logs_and_the_next_step(tmp_path
     found = outcome(tmp_path, {2: "hello\nOSError: No space left on device"}, deaths=(Death(rank=2, code=-9, at=1),))
     command = words_of(["run", "--set", "seed=3", "--set", "resume=auto"], Path("my job.yaml"))
     error = explain(found, hosts=HOSTS, run_dir=run_dir, command=command)
-    assert error.problem.startswith("rank 2 on gpu02 failed first: code -9 (SIGKILL)")
+    assert error.problem.startswith("rank 2 on gpu02 failed first: code -9 (SIGKILL): killed\n")
     assert "hello" in error.problem
     assert f"Logs: {run_dir.logs} (above: 20260101000000_rank2.log)" in error.problem
     assert error.hint is not None
@@ -179,3 +184,102 @@ def test_the_last_metrics_are_in_the_report(tmp_path: Path) -> None:
     assert "Last metrics: step 7, loss 2.5000, 1,234 tokens/s" in str(
         explain(found, hosts=HOSTS, run_dir=RunDir(tmp_path))
     )
+
+
+NOISE = "DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully\n"
+LOST_PEER = "Traceback (most recent call last):\n  File\nRuntimeError: gloo/pair.cc:553 Connection closed by peer\n"
+NOT_MEMORY = "the kernel's log has no process that it killed because memory ran out, so somebody else sent it"
+
+
+def explained(folder: Path, logs: dict[int, str], **outcome_of: Any) -> str:
+    return str(explain(outcome(folder, logs, **outcome_of), hosts=HOSTS, run_dir=RunDir(folder)))
+
+
+def test_a_killed_rank_says_what_the_kernel_says_and_how_full_the_memory_was(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 30, "loss": 2.5, "host_used_share": 0.29}\n')
+    deaths = (Death(rank=3, code=-9, at=2.0, note=NOT_MEMORY), Death(rank=0, code=1, at=2.1))
+    message = explained(tmp_path, {0: LOST_PEER, 3: NOISE}, deaths=deaths)
+    assert message.split("\n")[0] == (
+        f"rank 3 on gpu02 failed first (1 more ended after it): code -9 (SIGKILL): {NOT_MEMORY}; "
+        "29% of the host memory was in use at step 30"
+    )
+    assert "out of memory" not in message
+    assert NOISE.strip() not in message
+    assert "Connection closed" not in message
+
+
+def test_memory_is_the_cause_only_if_the_kernel_says_so(tmp_path: Path) -> None:
+    note = f"{OUT_OF_MEMORY} (the kernel's log: Memory cgroup out of memory: Killed process 7 (python))"
+    message = explained(tmp_path, {0: NOISE}, deaths=(Death(rank=0, code=-9, at=2.0, note=note),))
+    assert note in message.split("\n")[0]
+    assert "The host ran out of memory: offload less, or use more nodes." in message
+
+
+def test_the_first_line_has_the_exceptions_message(tmp_path: Path) -> None:
+    deaths = (Death(rank=0, code=1, at=2.0),)
+    assert explained(tmp_path, {0: NOISE + TRACEBACK}, deaths=deaths).startswith(
+        "rank 0 on gpu01 failed first: code 1: ValueError: no\nTraceback"
+    )
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_an_error_that_one_rank_prints_for_all_is_the_cause_whichever_ends_first(tmp_path: Path, first: int) -> None:
+    deaths = (Death(rank=first, code=1, at=2.0), Death(rank=1 - first, code=1, at=2.5))
+    logs = {0: "step 20/60\nError: the gradients of 20 steps in a row are not finite\nUse bf16.\n", 1: NOISE}
+    message = explained(tmp_path, logs, deaths=deaths)
+    assert message.startswith("the gradients of 20 steps in a row are not finite\nUse bf16.\n")
+    assert "failed first" not in message
+
+
+def test_a_rank_that_left_early_is_named(tmp_path: Path) -> None:
+    note = "it left after step 20 of 60, and the others wait for it"
+    message = explained(tmp_path, {1: NOISE}, deaths=(Death(rank=1, code=0, at=2.0, note=note),))
+    assert message.startswith(f"rank 1 on gpu01 failed first: code 0: {note}\n")
+
+
+def test_a_rank_that_lost_its_peer_does_not_lead_over_the_lost_node(tmp_path: Path) -> None:
+    lost, deaths = (Lost(host="gpu02", why="silent for 31 s", at=1.0),), (Death(rank=3, code=1, at=2.0),)
+    assert explained(tmp_path, {3: LOST_PEER}, deaths=deaths, lost=lost).startswith("gpu02 was lost (silent for 31 s)")
+
+
+def test_ranks_that_agents_ended_are_no_cause(tmp_path: Path) -> None:
+    found = outcome(tmp_path, {0: LOST_PEER}, deaths=(Death(rank=0, code=1, at=2.0),))
+    launcher = tmp_path / f"{time.strftime('%Y%m%d%H%M%S')}_launcher_gpu01_abc.log"
+    launcher.touch()
+    RunDir(tmp_path).logs.mkdir()
+    words = "gpu02: no word from dstrain run for 30 s; ended 2, 3"
+    (tmp_path / "watch_gpu02.log").write_text(f"2026-11-28 09:00:00 {words}\n")
+    message = str(explain(replace(found, launcher_logs=(launcher,)), hosts=HOSTS, run_dir=RunDir(tmp_path)))
+    assert message.startswith(f"{words}\n")
+
+
+def stopped(folder: Path, *, since: int | None) -> str:
+    line = {"rule": "divergence", "step": 60, "action": "stop", "since": since, "message": "step 60: it diverges."}
+    (folder / "health.jsonl").write_text(json.dumps(line) + "\n")
+    (folder / "request.json").write_text('{"learning_rate": 3.0}')
+    for step in (40, 60):
+        whole = folder / f"checkpoint-{step}"
+        whole.mkdir()
+        (whole / COMPLETE).write_text(f'{{"step": {step}, "world_size": 4, "zero_stage": 2}}')
+    log = "Error: the health rule divergence ended the run: step 60: it diverges.\nResume from there.\n"
+    found = outcome(folder, {0: log}, deaths=(Death(rank=0, code=1, at=2.0),))
+    error = explain(found, hosts=HOSTS, run_dir=RunDir(folder), command=words_of(["run"], Path("job.yaml")))
+    assert isinstance(error, RunFailed)
+    assert error.stopped_by == "divergence"
+    return str(error)
+
+
+@pytest.mark.parametrize(
+    ("since", "advice_line"),
+    [
+        (None, "resume=auto` continues from step 60."),
+        (50, "/checkpoint-40 --set learning_rate=0.3` continues from checkpoint-40, from before that with a tenth of "),
+        (30, "No checkpoint is from before that: `dstrain run job.yaml --set learning_rate=0.3 --set output_dir="),
+    ],
+)
+def test_a_state_that_diverged_is_not_resumed_at_the_same_rate(
+    tmp_path: Path, since: int | None, advice_line: str
+) -> None:
+    message = stopped(tmp_path, since=since)
+    assert advice_line in message
+    assert ("resume=auto" in message) == (since is None)

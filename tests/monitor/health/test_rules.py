@@ -142,6 +142,7 @@ TROUBLES: dict[HealthRule, tuple[Change, int]] = {
     HealthRule.LOSS_SPIKE: (scaled("loss", 3), 1),
     HealthRule.REPEATED_SPIKES: (lambda step, v: {**v, "loss": v["loss"] * (4 if step % 25 == 0 else 1)}, 11),
     HealthRule.DIVERGENCE: (growing("loss", 0.03), 40),
+    HealthRule.ABOVE_GUESSING: (fixed("loss", 20.0), 1),
     HealthRule.ZERO_LOSS: (fixed("loss", 0.0), 1),
     HealthRule.GRADIENT_SPIKE: (scaled("grad_norm", 20), 1),
     HealthRule.REPEATED_GRADIENT_SPIKES: (scaled("grad_norm", 20), 3),
@@ -192,6 +193,19 @@ def told(watch: Watch, *lines: Window) -> list[str]:
 def test_a_first_loss_above_that_of_guessing_is_told_once() -> None:
     assert told(Watch({}, FACTS), {"loss": 20.0}, {"loss": 20.0}) == ["first_loss"]
     assert told(Watch({}, FACTS), {"loss": 11.9}) == []
+
+
+def test_a_loss_that_leaves_that_of_guessing_behind_is_told_at_once_with_the_last_step_before() -> None:
+    watch = Watch({HealthRule.ABOVE_GUESSING: HealthLimits(action=HealthAction.STOP)}, Facts(vocab_size=1540))
+    lines = enumerate([7.2, 7.1, 70.8, 330.0], start=1)
+    findings = [one for step, loss in lines for one in watch.see(step, {"loss": loss})]
+    assert [(one.rule, one.step, one.since, one.action) for one in findings] == [
+        ("above_guessing", 3, 2, HealthAction.STOP)
+    ]
+
+
+def test_a_start_above_guessing_that_falls_does_not_diverge() -> None:
+    assert told(Watch({}, FACTS), *({"loss": loss} for loss in (20.0, 25.0, 19.0, 3.0, 11.0))) == ["first_loss"]
 
 
 def test_a_loss_that_is_not_one_of_tokens_may_be_0_or_large() -> None:
