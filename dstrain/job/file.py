@@ -55,7 +55,7 @@ def read_job(path: Path, overrides: Sequence[str] = (), *, is_only_read: bool = 
     if not isinstance(data, dict):
         raise InvalidConfig(f"{path}: is not a list of `key: value` lines", hint="Compare the examples in launch/.")
     if not is_only_read and isinstance(data.get("env"), dict):
-        refuse_code((name, locate(("env", name))) for name in data["env"])
+        refuse_code((str(name), locate(("env", name))) for name in data["env"])
     return job_of(data, locate, path.resolve().parent, overrides)
 
 

@@ -5,8 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -325,6 +330,34 @@ def test_hand_edits_are_on_record_with_the_run(dstrain: Type, job: Path, light_c
     assert json.loads((job.parent / "output" / "edits.json").read_text()) == [
         {"file": "job.yaml", "key": "seed", "pointer": ["seed"], "base": 42, "yours": 7}
     ]
+
+
+def _of(extensions: Path) -> list[str]:
+    """Returns the command lines of processes that build in a folder."""
+    lines = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"TORCH_EXTENSIONS_DIR={extensions}\0".encode() in (entry / "environ").read_bytes():
+                lines.append((entry / "cmdline").read_text().replace("\0", " ").strip())
+    return [line for line in lines if line]
+
+
+def test_a_run_that_is_stopped_while_it_builds_leaves_no_compiler(dstrain: Type, job: Path, tmp_path: Path) -> None:
+    compiler, extensions = tmp_path / "slow", tmp_path / "extensions"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *"-c "*) sleep 4321 & wait;; *) exec c++ "$@";; esac\n')
+    compiler.chmod(0o755)
+    environment = {**os.environ, "CXX": str(compiler), "TORCH_EXTENSIONS_DIR": str(extensions)}
+    command = [sys.executable, "-P", "-m", "dstrain.cli", "run", "--no-doctor"]
+    run = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 300
+    while "sleep 4321" not in _of(extensions):
+        assert time.monotonic() < until and run.poll() is None, run.communicate()
+        time.sleep(0.2)
+    run.send_signal(signal.SIGTERM)
+    _, said = run.communicate(timeout=100)
+    assert (run.returncode, "stopped (SIGTERM); no rank is left running" in said) == (1, True), said
+    assert _of(extensions) == []
+    assert not list(extensions.glob("*/lock"))
 
 
 @pytest.fixture
