@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -97,7 +98,8 @@ def _asked_for(
         raise click.UsageError("NAMES excludes --from and --from-file; give one of them.")
     if names is not None:
         return hostfile.expand(names, slots, "NAMES")
-    query = HostQuery(environment=os.environ, read=probe.read_text, file=from_file, slots=slots, match=match)
+    files: dict[str, Any] = {"read": probe.read_text, "file": from_file, "details": probe.slurm_job}
+    query = HostQuery(environment=os.environ, slots=slots, match=match, **files)
     if source is not None:
         if source not in SOURCES:
             raise click.UsageError(f'--from "{source}": {did_you_mean(source, list(SOURCES))}')

@@ -301,7 +301,8 @@ def allocated() -> Hosts | None:
     """Returns the hosts of the SLURM allocation; None outside of one, which the launcher reports."""
     if "SLURM_JOB_ID" not in os.environ:
         return None
-    return SOURCES["slurm"](HostQuery(environment=os.environ, read=probe.read_text, file=None, slots=None, match=None))
+    probes: dict[str, Any] = {"read": probe.read_text, "details": probe.slurm_job}
+    return SOURCES["slurm"](HostQuery(environment=os.environ, file=None, slots=None, match=None, **probes))
 
 
 def _answer_dry(launch: Launch, *, as_json: bool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dstrain import child_process
 from dstrain.choices import Hub
 from dstrain.errors import InvalidConfig, Place, nearest
 from dstrain.facts.cluster.gpus import Chip
@@ -15,6 +16,9 @@ from dstrain.facts.model import aliases, families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.units import MIB
+
+_SLURM_S = 10.0
+"""How long SLURM's controller may take to answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +115,14 @@ def host_memory_bytes() -> int:
         except (OSError, ValueError):  # no such cgroup version, or `max`
             continue
     return total
+
+
+def slurm_job(job: str) -> str:
+    """Returns what SLURM says of a job, node by node; empty if it does not answer."""
+    try:
+        return child_process.run(["scontrol", "show", "job", "--details", job], os.environ, _SLURM_S).out
+    except OSError:
+        return ""
 
 
 def read_text(path: Path) -> str:

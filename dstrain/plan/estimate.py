@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from dstrain.choices import Method, Offload, Optimizer, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.ds_config import OLD_OFFLOADS, ZERO, offload_device
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import DEFAULTS, Configuration, OptimizerStep, Zero
@@ -178,7 +179,7 @@ def _zero(model: ModelFacts, section: Mapping[str, Any]) -> Zero:
 
     return Zero(
         stage=stage,
-        offload=_offload(section, stage),
+        offload=_offload({ZERO: section}),
         offload_ratio=ratio,
         hpz=max(1, _within("zero_hpz_partition_size", hpz, 0, _LARGEST)),
         qwz=stage == 3 and section.get("zero_quantized_weights") is True,
@@ -232,19 +233,16 @@ def _step(asked: Configuration, ds_config: Mapping[str, Any], zero: Zero) -> Opt
     return replace(asked.step, grad_accum_dtype=summed, optimizer=optimizer)
 
 
-def _offload(zero: Mapping[str, Any], stage: int) -> Offload:
-    """Returns what really leaves the GPU: below stage 3 parameters never do, and NVMe means the CPU.
+def _offload(config: Mapping[str, Any]) -> Offload:
+    """Returns what really leaves the GPU.
 
     A mixture is taken as the nearest way that needs more: parameters alone as nothing, an optimizer on NVMe without
     parameters as one on the CPU, an optimizer on the CPU with parameters on NVMe as both on the CPU.
     """
-    optimizer = (zero.get("offload_optimizer") or {}).get(
-        "device", "cpu" if zero.get("cpu_offload") is True else "none"
-    )
-    params = (zero.get("offload_param") or {}).get("device", "none")
-    if stage == 0 or optimizer not in ("cpu", "nvme"):
+    optimizer, params = (offload_device(config, name) for name in OLD_OFFLOADS)
+    if optimizer == "none":
         return Offload.NONE
-    if stage < 3 or params not in ("cpu", "nvme"):
+    if params == "none":
         return Offload.OPTIMIZER
     return Offload.NVME if optimizer == params == "nvme" else Offload.PARAMS
 

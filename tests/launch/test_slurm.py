@@ -72,6 +72,14 @@ def test_an_allocation_is_a_hostfile(slurm: Slurm, tmp_path: Path) -> None:
     assert (tmp_path / "hostfile").read_text() == "n0 slots=2\nn1 slots=2\n"
 
 
+def test_unequal_nodes_have_the_slots_that_slurm_gives_them(slurm: Slurm, tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "dstrain.cli", "hostfile", "write", "--from", "slurm"]
+    done = slurm.run("salloc", "-N2", "--gpus=3", *line, cwd=tmp_path, env={"PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0, done.stderr
+    slots = [line.split("=")[1] for line in (tmp_path / "hostfile").read_text().splitlines()]
+    assert sorted(slots) == ["1", "2"]
+
+
 def test_the_script_is_one_that_slurm_takes(slurm: Slurm, job: Path) -> None:
     done = slurm.run("sbatch", "--test-only", str(script(job)))
     assert done.returncode == 0, done.stderr

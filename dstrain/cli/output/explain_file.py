@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.cli.output.effects import cost_text
 from dstrain.cli.output.plan import LIMITS, subject_lines
-from dstrain.config.document import dotted, lookup
+from dstrain.config.document import dotted
 from dstrain.config.explain.file import BATCH, OTHER, PRECISION, ZERO, Entry, Section, rest_bytes, sections
 from dstrain.config.explain.key import Here, estimate_of
 from dstrain.config.key_bytes import scale
@@ -18,7 +18,7 @@ from dstrain.config.key_text import meaning, summary
 from dstrain.config.lint.finding import json_pointer
 from dstrain.config.lint.subject import ABSENT, JobContext
 from dstrain.config.resolve_auto import filled
-from dstrain.facts.ds_config import zero_stage
+from dstrain.facts.ds_config import offload_device, written_device, zero_stage
 from dstrain.facts.workload import Workload
 from dstrain.launch.prepare.job_context import request_of, workload_of
 from dstrain.plan.estimate import unplanned_optimizer
@@ -171,9 +171,11 @@ def _row_samples(explanation: Explanation) -> float | None:
 
 def _offload_words(explanation: Explanation) -> Iterator[str]:
     for name, what in (("offload_optimizer", "Optimizer states"), ("offload_param", "Parameters")):
-        device = lookup(explanation.config, ("zero_optimization", name, "device"), "none")
-        if isinstance(device, str) and device in _DEVICES:
+        device = offload_device(explanation.config, name)
+        if device != "none":
             yield f"{what} are {_DEVICES[device]}"
+        elif written_device(explanation.config, name) != "none":
+            yield f"{name} has no effect at stage {zero_stage(explanation.config)}: see dstrain lint"
     if explanation.estimate is not None and (text := _elsewhere(explanation.estimate)):
         yield text
 

@@ -12,7 +12,7 @@ from dstrain.config.jsonc import Pointer
 from dstrain.config.key_bytes import Cost, Scale, cost
 from dstrain.config.key_text import default_text, summary
 from dstrain.config.keys.key import Key
-from dstrain.config.keys.table import KEYS, key_of
+from dstrain.config.keys.table import KEYS, is_read, key_of
 from dstrain.config.lint.subject import ABSENT
 from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.estimate_records import Estimate
@@ -132,13 +132,8 @@ def _entries(
         key=key,
         filled=by_trainer,
         cost=cost(key.alias_of or key.path, number, config, by) if key else None,
-        is_idle=key is not None and is_idle(key, zero_stage(config)),
+        is_idle=not is_read(pointer, zero_stage(config)),
     )
-
-
-def is_idle(key: Key, stage: int) -> bool:
-    """Returns whether a stage does not read a key."""
-    return bool(key.stages) and stage not in key.stages
 
 
 def _silent(group: str, config: Mapping[str, Any]) -> Iterator[tuple[Key, str]]:
@@ -152,7 +147,7 @@ def _silent(group: str, config: Mapping[str, Any]) -> Iterator[tuple[Key, str]]:
             continue  # its section is missing, or not an object
         if group == ZERO and path != "zero_optimization.stage" and zero_stage(config) == 0:
             continue
-        if not is_idle(key, zero_stage(config)) and (default := default_text(key)) is not None:
+        if is_read(pointer, zero_stage(config)) and (default := default_text(key)) is not None:
             yield key, default
 
 

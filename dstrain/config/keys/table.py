@@ -57,6 +57,27 @@ def key_of(pointer: tuple[str | int, ...]) -> Key | None:
     return key
 
 
+def is_read(pointer: tuple[str | int, ...], stage: int) -> bool:
+    """Returns whether the engine reads a key at a ZeRO stage: its row and those of the sections around it say so.
+
+    >>> is_read(("zero_optimization", "offload_param", "device"), 2)
+    False
+    """
+    if stage == 0 and pointer[:1] == ("zero_optimization",) and len(pointer) > 1 and pointer[1] not in _AT_ZERO_0:
+        return False
+    rows = (key_of(pointer[:end]) for end in range(1, len(pointer) + 1))
+    return all(not row.stages or stage in row.stages for row in map(_meant, filter(None, rows)))
+
+
+_AT_ZERO_0 = frozenset({"stage", "overlap_comm", "allgather_bucket_size", "legacy_stage1"})
+"""Source: deepspeed 0.19.8 runtime/engine.py: _configure_bf16_optimizer, _do_sanity_check."""
+
+
+def _meant(row: Key) -> Key:
+    """Returns the row of which a row is another name."""
+    return KEYS[tuple(row.alias_of.split("."))] if row.alias_of else row
+
+
 def children(pointer: tuple[str | int, ...]) -> tuple[Key, ...]:
     """Returns the rows directly inside a place; () is the whole file.
 

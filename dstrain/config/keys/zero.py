@@ -28,7 +28,7 @@ ZERO: tuple[Key, ...] = (
         row("allgather_partitions", BOOL,
             "Gathers updated parameters by all-gather; false uses one broadcast per rank.", default=True),
         row("allgather_bucket_size", INT, "Elements gathered at a time after a step. Must be even.",
-            default=500_000_000, least=0, stages=(1, 2)),
+            default=500_000_000, least=0, stages=(0, 1, 2)),
         row("overlap_comm", BOOL,
             "Reduces gradients during the backward pass; faster, at the cost of a second bucket of memory.",
             default_note="true with stage 3, else false", is_nullable=True),

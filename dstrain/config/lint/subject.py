@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from dstrain.config.document import REMOVED, lookup
 from dstrain.config.jsonc import Document, Pointer
 from dstrain.config.keys.table import ROWS
-from dstrain.facts.ds_config import ZERO, section, zero_stage
+from dstrain.facts.ds_config import ZERO, offload_device, section, written_device, zero_stage
 
 if TYPE_CHECKING:
     from dstrain.facts.cluster.cluster import Cluster
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from dstrain.plan.estimate_records import Estimate
 
 _OTHER_NAMES = {row.path: row.alias_of for row in ROWS if row.alias_of is not None}
-OLD_OFFLOADS = {"offload_optimizer": "cpu_offload", "offload_param": "cpu_offload_param"}
 """Sections of ZeRO's offload → the switches that predate them."""
 ABSENT: Any = REMOVED
 """The result of a look-up for a missing key."""
@@ -92,14 +91,12 @@ class Subject(JobContext):
 
     def device(self, section: str) -> str:
         """Returns the device of `offload_optimizer` or `offload_param`: `cpu`, `nvme` or `none`."""
-        before = "cpu" if self.is_true(f"zero_optimization.{OLD_OFFLOADS[section]}") else "none"
-        device = self.at(f"zero_optimization.{section}.device", before)
-        return device if device in ("cpu", "nvme") else "none"
+        return written_device(self.config, section)
 
     @property
     def offloads_optimizer(self) -> bool:
         """Whether ZeRO keeps optimizer states off the GPU."""
-        return self.stage > 0 and self.device("offload_optimizer") != "none"
+        return offload_device(self.config, "offload_optimizer") != "none"
 
     def number(self, path: str, default: float) -> float:
         """Returns the number at a path, or the default for anything else, including numbers beyond 64 bits."""

@@ -32,6 +32,8 @@ class HostQuery:
     """GPUs of every host; None: as counted by the source."""
     match: str | None
     """Pattern of host names (`gpu*`)."""
+    details: Callable[[str], str] = lambda job: ""
+    """Returns what SLURM says of a job, node by node; empty if it does not answer."""
 
 
 def _needed(query: HostQuery, *names: str) -> tuple[str, str]:
@@ -61,22 +63,72 @@ def _hosts(counts: Iterable[tuple[str, int | None]], query: HostQuery, name: str
 
 
 def slurm(query: HostQuery) -> Hosts:
-    """SLURM: `SLURM_JOB_NODELIST`, with the job's GPUs per node.
+    """SLURM: `SLURM_JOB_NODELIST`, with the GPUs that the job has on each node, which may differ.
 
-    Source: the manual of sbatch, "Output environment variables"; `SLURM_GPUS_PER_NODE` may name a type (`h100:8`).
+    `scontrol show job --details` counts them; without its answer it is the job's variables. Source: the manual of
+    sbatch, "Output environment variables".
     """
     if query.file is not None:
         return _lines(query)
     name, nodes = _needed(query, "SLURM_JOB_NODELIST", "SLURM_NODELIST")
-    given = [query.environment.get(key, "") for key in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE")]
-    counts = [int(match[1]) for text in given if (match := re.search(r"(?:^|:)(\d+)(?:\(|$)", text))]
-    slots = query.slots or (counts[0] if counts else None)
-    if slots is None:
+    names = [host.name for host in expand(nodes, 1, name).hosts]
+    if query.slots is not None:
+        return expand(nodes, query.slots, name)
+    job = query.environment.get("SLURM_JOB_ID")
+    counts = _slurm_details(query.details(job)) if job else {}
+    if not all(counts.get(node) for node in names):
+        counts = dict(zip(names, _slurm_counts(query.environment, names, name), strict=True))
+    return _hosts([(node, counts[node]) for node in names], query, name)
+
+
+def _slurm_details(text: str) -> dict[str, int]:
+    """Returns the GPUs of each node that `scontrol show job --details` names.
+
+    >>> _slurm_details("  Nodes=n[1-2] CPU_IDs=0 Mem=0 GRES=gpu:a100:4(IDX:0-3),gpu:v100:2(IDX:4-5)\\n")
+    {'n1': 6, 'n2': 6}
+    """
+    counts: dict[str, int] = {}
+    for nodes, gres in re.findall(r"^\s+Nodes=(\S+) .*?GRES(?:_IDX)?=(\S*)", text, re.MULTILINE):
+        number = _slurm_gpus(",".join(part for part in re.split(r",(?![^(]*\))", gres) if part.startswith("gpu")))
+        counts |= {host.name: number for host in expand(nodes, 1, "scontrol").hosts}
+    return counts
+
+
+def _slurm_gpus(text: str) -> int:
+    """Returns a number of GPUs that SLURM writes with their types.
+
+    >>> [_slurm_gpus(text) for text in ("8", "h100:2", "gpu:a100:4(IDX:0-3),gpu:v100:2", "")]
+    [8, 2, 6, 0]
+    """
+    return sum(map(int, re.findall(r"(?:^|[:,])(\d+)(?=\(|,|$)", re.sub(r"\([^)]*\)", "", text))))
+
+
+def _slurm_counts(environment: Environment, nodes: list[str], name: str) -> list[int]:
+    """Returns the GPUs of each node as the variables of a job say them. Raises InvalidConfig if they do not."""
+    given = {key: _slurm_gpus(environment.get(f"SLURM_{key}", "")) for key in ("GPUS_PER_NODE", "GPUS", "GPUS_ON_NODE")}
+    total, here = given["GPUS"], given["GPUS_ON_NODE"]
+    if given["GPUS_PER_NODE"]:
+        return [given["GPUS_PER_NODE"]] * len(nodes)
+    if per_task := _slurm_gpus(environment.get("SLURM_GPUS_PER_TASK", "")):
+        runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_TASKS_PER_NODE", ""))
+        tasks = [int(count) for count, times in runs for _ in range(int(times or 1))]
+        if len(tasks) == len(nodes):
+            return [per_task * count for count in tasks]
+    if len(nodes) == 1 and (here or total):
+        return [here or total]
+    if total and total != here * len(nodes):
+        raise InvalidConfig(
+            f"{name} has {len(nodes)} nodes with {total} GPUs, of which {here or 'an unknown number'} are on this one: "
+            "how many each of the others has, no variable says, and scontrol does not answer",
+            hint="Request as many on each node: sbatch --gpus-per-node=4. "
+            f"Or name them, such as: dstrain hostfile write {nodes[0]}:{here or 8},{nodes[1]}:{max(1, total - here)}",
+        )
+    if not here:
         raise InvalidConfig(
             f"{name} is set, but neither SLURM_GPUS_ON_NODE nor SLURM_GPUS_PER_NODE",
             hint="Request GPUs with sbatch --gpus-per-node=8, or add --slots 8.",
         )
-    return expand(nodes, slots, name)
+    return [here] * len(nodes)
 
 
 def pbs(query: HostQuery) -> Hosts:

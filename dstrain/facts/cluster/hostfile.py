@@ -111,13 +111,15 @@ class _Fault(NamedTuple):
     fix: str
     column: int = 0
     """Offset in the line, from 0."""
+    is_name: bool = False
+    """Whether the fix is a host's name."""
 
 
 def _entry_fault(match: re.Match[str], known: dict[str, Host]) -> _Fault | None:
     """Returns the error in a line of the form `HOST slots=N`, or None."""
     host, slots = match[1], int(match[2][:9])
     if (fault := _name_fault(host)) is not None:
-        return fault
+        return _with_line(fault, match[2])
     if host in known:
         return _Fault(f'"{host}" is already on line {known[host].line}', "remove one of the two lines")
     fix = f"write `{host} slots=8` if it has 8"
@@ -128,16 +130,41 @@ def _entry_fault(match: re.Match[str], known: dict[str, Host]) -> _Fault | None:
     return None
 
 
+def _plausible(slots: str) -> int:
+    """Returns the number of slots that a text means: that of a list of GPUs, or 8 if it means none that a host has.
+
+    >>> [_plausible(text) for text in ("4", "0,1,2,3", "0-3", "0-1,3", "0", "9999", "two")]
+    [4, 4, 4, 3, 8, 8, 8]
+    """
+    if re.fullmatch(r"[0-9]{1,4}([-,][0-9]{1,4})+", slots):
+        try:
+            return len(set(map(int, _numbers(slots))))
+        except InvalidConfig:  # a descending range
+            return 8
+    digits = re.match(r"[0-9]{1,9}", slots)
+    return int(digits[0]) if digits and 0 < int(digits[0]) <= MAX_SLOTS else 8
+
+
+def _with_line(fault: _Fault, slots: str) -> _Fault:
+    """Returns the fault of a host's name with the line to write, if its name is known."""
+    return fault._replace(fix=f"write `{fault.fix} slots={_plausible(slots)}`") if fault.is_name else fault
+
+
 def _name_fault(host: str) -> _Fault | None:
-    """Returns the error in a host name, or None; ssh and a shell read it, so special characters are refused."""
+    """Returns the error in a host name, or None; ssh and a shell read it, so special characters are refused.
+
+    Its fix is the name that is meant, if it is known.
+    """
     if re.fullmatch(r"([A-Za-z0-9_][\w.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*", host, re.ASCII):
         return None
     if re.fullmatch(r"(\w[\w.-]*@)?[0-9A-Fa-f]*:[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*(%\w+)?", host, re.ASCII):
         return None
     if re.fullmatch(r"[\w.@-]+:\d+", host, re.ASCII):
-        return _Fault(f'"{host}" has a number after its name', f"write `{host.rpartition(':')[0]} slots=N`")
+        return _Fault(f'"{host}" has a number after its name', host.rpartition(":")[0], is_name=True)
     if re.fullmatch(r"[\w.@-]+[:,;]", host, re.ASCII):
-        return _Fault(f'"{host}" ends with "{host[-1]}"', f"write `{host[:-1]} slots=N`")
+        return _Fault(f'"{host}" ends with "{host[-1]}"', host[:-1], is_name=True)
+    if re.fullmatch(r"[A-Za-z0-9_.,[\]-]*\[[0-9,-]+\][A-Za-z0-9_.,[\]-]*", host, re.ASCII):
+        return _Fault(f'"{host}" is a range of hosts', f"write a line for each: dstrain hostfile write '{host}:8'")
     return _Fault(f'"{host}" is not a host name or address', "use letters, digits, dots and dashes")
 
 
@@ -149,31 +176,36 @@ def _fault(line: str) -> _Fault:
     if not others:
         return _fault_of_one_word(host)
     rest = others[0]
+    if (fault := _name_fault(host)) is not None:
+        return _with_line(fault, rest.rpartition("=")[2].strip())
     column = len(line) - len(rest)
     counted = re.match(r"slots=([0-9]+)\s", rest)
     if counted is not None:
         tail = rest[counted.end() :].lstrip()
         problem = "a comment needs a line of its own" if tail.startswith("#") else f"`{tail}` follows the number"
-        return _Fault(problem, f"write `{host} slots={counted[1]}`", len(line) - len(tail))
+        return _Fault(problem, f"write `{host} slots={_plausible(counted[1])}`", len(line) - len(tail))
     misspelt = re.fullmatch(r"([A-Za-z_-]*)\s*[=:]?\s*([0-9]{1,4})", rest)
     if misspelt is not None:
-        return _Fault(f"`{rest}` is not `slots={misspelt[2]}`", f"write `{host} slots={misspelt[2]}`", column)
+        slots = _plausible(misspelt[2])
+        return _Fault(f"`{rest}` is not `slots={slots}`", f"write `{host} slots={slots}`", column)
     assigned = re.fullmatch(r"slots\s*=\s*(.*)", rest, re.IGNORECASE)
     if assigned is None:
         return _Fault(f"`{rest}` is not `slots=N`", f"write `{host} slots=8`", column)
     if not assigned[1]:
         return _Fault("the number of slots is missing", f"write `{host} slots=8`", column)
-    digits = re.match(r"[0-9]{1,4}", assigned[1])
-    number = digits[0] if digits else "8"
-    return _Fault(f"`{assigned[1]}` is not a whole number", f"write `{host} slots={number}`", column)
+    fix = f"write `{host} slots={_plausible(assigned[1])}`"
+    return _Fault(f"`{assigned[1]}` is not a whole number", fix, column)
 
 
 def _fault_of_one_word(word: str) -> _Fault:
     """Returns the error in a line of one word."""
     counted = re.fullmatch(r"([^:,=]+)[:,=]([0-9]+)", word)
+    host = counted[1] if counted else word
+    if (fault := _name_fault(host)) is not None:
+        return _with_line(fault, "")
     if counted is not None:
-        problem = f'"{word}" is not `HOST slots=N`'
-        return _Fault(problem, f"write `{counted[1]} slots={counted[2]}`", len(counted[1]))
+        fix = f"write `{counted[1]} slots={_plausible(counted[2])}`"
+        return _Fault(f'"{word}" is not `HOST slots=N`', fix, len(counted[1]))
     return _Fault(f'"{word}" has no slots', f"write `{word} slots=8` if it has 8 GPUs", len(word))
 
 
@@ -215,19 +247,20 @@ def _expand_item(item: str, slots: int | None) -> list[Host]:
     pattern, count = (counted[1], int(counted[2])) if counted else (item, slots)
     if not pattern:
         raise InvalidConfig("a name is missing between two commas" if not item else f'"{item}" has no name')
-    if count is None:
-        raise InvalidConfig(f'"{item}" has no slots; write "{item}:8" if it has 8 GPUs')
-    if not 0 < count <= MAX_SLOTS:
-        raise InvalidConfig(f'"{item}": {count} is not a number of GPUs')
     parts = re.split(r"\[([^\[\]]*)\]", pattern)
     ranges = (_numbers(part) if order % 2 else [part] for order, part in enumerate(parts))  # odd parts are in brackets
     names = itertools.product(*ranges)
-    hosts = [Host(name="".join(name), slots=count) for name in itertools.islice(names, MAX_HOSTS + 1)]
+    hosts = [Host(name="".join(name), slots=count or 0) for name in itertools.islice(names, MAX_HOSTS + 1)]
     for host in hosts:
         if "[" in host.name or "]" in host.name:
             raise InvalidConfig(f'"{item}" has an unmatched bracket')
         if (fault := _name_fault(host.name)) is not None:
-            raise InvalidConfig(f"{fault.problem}; {fault.fix}")
+            fix = f'write "{fault.fix}:{count or 8}"' if fault.is_name else fault.fix
+            raise InvalidConfig(f"{fault.problem}; {fix}")
+    if count is None:
+        raise InvalidConfig(f'"{item}" has no slots; write "{item}:8" if it has 8 GPUs')
+    if not 0 < count <= MAX_SLOTS:
+        raise InvalidConfig(f'"{item}": {count} is not a number of GPUs; write "{pattern}:8" if it has 8 GPUs')
     return hosts
 
 
@@ -240,7 +273,9 @@ def _numbers(ranges: str) -> list[str]:
             raise InvalidConfig(f'"[{ranges}]" is not a range; write it as [01-16] or [1,4-7]')
         first, last = match[1], match[2] or match[1]
         if int(first) > int(last):
-            raise InvalidConfig(f'the range "[{ranges}]" is descending; write [{last}-{first}]')
+            width = len(first) if "0" in (first[0], last[0]) else 0
+            ascending = f"[{last.zfill(width)}-{first.zfill(width)}]"
+            raise InvalidConfig(f'the range "[{ranges}]" is descending; write {ascending}')
         if len(first) != len(last) and last.startswith("0"):
             raise InvalidConfig(
                 f'the range "[{ranges}]" has inconsistent leading zeros; write [{first.zfill(len(last))}-{last}]'

@@ -15,6 +15,7 @@ from dstrain.facts.data.preferences import Pair, to_marked, to_pair
 from dstrain.facts.data.row_values import unused_text
 from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries
 from dstrain.facts.data.sample_formats import Reading, require, to_sample, unused
+from dstrain.facts.data.sound_samples import require_sound
 from dstrain.facts.data.turns import Conversation
 
 Refuse = Callable[[InvalidConfig], None]
@@ -207,17 +208,23 @@ def samples(path: str | Path, refuse: Refuse = stop, part: Part | None = None) -
 
 
 def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
-    """Returns the conversation, text or pair of a row. Raises InvalidConfig with file and line, for missing images,
-    videos and audios too."""
+    """Returns the conversation, text or pair of a row. Raises InvalidConfig with file and line if it is no sample to
+    learn from, for missing images, videos and audios too."""
     with located(sample.where):
-        if reading.format is DataFormat.PREFERENCE:
-            pair = to_pair(sample.row, reading)
-            chosen, rejected = (_located(side, sample.folder) for side in pair.sides)
-            return Pair(chosen=chosen, rejected=rejected) if pair.has_media else pair
-        if reading.format is DataFormat.UNPAIRED:
-            return _located(to_marked(sample.row, reading), sample.folder)
-        found = to_sample(sample.row, reading)
-        return found if isinstance(found, str) else _located(found, sample.folder)
+        found = _parsed(sample, reading)
+        require_sound(found, sample.row)
+        return found
+
+
+def _parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
+    if reading.format is DataFormat.PREFERENCE:
+        pair = to_pair(sample.row, reading)
+        chosen, rejected = (_located(side, sample.folder) for side in pair.sides)
+        return Pair(chosen=chosen, rejected=rejected) if pair.has_media else pair
+    if reading.format is DataFormat.UNPAIRED:
+        return _located(to_marked(sample.row, reading), sample.folder)
+    found = to_sample(sample.row, reading)
+    return found if isinstance(found, str) else _located(found, sample.folder)
 
 
 def _located(found: Conversation, folder: Path | None) -> Conversation:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean, nearest
-from dstrain.facts.data import columnar
+from dstrain.facts.data import columnar, line_forms
 from dstrain.facts.data.columnar import columnar_rows, is_columnar
 from dstrain.facts.data.row_values import without_missing
 
@@ -94,7 +94,7 @@ def _distant_lines(path: Path, count: int) -> Iterator[Sample | InvalidConfig]:
                 file.readline()
             line = file.readline()
             if line.strip(_SPACE):
-                yield _line(f"{path}: byte {offset}", line.removeprefix(b"\xef\xbb\xbf"), path.parent)
+                yield _line(f"{path}: byte {offset}", line, path, file.tell() - len(line))
 
 
 def require_file(path: Path) -> None:
@@ -110,6 +110,8 @@ def require_file(path: Path) -> None:
         )
     if path.stat().st_size == 0:
         raise InvalidConfig(f"{path}: the file is empty")
+    if not is_columnar(path) and (error := line_forms.other_kind(path)) is not None:
+        raise error
 
 
 def require_there(path: Path) -> None:
@@ -140,29 +142,31 @@ def _lines(path: Path, limit_bytes: int | None, part: Part | None) -> Iterator[S
             if end is not None and position >= end:
                 return
             where = f"{path}:{number}" if first else f"{path}: byte {position}"
-            text = line.removeprefix(b"\xef\xbb\xbf") if position == 0 else line
+            if line.strip(_SPACE):
+                yield _line(where, line, path, position)
             position += len(line)
-            if text.strip(_SPACE):
-                yield _line(where, text, path.parent)
 
 
-def _line(where: str, line: bytes, folder: Path) -> Sample | InvalidConfig:
+def _line(where: str, line: bytes, path: Path, start: int) -> Sample | InvalidConfig:
+    """Returns the row of a line that begins at a byte of a file. Raises InvalidConfig if no line of the file is one."""
+    text = line.removeprefix(b"\xef\xbb\xbf") if start == 0 else line
     try:
-        value = json.loads(line.decode("utf-8"))
+        value = json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         return InvalidConfig(f"{where}:{error.start + 1}: not UTF-8", hint="Save the file as UTF-8.")
-    except json.JSONDecodeError as error:
-        return InvalidConfig(f"{where}:{error.colno}: {error.msg[:1].lower()}{error.msg[1:]}")
     except RecursionError:
         return InvalidConfig(f"{where}:1: nested too deeply")
-    return _object(where, value, folder)
+    except ValueError as error:  # also of a number of thousands of digits
+        return line_forms.error_of(path, where, text, start, error)
+    return _object(where, value, path)
 
 
-def _object(where: str, value: Any, folder: Path) -> Sample | InvalidConfig:
+def _object(where: str, value: Any, path: Path) -> Sample | InvalidConfig:
     if isinstance(value, dict):
-        return Sample(where=where, row=value, folder=folder)
+        return Sample(where=where, row=value, folder=path.parent)
     kinds = {list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return InvalidConfig(f"{where}: is {kinds.get(type(value), 'null')}; a sample must be an object")
+    hint = line_forms.within_text(path, value) if isinstance(value, str) else None
+    return InvalidConfig(f"{where}: is {kinds.get(type(value), 'null')}; a sample must be an object", hint=hint)
 
 
 def _list_items(path: Path, limit_bytes: int | None) -> Iterator[Sample | InvalidConfig]:
@@ -186,10 +190,9 @@ def _list_items(path: Path, limit_bytes: int | None) -> Iterator[Sample | Invali
                 raise json.JSONDecodeError("Expecting ',' delimiter", text, position)
         except json.JSONDecodeError as error:
             if not (cut and _at_end(error)):
-                message = f"{error.msg[:1].lower()}{error.msg[1:]}"
-                raise InvalidConfig(f"{path}:{error.lineno}:{error.colno}: {message}") from None
+                raise line_forms.error_in_list(path, text, error) from None
             return
-        yield _object(f"{path}:{line}", value, path.parent)
+        yield _object(f"{path}:{line}", value, path)
         position = _skip(text, position + 1) if text[position : position + 1] == "," else position
     if position >= len(text) and not cut:
         raise InvalidConfig(f"{path}:{text.count(chr(10)) + 1}: the list is not closed")

@@ -40,6 +40,8 @@ class Counts:
     """Conversations whose images, videos or audios `seq_len` would cut."""
     cut_audios: int = 0
     """Audios of which only the beginning is taken."""
+    control_texts: int = 0
+    """Conversations whose own text has control tokens."""
     lost_tools: int = 0
     """Conversations whose descriptions of tools the template omits."""
     desirable: int = 0

@@ -26,6 +26,11 @@ COUNTED = MappingProxyType(
             "answers begin",
             "with an empty block of thoughts (thinking: off makes it part of the prompt)",
         ),
+        "control_texts": (
+            "conversation has",
+            "conversations have",
+            "control tokens of a chat template in their own text: rendered already?",
+        ),
         "lost_tools": ("conversation has", "conversations have", "tools that the chat template does not describe"),
         "lost_prompts": ("system prompt is", "system prompts are", "omitted by the chat template"),
         "equal_pairs": ("pair has", "pairs have", "equal answers, of which nothing can be learned"),
@@ -36,13 +41,18 @@ COUNTED = MappingProxyType(
 )  # fmt: skip
 """Field of `chat.Counts`, or a count of pairs → its text in the log: of one, of several, and what follows."""
 
+_PLACED = frozenset({"empty_answers", "control_texts", "lost_tools", "equal_pairs", "empty_sides"})
+"""Counts of samples that their author may want to look at."""
+_UNKNOWN: Mapping[str, str] = MappingProxyType({})
 
-def counted(counts: Mapping[str, int], job: Job) -> list[str]:
-    """Returns a line for each count above 0."""
+
+def counted(counts: Mapping[str, int], job: Job, firsts: Mapping[str, str] = _UNKNOWN) -> list[str]:
+    """Returns a line for each count above 0; `firsts` has the place of the first sample that each counts."""
     lines = []
     for what, (one, several, rest) in COUNTED.items():
         if count := counts.get(what, 0):
-            lines.append(f"{units.counted(count, one, several)} {rest.format(job=job)}")
+            first = f"; the first: {firsts[what]}" if what in _PLACED and firsts.get(what) else ""
+            lines.append(f"{units.counted(count, one, several)} {rest.format(job=job)}{first}")
     ratio = _balance(counts, job)
     if ratio is not None and not BALANCED[0] <= ratio <= BALANCED[1]:
         keys = "kto: desirable_weight and undesirable_weight"

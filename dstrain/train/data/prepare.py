@@ -284,7 +284,7 @@ def _mixture_notes(
 def _remarks(name: str, said: Said, job: Job) -> list[str]:
     """Returns lines for the log about unused columns, answers, and skipped rows."""
     notes = [unused_text(said.unused)] if said.unused else []
-    notes += counted(said.counts, job)
+    notes += counted(said.counts, job, said.firsts)
     if said.skipped:
         notes.append(f"{unusable(said.num_skipped)} skipped (on_bad_row: skip); the first:")
     return [f"{name}: {note}" for note in notes] + [f"  {problem}" for problem in said.skipped]

@@ -54,11 +54,13 @@ class _Tally:
     max_tokens: int = 0
     num_learned: int = 0
     counts: Counter[str] = field(default_factory=Counter)
+    firsts: dict[str, str] = field(default_factory=dict)
 
     def add(self, read: _Read) -> None:
         self.num_samples += 1
         self.num_long += any(side.num_cut > 0 for side in read.sides)
         self.counts.update(read.counts)
+        self.firsts = dict.fromkeys(read.counts, read.sides[0].where) | self.firsts
         if not read.teaches:
             self.num_untaught += 1
             return
@@ -86,17 +88,18 @@ def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit:
         tally.add(read)
         tally.chosen = read if number == sample else tally.chosen
     if tally.chosen is None:
-        has = units.counted(tally.num_samples, "usable sample")
-        raise InvalidConfig(f"{rows.name} has {has}, none of number {sample:,}")
+        problem = f"{rows.name} has {units.counted(tally.num_samples, 'usable sample')}, none of number {sample:,}"
+        first = [f"{unusable(len(skipped))} skipped; the first: {skipped[0]}"] if skipped else []
+        raise InvalidConfig("\n".join([problem, *first]))
     names = SIDES if len(tally.chosen.sides) > 1 else ("",)
-    notes = [*counted(tally.counts, job), *([unused_text(rows.unused)] if rows.unused else [])]
+    notes = [*counted(tally.counts, job, tally.firsts), *([unused_text(rows.unused)] if rows.unused else [])]
     notes += [f"{unusable(len(skipped))} skipped; the first: {skipped[0]}"] if skipped else []
     return ShownData(
         name=rows.name,
         samples=tuple(_sample(encoder, sample, *side) for side in zip(names, tally.chosen.sides, strict=True)),
         is_complete=next(samples, None) is None,
         notes=tuple(notes),
-        **{one.name: getattr(tally, one.name) for one in fields(tally) if one.name != "chosen"},
+        **{one.name: getattr(tally, one.name) for one in fields(tally) if one.name not in {"chosen", "firsts"}},
     )
 
 

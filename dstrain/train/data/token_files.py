@@ -41,6 +41,8 @@ class TokenRow:
     num_audios: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
     """Key of `COUNTED` → number."""
+    where: str = ""
+    """Its place, such as file and line."""
 
 
 def features_of(columns: Mapping[str, Any]) -> datasets.Features:

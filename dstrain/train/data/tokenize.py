@@ -6,7 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from dstrain.choices import LossOn, Thinking
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, type_and_line
+from dstrain.facts.data import media
 from dstrain.facts.data.datafile import Refuse, stop
 from dstrain.facts.data.media import Files
 from dstrain.facts.data.turns import Conversation
@@ -31,6 +32,8 @@ IGNORED = -100
 """Label of a token that does not count in the loss. Source: torch.nn.CrossEntropyLoss(ignore_index=-100)."""
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARKS = r"<\|im_(?:start|end)\|>|<\|(?:start|end)_header_id\|>|<\|eot_id\|>|<(?:start|end)_of_turn>|\[/?INST\]"
+"""Marks of rendered conversations: those of ChatML, Llama 3, Gemma and Mistral."""
 _BATCH_SAMPLES = 256
 _OTHER = "Train a model that sees or hears, with all files of its repository."
 _NOTHING = Counts()
@@ -91,16 +94,21 @@ class Encoder:
         while batch := list(islice(remaining, _BATCH_SAMPLES)):  # the tokenizer works on a batch in parallel
             texts = [(where, sample) for where, sample in batch if isinstance(sample, str)]
             if len(texts) == len(batch):
-                yield from self._encode_texts(texts)
+                yield from self._encode_texts(texts, refuse)
             else:
                 conversations = [(where, sample) for where, sample in batch if not isinstance(sample, str)]
                 yield from self._encode_chats(conversations, refuse)
 
-    def _encode_texts(self, batch: list[tuple[str, str]]) -> Iterator[Encoded]:
+    def _encode_texts(self, batch: list[tuple[str, str]], refuse: Refuse) -> Iterator[Encoded]:
         """Yields whole texts, between the tokens that begin and end a document; every token counts."""
-        tokens = self.tokenizer([text for _, text in batch], verbose=False)["input_ids"]
-        for (where, _), encoded in zip(batch, tokens, strict=True):
-            ids = list(encoded)
+
+        def encoded(texts: list[str]) -> Iterator[list[int]]:
+            yield from self.tokenizer(texts, verbose=False)["input_ids"]
+
+        for (where, _), found in zip(batch, _each(encoded, batch, refuse), strict=True):
+            if found is None:
+                continue
+            ids = list(found)
             if ids[-1:] != [self.tokenizer.eos_token_id] and self.tokenizer.eos_token_id is not None:
                 ids.append(self.tokenizer.eos_token_id)
             yield self._cut(where, ids, ids)
@@ -118,15 +126,16 @@ class Encoder:
                 conversations.append((where, self._masked(conversation, write(conversation)), conversation))
             except Exception as error:
                 refuse(_refused(where, error))
-        plain = [written.text for _, written, conversation in conversations if not conversation.has_media]
-        tokens = self._with_offsets(plain if self.tokenizer.is_fast else [])
+        plain = [(where, written.text) for where, written, conversation in conversations if not conversation.has_media]
+        tokens = _each(self._with_offsets, plain if self.tokenizer.is_fast else [], refuse)
         for where, written, conversation in conversations:
             try:
                 if conversation.has_media:
                     yield self._encode_with_images(where, written, conversation)
                 elif self.tokenizer.is_fast:
-                    ids, offsets = next(tokens)
-                    yield self._cut(where, ids, _labels(ids, offsets, written.spans), written.counts)
+                    if (found := next(tokens)) is not None:
+                        ids, offsets = found
+                        yield self._cut(where, ids, _labels(ids, offsets, written.spans), written.counts)
                 else:
                     yield self._encode_by_prefix(where, written)
             except InvalidConfig as error:
@@ -152,6 +161,8 @@ class Encoder:
     def _masked(self, conversation: Conversation, written: Written) -> Written:
         """Returns the text without loss on answers of weight 0, and with `loss_on: last` on all but the last one."""
         counts = {"lost_tools": 1} if lacks_tools(conversation, written) else {}
+        if self._has_control_tokens(conversation):
+            counts["control_texts"] = 1
         if conversation.is_desirable is not None:
             counts["desirable" if conversation.is_desirable else "undesirable"] = 1
         if counts:
@@ -169,6 +180,12 @@ class Encoder:
             raise InvalidConfig(f"{problem}, so single answers cannot be left out of the loss", hint=OTHER_TEMPLATE)
         spans = [span for span, answer in zip(written.spans, answers, strict=True) if answer in wanted]
         return replace(written, spans=spans)
+
+    def _has_control_tokens(self, conversation: Conversation) -> bool:
+        """Returns whether a message has text that the tokenizer, or a known template, takes for a mark of its own."""
+        pattern = _control_tokens(self.tokenizer)
+        texts = (message["content"] for message in conversation.messages)
+        return any(pattern.search(media.without_marks(text) if conversation.has_media else text) for text in texts)
 
     def _template(self, *conversations: Messages, prompt: bool = False, tools: Any = None) -> list[str]:
         """Returns rendered conversations; with `prompt` each is followed by the generation prompt."""
@@ -215,9 +232,9 @@ class Encoder:
     def _encode_with_images(self, where: str, written: Written, conversation: Conversation) -> Encoded:
         """Returns the tokens: those of media have no loss, and none has if `seq_len` would cut one of these."""
         assert self.media_reader is not None
-        media: Any = {name: getattr(conversation, name) for name in MEDIA}
+        files: Any = {name: getattr(conversation, name) for name in MEDIA}
         try:
-            found = self.media_reader.expanded(written.text, written.spans, media)
+            found = self.media_reader.expanded(written.text, written.spans, files)
         except InvalidConfig as error:
             raise _refused(where, error) from None
         has_cut = any(index is not None for index in found.media_of[self.seq_len :])
@@ -225,7 +242,7 @@ class Encoder:
         labels = [label if index is None else IGNORED for label, index in zip(labels, found.media_of, strict=True)]
         counts = replace(written.counts, cut_images=int(has_cut), cut_audios=found.num_cut)
         sample = self._cut(where, found.input_ids, labels, counts)
-        return replace(sample, **media, media_of=found.media_of[: self.seq_len])
+        return replace(sample, **files, media_of=found.media_of[: self.seq_len])
 
     def _encode_by_prefix(self, where: str, written: Written) -> Encoded:
         """Returns the tokens for a tokenizer without offsets, by tokenizing prefixes up to each border of an answer."""
@@ -275,6 +292,21 @@ class Encoder:
             )
 
 
+def _each(
+    tokens: Callable[[list[str]], Iterator[Any]], texts: Sequence[tuple[str, str]], refuse: Refuse
+) -> Iterator[Any]:
+    """Yields the tokens of each text, given as (place, text), and None for one that `refuse` skips."""
+    try:
+        yield from list(tokens([text for _, text in texts]))
+    except Exception as error:  # a tokenizer may be a program of the model's author, and names no text of a batch
+        if len(texts) > 1:
+            for one in texts:
+                yield from _each(tokens, [one], refuse)
+        else:
+            refuse(InvalidConfig(f"{texts[0][0]}: the tokenizer rejects this text: {type_and_line(error)}"))
+            yield None
+
+
 def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
     """Returns the ids of the tokens that begin within one of the spans, and -100 for the others.
 
@@ -291,6 +323,14 @@ def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> l
         first, after = bisect_left(tokens, start, key=begin), bisect_left(tokens, end, key=begin)
         labels[first:after] = ids[first:after]
     return labels
+
+
+@lru_cache(maxsize=8)
+def _control_tokens(tokenizer: Any) -> re.Pattern[str]:
+    """Returns what finds special tokens of a tokenizer, and the marks of well-known chat templates."""
+    special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    special |= set(map(str, tokenizer.all_special_tokens))
+    return re.compile("|".join([*map(re.escape, sorted(filter(str.strip, special), key=len, reverse=True)), _MARKS]))
 
 
 def _refused(where: str, error: Exception) -> InvalidConfig:

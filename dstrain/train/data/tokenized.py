@@ -54,6 +54,8 @@ class Said:
     """Unused column → number of samples with it."""
     counts: dict[str, int]
     """Field of `chat.Counts` → its sum."""
+    firsts: dict[str, str]
+    """Field of `chat.Counts` → the place of the first sample that it counts."""
     skipped: list[str]
     """The first problems of skipped rows."""
     num_skipped: int
@@ -92,6 +94,7 @@ def _sequence(sample: Encoded) -> TokenRow:
         num_learned=sample.num_learned,
         num_cut=sample.num_cut,
         counts=counts_of(sample.counts),
+        where=sample.where,
     )
 
 
@@ -144,14 +147,16 @@ def cache_folder() -> Path:
 def _said(parts: Iterable[Mapping[str, Any]], num_made: int, folder: Path) -> Said:
     """Returns what the log says about the rows of all parts."""
     sums: dict[str, Counter[str]] = {"unused": Counter(), "counts": Counter()}
+    firsts: dict[str, str] = {}
     skipped: list[str] = []
     num_skipped = 0
     for part in parts:
         for name, counter in sums.items():
             counter.update(part[name])
+        firsts = part["firsts"] | firsts
         skipped += part["skipped"][: _SHOWN_PROBLEMS - len(skipped)]
         num_skipped += part["num_skipped"]
-    return Said(**sums, skipped=skipped, num_skipped=num_skipped, num_made=num_made, folder=folder)
+    return Said(**sums, firsts=firsts, skipped=skipped, num_skipped=num_skipped, num_made=num_made, folder=folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,6 +224,7 @@ class _Maker:
     def _write(self, rows: Rows, path: Path, tick: Tick) -> None:
         """Writes the tokens of the rows of a part."""
         counts: Counter[str] = Counter()
+        firsts: dict[str, str] = {}
         skipped: list[str] = []
         file = TokenFile(self.features)
 
@@ -231,8 +237,10 @@ class _Maker:
             if done % _TICK_SAMPLES == 0:
                 tick(done)
             counts.update(sample.counts)
+            firsts = dict.fromkeys(sample.counts, sample.where) | firsts if sample.counts else firsts
             file.add(sample)
-        said = {"unused": rows.unused, "counts": counts, "skipped": skipped[:_SHOWN_PROBLEMS], "tally": rows.tally}
+        said = {"unused": rows.unused, "counts": counts, "firsts": firsts, "tally": rows.tally}
+        said |= {"skipped": skipped[:_SHOWN_PROBLEMS]}
         file.write(path, said | {"num_skipped": len(skipped)})
 
     def require_samples(self, said: Iterable[Mapping[str, Any]]) -> None:

@@ -51,6 +51,7 @@ def _row(sample: Encoded) -> TokenRow:
         num_learned=sample.num_learned,
         num_cut=sample.num_cut,
         counts=counts_of(sample.counts),
+        where=sample.where,
     )
 
 

@@ -51,11 +51,12 @@ def _pairs(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
     A pair has no tokens if its answers are equal, or if one has no token left.
     """
     for batch in _batches(rows, refuse):
-        different = [(where, pair) for where, pair in batch if not pair.is_equal]
-        for tokens in _encoded(encoder, different, refuse):
+        for tokens in _encoded(encoder, [one for one in batch if not one[1].is_equal], refuse):
             yield with_files(_row(tokens), tokens.sides[0], encoder)
-        nothing: TokenRow = TokenRow(columns={name: [] for name in _COLUMNS}, counts=_OF_EQUAL)
-        yield from [with_files(nothing, None, encoder)] * (len(batch) - len(different))
+        for where, pair in batch:
+            if pair.is_equal:
+                nothing = TokenRow(columns={name: [] for name in _COLUMNS}, counts=_OF_EQUAL, where=where)
+                yield with_files(nothing, None, encoder)
 
 
 def encoded_pairs(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[PairTokens]:
@@ -98,6 +99,7 @@ def _row(tokens: PairTokens) -> TokenRow:
         num_learned=sum(side.num_learned for side in sides),
         num_cut=sum(side.num_cut for side in tokens.sides),
         counts=tokens.counts,
+        where=tokens.sides[0].where,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
-from dstrain.facts.cluster.hostfile import Hosts
+from dstrain.facts.cluster.hostfile import Hosts, expand
 
 
 def hosts(source: str, *, text: str | None = None, environment: dict[str, str] | None = None, **asked: Any) -> Hosts:
@@ -38,6 +38,44 @@ def pairs(found: Hosts) -> list[tuple[str, int]]:
 def test_slurm_names_its_nodes_and_gpus(variables: dict[str, str], slots: int) -> None:
     found = hosts("slurm", environment={"SLURM_JOB_NODELIST": "gpu[08-10],big1", **variables})
     assert pairs(found) == [("gpu08", slots), ("gpu09", slots), ("gpu10", slots), ("big1", slots)]
+
+
+DETAILS = """JobId=7 JobName=bash
+   NumNodes=2-2 NumCPUs=2 NumTasks=2
+   JOB_GRES=gpu:12
+     Nodes=node01 CPU_IDs=0 Mem=0 GRES=gpu:8(IDX:0-7)
+     Nodes=node02 CPU_IDs=0 Mem=0 GRES=gpu:a100:3(IDX:0,2,4),gpu:v100:1(IDX:7)
+"""
+TWO = {"SLURM_JOB_NODELIST": "node[01-02]"}
+
+
+def test_slurm_counts_the_gpus_of_each_node() -> None:
+    job = {**TWO, "SLURM_JOB_ID": "7", "SLURM_GPUS": "12", "SLURM_GPUS_ON_NODE": "8"}
+    assert pairs(hosts("slurm", environment=job, details=lambda job: DETAILS * (job == "7"))) == [
+        ("node01", 8),
+        ("node02", 4),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variables", "slots"),
+    [
+        ({"SLURM_GPUS_PER_NODE": "a100:4,v100:2", "SLURM_GPUS_ON_NODE": "6"}, (6, 6)),
+        ({"SLURM_GPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "3,1", "SLURM_GPUS_ON_NODE": "6"}, (6, 2)),
+        ({"SLURM_GPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "3(x2)"}, (6, 6)),
+        ({"SLURM_GPUS": "16", "SLURM_GPUS_ON_NODE": "8"}, (8, 8)),
+        ({"SLURM_GPUS_ON_NODE": "8"}, (8, 8)),
+    ],
+)
+def test_slurm_variables_count_the_gpus_of_each_node(variables: dict[str, str], slots: tuple[int, int]) -> None:
+    found = hosts("slurm", environment={**TWO, **variables})
+    assert tuple(host.slots for host in found.hosts) == slots
+
+
+def test_slurm_gpus_of_unequal_nodes_are_not_guessed() -> None:
+    with pytest.raises(InvalidConfig, match="no variable says") as caught:
+        hosts("slurm", environment={**TWO, "SLURM_GPUS": "12", "SLURM_GPUS_ON_NODE": "8"})
+    assert expand(str(caught.value.hint).rpartition(" ")[2], None).num_slots == 12
 
 
 def test_slurm_without_gpus_says_what_to_ask_for() -> None:

@@ -75,7 +75,7 @@ def test_names_and_addresses_are_taken(name: str) -> None:
         ("  w slots=8  # the first", "1:14", "a comment needs a line of its own; write `w slots=8`"),
         ("w gpu=1 slots=8", "1:3", "`w slots=8`"),
         ("slots=8", "1:1", "the host before `slots=8` is missing; write `HOST slots=8`"),
-        ("w:8 slots=8", "1:1", "write `w slots=N`"),
+        ("w:8 slots=8", "1:1", "write `w slots=8`"),
         ("a;b slots=8", "1:1", '"a;b" is not a host name'),
         ("$(id) slots=8", "1:1", "is not a host name"),
         ("-oProxyCommand=x slots=8", "1:1", "is not a host name"),
@@ -88,6 +88,51 @@ def test_a_bad_line_says_where_and_what_to_type(line: str, place: str, fix: str)
 
     assert problem.startswith(f"hostfile:{place}: ")
     assert fix in problem
+
+
+@pytest.mark.parametrize(
+    ("line", "advised"),
+    [
+        ("n1 slots=0,1,2,3", "n1 slots=4"),
+        ("n1 slots=0-7", "n1 slots=8"),
+        ("n1 slots=0-1,4", "n1 slots=3"),
+        ("n1 slots=0 # none", "n1 slots=8"),
+        ("n1 slots=9999 gpus", "n1 slots=8"),
+        ("n1 gpus=0", "n1 slots=8"),
+        ("n1:0", "n1 slots=8"),
+        ("n1:22 slots=4", "n1 slots=4"),
+        ("n1: slots=0,1", "n1 slots=2"),
+        ("n1:22 gpus=2", "n1 slots=2"),
+        ("n1,n2", None),
+        ("gpu[01-02] slots=8", None),
+        ("n1;", "n1 slots=8"),
+        ("n1 slots=4,", "n1 slots=4"),
+        ("n1 slots=08", None),
+    ],
+)
+def test_the_line_that_a_message_advises_is_taken(line: str, advised: str | None) -> None:
+    try:
+        parse(f"{line}\n", "hostfile")
+        return
+    except InvalidConfig as error:
+        problem = error.problem
+    lines = re.findall(r"write `([^`]+)`", problem)
+    assert all(parse(f"{one}\n", "hostfile").hosts for one in lines), problem
+    assert advised is None or advised in lines, problem
+    for names in re.findall(r"dstrain hostfile write '([^']+)'", problem):
+        assert expand(names, None).hosts
+
+
+@pytest.mark.parametrize(
+    "names", ["n1:", "n1", "gpu[10-08]:4", "gpu[2-1]:4", "n1:0", "n1;:4", "gpu[1-016]:2", "n1:9999"]
+)
+def test_the_names_that_a_message_advises_are_taken(names: str) -> None:
+    with pytest.raises(InvalidConfig) as raised:
+        expand(names, None)
+    advised = re.findall(r'write "?([^";]+?)"?(?: if|$)', raised.value.problem, re.MULTILINE)
+    assert advised, raised.value.problem
+    for one in advised:
+        assert expand(one if not one.startswith("[") else f"gpu{one}:4", None).hosts
 
 
 def test_the_problems_of_the_whole_file_come_together() -> None:

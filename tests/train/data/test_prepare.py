@@ -182,19 +182,48 @@ def test_empty_answers_and_lost_or_empty_thoughts_are_counted(
     empty = [{"role": "user", "content": "Six?"}, {"role": "assistant", "content": ""}]
     rows = [{"messages": TALK}, {"messages": empty}]
     assert [note.split(": ", 1)[1] for note in prepared(tmp_path, tokenizer, rows).notes[1:]] == [
-        "1 answer is empty: the model learns to say nothing there",
+        f"1 answer is empty: the model learns to say nothing there; the first: {tmp_path / 'train.jsonl'}:2",
         "2 answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
     ]
     assert [
         note.split(": ", 1)[1] for note in prepared(tmp_path, tokenizer, rows, thinking=Thinking.LAST).notes[1:]
     ] == [
-        "1 answer is empty: the model learns to say nothing there",
+        f"1 answer is empty: the model learns to say nothing there; the first: {tmp_path / 'train.jsonl'}:2",
         "1 answer is trained without thoughts (thinking: last)",
         "2 answers begin with an empty block of thoughts (thinking: off makes it part of the prompt)",
     ]
 
 
 @pytest.mark.parametrize("loss_on", list(LossOn))
+def test_text_that_is_rendered_already_is_counted_with_its_first_line(tmp_path: Path, tokenizer: Any) -> None:
+    rendered = {"instruction": "<|im_start|>user\nQ<|im_end|>", "output": "A"}
+    foreign = {"instruction": "Q", "output": "A [/INST]"}
+    found = prepared(tmp_path, tokenizer, [{"instruction": "<|im|>", "output": "A"}, rendered, foreign])
+    note = "2 conversations have control tokens of a chat template in their own text: rendered already?"
+    assert f"{tmp_path / 'train.jsonl'}: {note}; the first: {tmp_path / 'train.jsonl'}:2" in found.notes
+
+
+def test_text_that_the_tokenizer_rejects_is_named_or_skipped(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = type(tokenizer)._encode_plus
+
+    def choosy(self: Any, text: Any, *args: Any, **options: Any) -> Any:
+        if any("bad" in one for one in ([text] if isinstance(text, str) else text)):
+            raise TypeError("TextInputSequence must be str")
+        return encode(self, text, *args, **options)
+
+    monkeypatch.setattr(type(tokenizer), "_encode_plus", choosy)
+    for rows in ([{"text": "a"}, {"text": "bad"}, {"text": "c"}], [{"messages": TALK}, alpaca("bad"), alpaca("c")]):
+        with pytest.raises(InvalidConfig, match=r"train.jsonl:2: the tokenizer rejects this text: TypeError"):
+            prepared(tmp_path, tokenizer, rows)
+        assert len(prepared(tmp_path, tokenizer, rows, on_bad_row=OnBadRow.SKIP).dataset) == 2
+
+
+def alpaca(answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
+
+
 def test_system_prompt_that_the_template_leaves_out_is_counted(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, loss_on: LossOn
 ) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dstrain.choices import Optimizer
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import REFUSES, STOPS, Rule, when
-from dstrain.config.lint.subject import OLD_OFFLOADS, Subject, has_zenflow, type_of
+from dstrain.config.lint.subject import Subject, has_zenflow, type_of
+from dstrain.facts.ds_config import OLD_OFFLOADS
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."

@@ -8,6 +8,7 @@ from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Breaks, Rule, each_of, when
 from dstrain.config.lint.subject import Subject
 from dstrain.config.resolve_auto import GATHERS
+from dstrain.facts.ds_config import offload_device
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
@@ -47,14 +48,14 @@ def _below_zero3(breaks: Breaks) -> Breaks:
 
 def _offload_below(subject: Subject) -> Iterator[Fault]:
     stage = subject.stage
-    if subject.device("offload_param") != "none" and stage < 3:
+    if subject.device("offload_param") != offload_device(subject.config, "offload_param"):
         yield Fault(
             pointer=("zero_optimization", "offload_param"),
             problem=f"offload_param with ZeRO-{stage}",
             effect="parameters stay on the GPU: only ZeRO-3 partitions and offloads them",
             fix='write "stage": 3, or remove offload_param',
         )
-    if subject.device("offload_optimizer") != "none" and stage == 0:
+    if subject.device("offload_optimizer") != "none" and not subject.offloads_optimizer:
         yield Fault(
             pointer=("zero_optimization", "offload_optimizer"),
             problem="offload_optimizer with ZeRO-0",

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from dstrain.config.document import dotted, lookup
 from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.key import Kind
-from dstrain.config.keys.table import key_of
+from dstrain.config.keys.table import is_read, key_of
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules.no_effect import QUANTIZED
-from dstrain.config.lint.subject import OLD_OFFLOADS, Subject
+from dstrain.config.lint.subject import Subject
+from dstrain.facts.ds_config import OLD_OFFLOADS
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
@@ -38,8 +38,8 @@ _OF_DYNAMIC_SCALE = (
     "consecutive_hysteresis",
 )
 _OTHER_RULES = ("stage", *QUANTIZED, "zero_hpz_partition_size", "cpu_offload", "cpu_offload_param", "legacy_stage1",
-                "compute_grad_norm", "allgather_bucket_size", "overlap_comm", "ignore_unused_parameters")  # fmt: skip
-"""Keys that have their own rules, and keys that ZeRO-0 reads or reports."""
+                "overlap_comm", "offload_param", "offload_optimizer", "zenflow")  # fmt: skip
+"""Keys that have their own rules, and those that are deprecated."""
 
 
 def _unread(subject: Subject) -> Iterator[Fault]:
@@ -63,11 +63,13 @@ def _unread_keys(subject: Subject) -> Iterator[tuple[Pointer, str]]:
         for name in _OF_DYNAMIC_SCALE:
             if subject.has(f"fp16.{name}"):
                 yield ("fp16", name), "fp16.loss_scale is fixed, and only the dynamic scale (0) uses it"
-    for name in subject.zero if subject.stage == 0 else ():
-        row = key_of(("zero_optimization", name))
-        is_plain = row is not None and row.removed is None and row.kind is not Kind.OBJECT
-        if is_plain and not name.startswith("stage3_") and name not in _OTHER_RULES:
-            yield ("zero_optimization", name), "ZeRO-0 ignores this section"
+    for name in subject.zero:
+        pointer = ("zero_optimization", name)
+        row = key_of(pointer)
+        if row is None or row.removed is not None or name in _OTHER_RULES or name.startswith("stage3_"):
+            continue
+        if not is_read(pointer, subject.stage):
+            yield pointer, "ZeRO-0 ignores this section" if subject.stage == 0 else f"ZeRO-{subject.stage} does not"
 
 
 def _never_on(subject: Subject) -> Iterator[Fault]:
