@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Offload
+from dstrain.facts.model import aliases
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed, choices
 from dstrain.plan.labels import label, short_label
 from tests.cli.conftest import lay_traps
@@ -382,3 +383,24 @@ def test_images_of_gemma_3_are_traced(dstrain: Type, tmp_path: Path, monkeypatch
     refused = dstrain(*asked, "--image-patches", "24")
     assert refused.returncode == 3
     assert "images of gemma3 are not 24 patches\nThey are 16, 32, 48, 64, …" in refused.stderr
+
+
+def test_patches_are_counted_from_the_images_of_the_data(dstrain: Type, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    known = aliases.resolve("qwen3-vl-8b")
+    assert known is not None
+    size = {"shortest_edge": 65_536, "longest_edge": 16_777_216}
+    (tmp_path / "config.json").write_text(json.dumps(dict(known[1].config)))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"patch_size": 16, "merge_size": 2, "size": size}))
+    image.new("RGB", (640, 480)).save(tmp_path / "small.png")
+    image.new("RGB", (1024, 1024)).save(tmp_path / "large.png")
+    rows = [{"instruction": "<image>What?", "output": "A", "images": [f"{name}.png"]} for name in ("small", "large")]
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    asked = ("plan", "--model", str(tmp_path), "--gpus", "8", "--gpu", "h100", "--no-freeze-vision-tower")
+    told = dstrain(*asked, "--data", str(data))
+    assert told.returncode == 0, told.stderr
+    note = "--image-patches 4096: the most that the images of a sample have, of 2 samples that were looked at (2,648 on"
+    assert note in " ".join(told.stderr.split())
+    refused = dstrain(*asked)
+    assert "Write --image-patches N" in refused.stderr

@@ -11,6 +11,7 @@ from dstrain.choices import Hub
 from dstrain.cli.options.question import PlanInputs
 from dstrain.errors import DstrainError
 from dstrain.facts.data.datafile import files_of, is_file_name
+from dstrain.facts.data.image_patches import eye_of
 from dstrain.facts.data.job_reading import reading_for
 from dstrain.facts.data.lengths import SAMPLED_ROWS, Hearing, Lengths, media_in, mixed, read_lengths
 from dstrain.facts.data.mixture import epoch_counts, held_out_counts
@@ -28,6 +29,7 @@ from dstrain.plan import run_time
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.run_time import RunTime
 from dstrain.plan.search.search_space import row_tokens
+from dstrain.train.data.measured_rows import measure_of
 
 _FEWEST_ROWS = 200
 """Rows that are read of a data set, however many there are: a share of them is known to 7 points, 19 times of 20."""
@@ -169,7 +171,8 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
     if job.image_patches and model.vision is not None:
         image_tokens = model.vision.num_tokens(job.image_patches)
     options: dict[str, Any] = {"sampled_rows": rows, "loss_on": job.loss_on, "image_tokens": image_tokens}
-    options["hears"] = _hearing(model, job)
+    options["sees"] = eye_of(model.source, hub, max_pixels=job.max_pixels, min_pixels=job.min_pixels)
+    options |= {"hears": _hearing(model, job), "measure": measure_of(job, model.source, hub, tokenizer)}
     for source in sources:
         reading = reading_for(source, job)
         lengths = read_lengths(source.path, reading, tokenizer, **options)

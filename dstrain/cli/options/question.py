@@ -8,6 +8,7 @@ from typing import Any
 
 from dstrain.choices import Attention, LossKernel, Precision
 from dstrain.cli.console import say_lines
+from dstrain.cli.options.counted_images import counted_patches
 from dstrain.cli.options.typed import spelled
 from dstrain.errors import InvalidConfig, Place
 from dstrain.facts import probe
@@ -46,6 +47,10 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None, is_firs
     """
     hosts = _named_hosts(options)
     request = _request(options)
+    if not request.image_patches:
+        patches, counted_how = counted_patches(options)
+        request = replace(request, image_patches=patches)
+        say_lines([f"note: {counted_how}"] if counted_how else [])
     found = probe.read_model(options["model"], hub=options["hub"], way=_trace_question(options, request))
     model = _with_parts(with_head_of(found, request.task), options, request)
     cluster, problem = measured_cluster(_cluster(options, hosts, last), hosts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,13 +15,26 @@ INSTALL = "pip install 'dstrain[images]'"
 def opened(image: str) -> Any:
     """Returns an image as Pillow's, in RGB and decoded. Raises InvalidConfig if it is broken."""
     require_pillow()
-    from PIL import Image, ImageOps, UnidentifiedImageError
+    from PIL import ImageOps
+
+    return _read(image, lambda read: ImageOps.exif_transpose(read).convert("RGB"))
+
+
+def opened_size(image: str) -> tuple[int, int]:
+    """Returns the width and height of an image, in pixels, by its header. Raises InvalidConfig if it is broken."""
+    width, height = _read(image, lambda read: read.size)
+    return width, height
+
+
+def _read(image: str, of: Callable[[Any], Any]) -> Any:
+    require_pillow()
+    from PIL import Image, UnidentifiedImageError
 
     file: Any = image
     try:
         file = media.stream_of(image)
         with Image.open(file) as read:
-            return ImageOps.exif_transpose(read).convert("RGB")
+            return of(read)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         is_unknown = isinstance(error, UnidentifiedImageError)
         reason = "it is in no format that Pillow reads" if is_unknown else str(error).replace(repr(file), "it")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -13,7 +14,9 @@ from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import audios, media
 from dstrain.facts.data.datafile import files_of, parsed, reading_of
+from dstrain.facts.data.image_patches import Eye
 from dstrain.facts.data.preferences import Pair
+from dstrain.facts.data.rendered_lengths import Measure, Size, rendered
 from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.data.row_counts import RowEstimate, count_rows, joined
 from dstrain.facts.data.rows import Sample, spread
@@ -25,6 +28,9 @@ SAMPLED_ROWS = 2000
 MARKS = 2
 """Special tokens that a chat template puts around a message, which it begins with the role's name on a line of its own.
 Source: the templates of Qwen3 (`<|im_start|>`, `<|im_end|>`) and Gemma 3; Llama 3.1's have three."""
+
+
+_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +116,8 @@ class Hearing:
 
 
 @lru_cache(maxsize=1)
-def _encoder(tokenizer: Path) -> Any:
+def encoder_of(tokenizer: Path) -> Any:
+    """Returns the tokenizer of a tokenizer.json. Raises InvalidConfig if it cannot be read."""
     from tokenizers import Tokenizer
 
     try:
@@ -127,36 +134,43 @@ def read_lengths(
     sampled_rows: int = SAMPLED_ROWS,
     loss_on: LossOn = LossOn.ANSWER,
     image_tokens: int | None = None,
+    sees: Eye | None = None,
     hears: Hearing | None = None,
+    measure: Measure | None = None,
 ) -> Lengths:
     """Returns the lengths of the samples of a data file or a glob; `tokenizer` is the model's tokenizer.json.
 
-    Chat templates are not rendered: their share is the role's name and `MARKS` for each message. A pair of answers
-    counts as the longer of its two samples; images and videos of a sample count `image_tokens`, audios as `hears` says.
-    Unusable rows are left out, which `dstrain run` names. Raises InvalidConfig if no row is usable, one has media whose
-    tokens are not known, or the tokenizer cannot be read.
+    `measure` renders some with the chat template; without it a template's share is the role's name and `MARKS` for each
+    message. A pair of answers counts as the longer of its two samples; images of a sample count as `sees` says, or else
+    with videos `image_tokens`, audios as `hears` says. Unusable rows are left out, which `dstrain run` names. Raises
+    InvalidConfig if no row is usable, one has media whose tokens are not known, or the tokenizer cannot be read.
     """
-    encoder, files = _encoder(tokenizer), files_of(data)
-    rows, texts, counted, uncounted = 0, [], 0, list[Path]()
-    count = partial(_media_tokens, image_tokens=image_tokens, hears=hears)
+    encoder, files = encoder_of(tokenizer), files_of(data)
+    rows, counted, uncounted = 0, 0, list[Path]()
+    samples: list[Sequence[Conversation | str]] = []
+    texts: list[list[list[Text]]] = []
+    count = partial(_media_tokens, image_tokens=image_tokens, sees=sees, hears=hears)
     for file in files:
         sampled, number = spread(file, -(-sampled_rows // len(files)))
         counted, uncounted = counted + (number or 0), uncounted + ([file] if number is None else [])
         rows += len(sampled)
-        usable = _usable(file, sampled, reading)
+        usable = usable_rows(file, sampled, reading)
         texts += [[_texts(side, loss_on, count(side, where)) for side in sides] for where, sides in usable]
+        samples += [sides for _, sides in usable]
     if not texts:
         raise InvalidConfig(f"{data}: none of {rows:,} sampled rows is usable", hint="dstrain run names the problems.")
     every = [text for sides in texts for side in sides for text in side]
     encoded = encoder.encode_batch_fast([text.text for text in every], add_special_tokens=False)
-    sizes = [len(encoding.ids) + text.around for encoding, text in zip(encoded, every, strict=True)]
-    targets = sum(size for size, text in zip(sizes, every, strict=True) if text.is_learned)
-    left, more = iter(sizes), count_rows(uncounted)
+    left = iter([len(encoding.ids) + text.around for encoding, text in zip(encoded, every, strict=True)])
+    sides = [_size([(next(left), text) for text in side]) for row in texts for side in row]
+    if measure is not None:
+        sides = rendered([one for row in samples for one in row], sides, measure)
+    each, more = iter(sides), count_rows(uncounted)
     return Lengths(
-        tokens=tuple(sorted(max(sum(next(left) for _ in side) for side in sides) for sides in texts)),
+        tokens=tuple(sorted(max(next(each).tokens for _ in row) for row in texts)),
         num_samples=counted + more.number,
         estimate=joined([(counted, None), (more.number, more.estimate)]),
-        target_share=targets / max(1, sum(sizes)),
+        target_share=sum(side.learned for side in sides) / max(1, sum(side.tokens for side in sides)),
         has_media=any(text.is_media for text in every),
     )
 
@@ -181,9 +195,13 @@ class Text(NamedTuple):
     """Whether its tokens have labels."""
     is_media: bool = False
     """Whether it stands for images, videos or audios."""
+    is_tools: bool = False
+    """Whether it describes tools."""
+    is_thought: bool = False
+    """Whether it is a thought before the last answer, which jobs and templates may leave out."""
 
 
-def _usable(
+def usable_rows(
     file: Path, sampled: Sequence[Sample | InvalidConfig], reading: Reading
 ) -> list[tuple[str, Sequence[Conversation | str]]]:
     """Returns the place of each usable row and what it holds; of a pair two conversations."""
@@ -201,11 +219,15 @@ def _usable(
     return found
 
 
-def _media_tokens(sample: Conversation | str, where: str, image_tokens: int | None, hears: Hearing | None) -> int:
+def _media_tokens(
+    sample: Conversation | str, where: str, image_tokens: int | None, sees: Eye | None, hears: Hearing | None
+) -> int:
     """Returns the tokens of the images, videos and audios of a sample. Raises InvalidConfig if they are not known."""
     if isinstance(sample, str) or not sample.has_media:
         return 0
     seen = [name for name in sample.media if name != "audios"]
+    if seen and sees is not None and (patches := sees.patches_of(sample)) is not None:
+        image_tokens = patches // sees.merge**2
     if seen and image_tokens is None:
         problem = f"has {seen[0]}, whose tokens the model's processor counts; --image-patches N counts them, too"
         raise InvalidConfig(f"{where}: {problem}")
@@ -226,7 +248,9 @@ def _texts(sample: Conversation | str, loss_on: LossOn, media_tokens: int) -> li
         is_learned = loss_on is LossOn.ALL or (is_answer and (loss_on is LossOn.ANSWER or index == last))
         role = f"{message['role']}\n" if index == 0 else f"\n{message['role']}\n"
         texts.append(Text(role, MARKS - 1, is_learned=loss_on is LossOn.ALL))
-        said = _said(message)
+        thought, said = _said(message)
+        if thought:
+            texts.append(Text(thought, is_learned=is_learned, is_thought=index < last))
         text = media.without_marks(said) if sample.has_media else said
         texts.append(Text(text, 1, is_learned=is_learned))
     if sample.has_media:
@@ -234,12 +258,27 @@ def _texts(sample: Conversation | str, loss_on: LossOn, media_tokens: int) -> li
         texts.append(Text("", media_tokens + around, is_learned=False, is_media=True))
     if sample.tools:
         tools = json.dumps(list(sample.tools), ensure_ascii=False)
-        texts.append(Text(tools, is_learned=loss_on is LossOn.ALL))
+        texts.append(Text(tools, is_learned=loss_on is LossOn.ALL, is_tools=True))
     return texts
 
 
-def _said(message: dict[str, Any]) -> str:
+def _size(texts: Sequence[tuple[int, Text]]) -> Size:
+    """Returns the size of a sample, given the tokens of its texts."""
+    return Size(
+        tokens=sum(tokens for tokens, _ in texts),
+        learned=sum(tokens for tokens, text in texts if text.is_learned),
+        of_media=sum(tokens for tokens, text in texts if text.is_media),
+        of_tools=sum(tokens for tokens, text in texts if text.is_tools),
+        of_thoughts=sum(tokens for tokens, text in texts if text.is_thought),
+    )
+
+
+def _said(message: dict[str, Any]) -> tuple[str, str]:
+    """Returns the thoughts of a message, and all else that it says."""
     calls = message.get("tool_calls")
-    calls = json.dumps(calls) if calls else None
-    said = (message.get("reasoning_content"), message.get("content"), calls)
-    return "\n".join(str(text) for text in said if text)
+    calls = json.dumps(calls, ensure_ascii=False) if calls else None
+    content = str(message.get("content") or "")
+    block = _THOUGHT.match(content) if message["role"] == "assistant" else None
+    thought = str(message.get("reasoning_content") or (block[0] if block else ""))
+    said = content[block.end() :] if block else content
+    return thought, "\n".join(text for text in (said, calls) if text)

@@ -157,17 +157,17 @@ def cached_file(model_id: str, hub: Hub, name: str = CONFIG) -> Path | None:
 
 def tokenizer_file(source: str, hub: Hub) -> Path | None:
     """Returns the tokenizer.json of a model, given as a folder or by its id on the hub; None if it is not here."""
-    return _file_here(source, hub, TOKENIZER)
+    return file_here(source, hub, TOKENIZER)
 
 
 def model_type(source: str, hub: Hub) -> str | None:
     """Returns the family in the config.json of a model, given likewise; None if it is not here or names none."""
-    path = _file_here(source, hub, CONFIG)
+    path = file_here(source, hub, CONFIG)
     family = parse_config(path.read_text(encoding="utf-8"), str(path)).get("model_type") if path else None
     return family if isinstance(family, str) else None
 
 
-def _file_here(source: str, hub: Hub, name: str) -> Path | None:
+def file_here(source: str, hub: Hub, name: str) -> Path | None:
     inside = Path(source) / name
     return inside if inside.is_file() else cached_file(source, hub, name)
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,9 @@ from dstrain.facts.data import media
 from dstrain.facts.data.datafile import Refuse, stop
 from dstrain.facts.data.media import Files
 from dstrain.facts.data.turns import Conversation
-from dstrain.train.data.chat import Counts, Follower, Span, Text, Written, as_written, lacks_tools
-from dstrain.train.data.habits import learn
-from dstrain.train.data.message_spans import OTHER_TEMPLATE, Messages
-from dstrain.train.data.template_messages import takes_only_parts, with_arguments, with_parts
+from dstrain.train.data.chat import Counts, Span, Written
+from dstrain.train.data.message_spans import OTHER_TEMPLATE
+from dstrain.train.data.rendering import Renderer, learned_tokens
 from dstrain.train.data.token_files import MEDIA
 
 if TYPE_CHECKING:
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Label of a token that does not count in the loss. Source: torch.nn.CrossEntropyLoss(ignore_index=-100)."""
 
-_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = r"<\|im_(?:start|end)\|>|<\|(?:start|end)_header_id\|>|<\|eot_id\|>|<(?:start|end)_of_turn>|\[/?INST\]"
 """Marks of rendered conversations: those of ChatML, Llama 3, Gemma and Mistral."""
 _BATCH_SAMPLES = 256
@@ -116,14 +113,14 @@ class Encoder:
     def _encode_chats(self, batch: list[tuple[str, Conversation]], refuse: Refuse) -> Iterator[Encoded]:
         self._require_template()
         try:
-            write = self._writer()
+            write = self._renderer.writer()
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise _refused(batch[0][0], error) from error
         conversations: list[tuple[str, Written, Conversation]] = []
         for where, conversation in batch:
             try:
                 self._require_tower(conversation)
-                conversations.append((where, self._masked(conversation, write(conversation)), conversation))
+                conversations.append((where, self._counted(conversation, write(conversation)), conversation))
             except Exception as error:
                 refuse(_refused(where, error))
         plain = [(where, written.text) for where, written, conversation in conversations if not conversation.has_media]
@@ -141,86 +138,30 @@ class Encoder:
             except InvalidConfig as error:
                 refuse(error)
 
-    def _writer(self) -> Callable[[Conversation], Written]:
-        """Returns the function that renders a conversation with the characters that count in the loss."""
-        if self.loss_on is LossOn.ALL:
-            return partial(as_written, thinking=self.thinking, render=self._whole)
-        if _GENERATION_TAG.search(self.tokenizer.get_chat_template()):
-            return partial(as_written, thinking=self.thinking, render=self._tagged)
-        habits = learn(self._template)
-        end, unknown = habits.closing, self.tokenizer.unk_token_id
-        if not end or self.tokenizer.convert_tokens_to_ids(end) in (None, unknown):
-            end = self.tokenizer.eos_token or ""
-        if not (habits.last_closing or end):
-            raise InvalidConfig(
-                "the chat template writes no end of turn after answers, and the tokenizer has no eos_token",
-                hint="Set a template that ends every answer with a token: chat_template: FILE",
-            )
-        return Follower(template=self._template, habits=habits, thinking=self.thinking, end=end).write
+    @property
+    def _renderer(self) -> Renderer:
+        return Renderer(tokenizer=self.tokenizer, loss_on=self.loss_on, thinking=self.thinking, tagged=self._tagged)
 
-    def _masked(self, conversation: Conversation, written: Written) -> Written:
-        """Returns the text without loss on answers of weight 0, and with `loss_on: last` on all but the last one."""
-        counts = {"lost_tools": 1} if lacks_tools(conversation, written) else {}
-        if self._has_control_tokens(conversation):
-            counts["control_texts"] = 1
-        if conversation.is_desirable is not None:
-            counts["desirable" if conversation.is_desirable else "undesirable"] = 1
-        if counts:
-            written = replace(written, counts=replace(written.counts, **counts))
-        if self.loss_on is not LossOn.LAST and not conversation.unlearned:
+    def _tagged(self, chats: Any, tools: Any, options: Mapping[str, Any]) -> Any:
+        """Returns texts, and the stretches that the template's `{% generation %}` marks."""
+        return render_jinja_template(
+            chats,
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(),
+            return_assistant_tokens_mask=True,
+            **{**self.tokenizer.special_tokens_map, **options},
+        )
+
+    def _counted(self, conversation: Conversation, written: Written) -> Written:
+        if not self._has_control_tokens(conversation):
             return written
-        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
-        wanted = {*(answers[-1:] if self.loss_on is LossOn.LAST else answers)} - conversation.unlearned
-        if len(wanted) == len(answers):
-            return written
-        if self.loss_on is LossOn.ALL:
-            raise InvalidConfig("an answer has weight 0, but loss_on is all", hint="loss_on: answer")
-        if len(written.spans) != len(answers):
-            problem = f"the chat template marks {len(written.spans)} stretches, but there are {len(answers)} answers"
-            raise InvalidConfig(f"{problem}, so single answers cannot be left out of the loss", hint=OTHER_TEMPLATE)
-        spans = [span for span, answer in zip(written.spans, answers, strict=True) if answer in wanted]
-        return replace(written, spans=spans)
+        return replace(written, counts=replace(written.counts, control_texts=1))
 
     def _has_control_tokens(self, conversation: Conversation) -> bool:
         """Returns whether a message has text that the tokenizer, or a known template, takes for a mark of its own."""
         pattern = _control_tokens(self.tokenizer)
         texts = (message["content"] for message in conversation.messages)
         return any(pattern.search(media.without_marks(text) if conversation.has_media else text) for text in texts)
-
-    def _template(self, *conversations: Messages, prompt: bool = False, tools: Any = None) -> list[str]:
-        """Returns rendered conversations; with `prompt` each is followed by the generation prompt."""
-        options = {"tokenize": False, "add_generation_prompt": prompt, "tools": tools, **self._options}
-        texts: list[str] = with_arguments(
-            lambda chats: list(self.tokenizer.apply_chat_template(chats, **options)),
-            [self._as_templates_take(messages) for messages in conversations],
-        )
-        return texts
-
-    def _whole(self, messages: Messages, tools: Any) -> Text:
-        (text,) = self._template(messages, tools=tools)
-        return text, [(0, len(text))]
-
-    def _tagged(self, messages: Messages, tools: Any) -> Text:
-        """Returns the text, with the answers marked by the template's `{% generation %}`."""
-        rendered: Any = with_arguments(
-            lambda chats: render_jinja_template(
-                chats,
-                tools=tools,
-                chat_template=self.tokenizer.get_chat_template(),
-                return_assistant_tokens_mask=True,
-                **{**self.tokenizer.special_tokens_map, **self._options},
-            ),
-            [[dict(message) for message in self._as_templates_take(messages)]],
-        )
-        (text,), (spans,) = rendered
-        return text, spans
-
-    def _as_templates_take(self, messages: Messages) -> list[Mapping[str, Any]]:
-        return [with_parts(message, always=takes_only_parts(self.tokenizer)) for message in messages]
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {"enable_thinking": False} if self.thinking is Thinking.OFF else {}
 
     def _cut(self, where: str, ids: list[int], labels: list[int], counts: Counts = _NOTHING) -> Encoded:
         num_cut = max(0, len(ids) - self.seq_len)
@@ -308,20 +249,10 @@ def _each(
 
 
 def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> list[int]:
-    """Returns the ids of the tokens that begin within one of the spans, and -100 for the others.
-
-    Tokenizers that trim white space from offsets (Llama 3) give a token of white space alone an empty one at its end:
-    it begins where the token before it ended.
-    """
-
-    def begin(token: int) -> int:
-        start, end = offsets[token]
-        return start if start < end else min(start, offsets[token - 1][1] if token else 0)
-
-    labels, tokens = [IGNORED] * len(ids), range(len(ids))
-    for start, end in spans:
-        first, after = bisect_left(tokens, start, key=begin), bisect_left(tokens, end, key=begin)
-        labels[first:after] = ids[first:after]
+    """Returns the ids of the tokens that begin within one of the spans, and -100 for the others."""
+    labels = [IGNORED] * len(ids)
+    for learned in learned_tokens(offsets, spans):
+        labels[learned] = ids[learned]
     return labels
 
 

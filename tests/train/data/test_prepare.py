@@ -194,7 +194,6 @@ def test_empty_answers_and_lost_or_empty_thoughts_are_counted(
     ]
 
 
-@pytest.mark.parametrize("loss_on", list(LossOn))
 def test_text_that_is_rendered_already_is_counted_with_its_first_line(tmp_path: Path, tokenizer: Any) -> None:
     rendered = {"instruction": "<|im_start|>user\nQ<|im_end|>", "output": "A"}
     foreign = {"instruction": "Q", "output": "A [/INST]"}
@@ -213,7 +212,7 @@ def test_text_that_the_tokenizer_rejects_is_named_or_skipped(
             raise TypeError("TextInputSequence must be str")
         return encode(self, text, *args, **options)
 
-    monkeypatch.setattr(type(tokenizer), "_encode_plus", choosy)
+    monkeypatch.setattr(tokenizer, "__class__", type("Choosy", (type(tokenizer),), {"_encode_plus": choosy}))
     for rows in ([{"text": "a"}, {"text": "bad"}, {"text": "c"}], [{"messages": TALK}, alpaca("bad"), alpaca("c")]):
         with pytest.raises(InvalidConfig, match=r"train.jsonl:2: the tokenizer rejects this text: TypeError"):
             prepared(tmp_path, tokenizer, rows)
@@ -224,6 +223,7 @@ def alpaca(answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}]}
 
 
+@pytest.mark.parametrize("loss_on", list(LossOn))
 def test_system_prompt_that_the_template_leaves_out_is_counted(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, loss_on: LossOn
 ) -> None:

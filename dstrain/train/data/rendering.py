@@ -1,0 +1,124 @@
+"""Renders conversations as training has them, with any tokenizer that applies a chat template.
+
+It imports no heavy package: plans render a few rows too.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from dstrain.choices import LossOn, Thinking
+from dstrain.errors import InvalidConfig
+from dstrain.facts.data.turns import Conversation
+from dstrain.train.data.chat import Follower, Span, Text, Written, as_written, lacks_tools
+from dstrain.train.data.habits import learn
+from dstrain.train.data.message_spans import OTHER_TEMPLATE, Messages
+from dstrain.train.data.template_messages import takes_only_parts, with_arguments, with_parts
+
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+Tagged = Callable[[list[list[Any]], Any, Mapping[str, Any]], tuple[list[str], list[list[Span]]]]
+"""Renders conversations, given tools and options, with the stretches that `{% generation %}` marks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Renderer:
+    """Renders conversations, and marks the characters that count in the loss."""
+
+    tokenizer: Any
+    """A tokenizer of Transformers, or what stands for it: its methods for chat templates, and its special tokens."""
+    loss_on: LossOn
+    thinking: Thinking
+    tagged: Tagged
+
+    def writer(self) -> Callable[[Conversation], Written]:
+        """Returns the function that renders a conversation with the characters that count in the loss."""
+        write = self._writer()
+        return lambda conversation: self._masked(conversation, write(conversation))
+
+    def _writer(self) -> Callable[[Conversation], Written]:
+        """Returns the function that renders a conversation with the characters that count in the loss."""
+        if self.loss_on is LossOn.ALL:
+            return partial(as_written, thinking=self.thinking, render=self._whole)
+        if _GENERATION_TAG.search(self.tokenizer.get_chat_template()):
+            return partial(as_written, thinking=self.thinking, render=self._tagged)
+        habits = learn(self._template)
+        end, unknown = habits.closing, self.tokenizer.unk_token_id
+        if not end or self.tokenizer.convert_tokens_to_ids(end) in (None, unknown):
+            end = self.tokenizer.eos_token or ""
+        if not (habits.last_closing or end):
+            raise InvalidConfig(
+                "the chat template writes no end of turn after answers, and the tokenizer has no eos_token",
+                hint="Set a template that ends every answer with a token: chat_template: FILE",
+            )
+        return Follower(template=self._template, habits=habits, thinking=self.thinking, end=end).write
+
+    def _masked(self, conversation: Conversation, written: Written) -> Written:
+        """Returns the text without loss on answers of weight 0, and with `loss_on: last` on all but the last one."""
+        counts = {"lost_tools": 1} if lacks_tools(conversation, written) else {}
+        if conversation.is_desirable is not None:
+            counts["desirable" if conversation.is_desirable else "undesirable"] = 1
+        if counts:
+            written = replace(written, counts=replace(written.counts, **counts))
+        if self.loss_on is not LossOn.LAST and not conversation.unlearned:
+            return written
+        answers = [i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        wanted = {*(answers[-1:] if self.loss_on is LossOn.LAST else answers)} - conversation.unlearned
+        if len(wanted) == len(answers):
+            return written
+        if self.loss_on is LossOn.ALL:
+            raise InvalidConfig("an answer has weight 0, but loss_on is all", hint="loss_on: answer")
+        if len(written.spans) != len(answers):
+            problem = f"the chat template marks {len(written.spans)} stretches, but there are {len(answers)} answers"
+            raise InvalidConfig(f"{problem}, so single answers cannot be left out of the loss", hint=OTHER_TEMPLATE)
+        spans = [span for span, answer in zip(written.spans, answers, strict=True) if answer in wanted]
+        return replace(written, spans=spans)
+
+    def _template(self, *conversations: Messages, prompt: bool = False, tools: Any = None) -> list[str]:
+        """Returns rendered conversations; with `prompt` each is followed by the generation prompt."""
+        options = {"tokenize": False, "add_generation_prompt": prompt, "tools": tools, **self._options}
+        texts: list[str] = with_arguments(
+            lambda chats: list(self.tokenizer.apply_chat_template(chats, **options)),
+            [self._as_templates_take(messages) for messages in conversations],
+        )
+        return texts
+
+    def _whole(self, messages: Messages, tools: Any) -> Text:
+        (text,) = self._template(messages, tools=tools)
+        return text, [(0, len(text))]
+
+    def _tagged(self, messages: Messages, tools: Any) -> Text:
+        """Returns the text, with the answers marked by the template's `{% generation %}`."""
+        (text,), (spans,) = with_arguments(
+            lambda chats: self.tagged(chats, tools, self._options),
+            [[dict(message) for message in self._as_templates_take(messages)]],
+        )
+        return text, spans
+
+    def _as_templates_take(self, messages: Messages) -> list[Mapping[str, Any]]:
+        return [with_parts(message, always=takes_only_parts(self.tokenizer)) for message in messages]
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"enable_thinking": False} if self.thinking is Thinking.OFF else {}
+
+
+def learned_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> Iterator[slice]:
+    """Yields the tokens that begin within each of the spans, given the characters of each token.
+
+    Tokenizers that trim white space from offsets (Llama 3) give a token of white space alone an empty one at its end:
+    it begins where the token before it ended.
+    """
+
+    def begin(token: int) -> int:
+        start, end = offsets[token]
+        return start if start < end else min(start, offsets[token - 1][1] if token else 0)
+
+    tokens = range(len(offsets))
+    for start, end in spans:
+        yield slice(bisect_left(tokens, start, key=begin), bisect_left(tokens, end, key=begin))
