@@ -36,6 +36,10 @@ def run_of(mark: str) -> str:
 
 SAVE_ON_TERM = "DSTRAIN_SAVE_ON_TERM"
 """The environment variable that makes ranks save a checkpoint and leave at SIGTERM, in place of leaving at once."""
+NO_VERIFY = "DSTRAIN_NO_VERIFY"
+"""The environment variable of `run --no-verify`: ranks do not compare the files of a checkpoint with checksums."""
+NO_RESUME_CHECK = "DSTRAIN_NO_RESUME_CHECK"
+"""The environment variable of `run --no-resume-check`: ranks do not compare the loss of a checkpoint."""
 
 
 _TOO_LARGE = 2**63
@@ -60,6 +64,8 @@ class Phase(StrEnum):
     """Rank 0 could not listen on its port, which another process has; it ends."""
     TOKENIZING = "tokenizing"
     """Turning data into tokens, for all ranks of its node; the step it names are samples."""
+    VERIFYING = "verifying the checkpoint"
+    """Comparing files with their checksums; the step it names are MiB of this rank."""
     WEIGHTS = "loading weights"
     """Loading the model; the step it names are tensors."""
     REFERENCE = "computing the reference"
@@ -78,7 +84,14 @@ class Phase(StrEnum):
     """Ended well."""
 
 
-COUNTED = MappingProxyType({Phase.TOKENIZING: "samples", Phase.WEIGHTS: "tensors", Phase.REFERENCE: "micro-batches"})
+COUNTED = MappingProxyType(
+    {
+        Phase.TOKENIZING: "samples",
+        Phase.VERIFYING: "MiB",
+        Phase.WEIGHTS: "tensors",
+        Phase.REFERENCE: "micro-batches",
+    }
+)
 """The phases that count something else than optimizer steps → what."""
 STARTING = frozenset({Phase.START, Phase.CONNECTING, Phase.LOADING, *COUNTED, Phase.PORT_TAKEN})
 """The phases before the first step."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shutil
-from collections.abc import Mapping
+import zlib
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -13,7 +15,7 @@ from typing import Any, overload
 from dstrain.paths import flush, write_atomic
 
 _SENT = re.compile(
-    r"(metrics|health|samples)\.jsonl|(states|summary|oom|preflight)\.json|logs/[^/\0]+\.log|checkpoint-\d+/part\.json"
+    r"(metrics|health|samples)\.jsonl|(states|summary|oom|unusable|preflight)\.json|logs/[^/\0]+\.log|checkpoint-\d+/part\.json"
 )
 """Names of the files that nodes with a file system of their own send."""
 
@@ -75,6 +77,8 @@ class RunDir:
     """Folder of log files, one per rank."""
     oom = _Entry("oom.json")
     """What a rank held that ran out of GPU memory in the last start, and what would fit (`dstrain.oom`)."""
+    unusable = _Entry("unusable.json")
+    """The checkpoint that a rank of the last start could not use, and why (`unusable_checkpoint`)."""
     adaptations = _Entry("adaptations.jsonl")
     """One JSON object per change by which `run --on-oom adapt` started again."""
     restarts = _Entry("restarts.jsonl")
@@ -135,6 +139,11 @@ class RunDir:
         best = self.path / f"checkpoint-{step}"
         return best if step is not None and is_whole(best) else None
 
+    def damaged_checkpoints(self) -> list[Path]:
+        """Returns the checkpoints that were written to their end and cannot be loaded any more, oldest first."""
+        ended = [folder for _, folder in self.checkpoints() if (folder / COMPLETE).exists()]
+        return [folder for folder in ended if damage(folder) is not None]
+
     def newest_checkpoint(self, *, for_resume: bool = False) -> Newest:
         """Returns the newest complete checkpoint, and why newer ones are skipped; for a resume, one with all states."""
         skipped: list[str] = []
@@ -168,6 +177,9 @@ UNIVERSAL = "latest_universal"
 """The file that names the universal copy of a checkpoint, which any number of ranks can load; written last.
 Source: deepspeed 0.19.8 runtime/engine.py: load_checkpoint"""
 
+UNIVERSAL_SUMS = "latest_universal.json"
+"""The checksums of the files of that copy, by their names in the checkpoint."""
+
 UNIVERSAL_PART = ".universal.part"
 """The folder of an unfinished universal copy."""
 
@@ -179,7 +191,15 @@ def read_record(checkpoint: Path, name: str = COMPLETE) -> dict[str, Any]:
         raise ValueError(f"does not give {', '.join(_RECORDED)} as numbers")
     if not isinstance(record.get("files", {}), dict):
         raise ValueError('"files" is no object')
+    if "crc32" in record and record["crc32"] != _crc32(record):
+        raise ValueError("it is not as it was written: its own checksum differs")
     return record
+
+
+def _crc32(record: Mapping[str, Any]) -> int:
+    """Returns the checksum of a record without its checksum."""
+    rest = {key: value for key, value in record.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
 _RECORDED = ("step", "world_size", "zero_stage")
@@ -193,8 +213,9 @@ def file_sizes(checkpoint: Path) -> dict[str, int]:
 
 
 def mark_whole(checkpoint: Path, record: Mapping[str, Any]) -> None:
-    """Marks a checkpoint as complete: writes its record with the size of each file."""
-    write_atomic(checkpoint / COMPLETE, json.dumps({**record, "files": file_sizes(checkpoint)}) + "\n")
+    """Marks a checkpoint as complete: writes its record, which may have `checksums`, with the size of each file."""
+    whole = {**record, "files": file_sizes(checkpoint)}
+    write_atomic(checkpoint / COMPLETE, json.dumps({**whole, "crc32": _crc32(whole)}) + "\n")
     flush(checkpoint / COMPLETE)
 
 
@@ -217,6 +238,28 @@ def damage(checkpoint: Path) -> str | None:
         if size != num_bytes:
             return f"is damaged ({name} has {size:,} of {num_bytes:,} bytes)"
     return None
+
+
+def put_aside(checkpoint: Path) -> Path:
+    """Renames a damaged checkpoint, so that nothing takes it for one, and returns its new place. Raises OSError."""
+    names = (checkpoint.with_name(f"{checkpoint.name}.damaged{number or ''}") for number in itertools.count())
+    place = next(name for name in names if not name.exists())
+    return checkpoint.rename(place)
+
+
+def note_unusable(run_dir: RunDir, checkpoint: Path, why: str) -> None:
+    """Writes that a rank cannot use a checkpoint; the last rank that says so is heard."""
+    write_atomic(run_dir.unusable, json.dumps({"checkpoint": str(checkpoint), "why": why}) + "\n")
+
+
+def unusable_checkpoint(run_dir: RunDir) -> tuple[Path, str] | None:
+    """Returns the checkpoint of this folder that a rank of the last start could not use, and why; None without one."""
+    try:
+        record = json.loads(run_dir.unusable.read_text(encoding="utf-8"))
+        folder, why = run_dir.path / Path(record["checkpoint"]).name, str(record["why"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return (folder, why) if folder in [each for _, each in run_dir.checkpoints()] else None
 
 
 def lacks_states(checkpoint: Path) -> str | None:
@@ -255,3 +298,40 @@ def rotate(run_dir: RunDir, limit: int | None) -> list[Path]:
         )  # an interrupted deletion must not leave a checkpoint that looks complete
         shutil.rmtree(folder, ignore_errors=True)
     return deleted
+
+
+_SHARD = re.compile(r"(?:zero_pp_rank_|offloaded_tensors/rank)(\d+)")
+_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+"""Weights in a checkpoint for other programs: resuming ranks read DeepSpeed's."""
+
+
+def shard_numbers(files: Iterable[str], written_by: int) -> dict[str, int]:
+    """Returns the rank that each shard belongs to; none if ranks of tensor parallelism share their numbers."""
+    numbers = {name: int(match[1]) for name in files if (match := _SHARD.search(name))}
+    return numbers if len(set(numbers.values())) == written_by else {}
+
+
+def for_other_programs(name: str) -> bool:
+    """Returns whether a file of a checkpoint has weights that no resuming rank reads."""
+    return "/" not in name and name.endswith(_WEIGHTS)
+
+
+def needed(files: Iterable[str], ranks: Collection[int], *, written_by: int, num_ranks: int) -> list[str]:
+    """Returns the files of a checkpoint that some of `num_ranks` ranks read when they resume from it.
+
+    Another number than `written_by` reads the universal copy, and of the shards rank 0's model states alone. Source:
+    deepspeed 0.19.8 runtime/engine.py: _get_all_ckpt_names, _get_all_zero_checkpoint_state_dicts
+
+    >>> shards = ["s/zero_pp_rank_0_mp_rank_00_optim_states.pt", "s/zero_pp_rank_1_mp_rank_00_optim_states.pt"]
+    >>> needed([*shards, "latest", "model.safetensors"], {1}, written_by=2, num_ranks=2)
+    ['s/zero_pp_rank_1_mp_rank_00_optim_states.pt', 'latest']
+    >>> needed([*shards, "latest"], {1}, written_by=2, num_ranks=3)
+    ['latest']
+    """
+    read = [name for name in files if not for_other_programs(name)]
+    numbers = shard_numbers(read, written_by)
+    if not numbers:
+        return read
+    if num_ranks != written_by:
+        return [name for name in read if name not in numbers or (numbers[name] == 0 and "_model_states" in name)]
+    return [name for name in read if name not in numbers or numbers[name] in ranks]

@@ -232,7 +232,8 @@ def _kept(run: RunDir) -> Iterator[tuple[str, Any]]:
             yield path.name, content | {"host": "localhost"} if path == run.state else content
     for _, folder in run.whole_checkpoints():
         record = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-        yield f"{folder.name}/{COMPLETE}", {**record, "files": {}}
+        rest = {key: value for key, value in record.items() if key not in ("checksums", "crc32")}
+        yield f"{folder.name}/{COMPLETE}", {**rest, "files": {}}
 
 
 def short(value: Any) -> Any:

@@ -27,7 +27,7 @@ from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import ports, probe
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import Hosts, expand
-from dstrain.heartbeat import Phase
+from dstrain.heartbeat import NO_RESUME_CHECK, NO_VERIFY, Phase
 from dstrain.job.file import JobFile, read_job
 from dstrain.launch.again import words_of
 from dstrain.launch.environment import refuse_secrets
@@ -63,6 +63,8 @@ class Options:
     hang_after: float = TIMEOUTS.hang_s
     start_timeout: float = TIMEOUTS.start_s
     save_on_term: bool = False
+    no_verify: bool = False
+    no_resume_check: bool = False
     sync: bool = False
     no_doctor: bool = False
     detached: bool = False
@@ -123,6 +125,14 @@ class Options:
     " a first evaluation or checkpoint; 0 for never.",
 )
 @click.option("--save-on-term", is_flag=True, help="On SIGTERM, save a checkpoint and exit, as on SIGUSR1.")
+@click.option(
+    "--no-verify", is_flag=True, help="Resume from a checkpoint without comparing its files with their checksums."
+)
+@click.option(
+    "--no-resume-check",
+    is_flag=True,
+    help="Resume from a checkpoint without comparing the loss of the loaded model with that of the saved one.",
+)
 @click.option("--sync", is_flag=True, help="Copy dstrain and the run directory to nodes without access to them.")
 @TRUST
 @click.option("--no-doctor", is_flag=True, help="Skip the check of this machine before the launch.")
@@ -291,10 +301,16 @@ def _planned(
         takes_another_port=named is None,
         launcher=options.launcher,
         saves_on_term=options.save_on_term,
+        unchecked=tuple(name for name, is_asked in _unchecked(options).items() if is_asked),
         syncs=options.sync,
         user_lines=user_lines,
     )
     return replace(launch, file=job)
+
+
+def _unchecked(options: Options) -> dict[str, bool]:
+    """Returns whether checks of the checkpoint are left out, by the variables that tell the ranks."""
+    return {NO_VERIFY: options.no_verify, NO_RESUME_CHECK: options.no_resume_check}
 
 
 def allocated() -> Hosts | None:

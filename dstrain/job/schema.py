@@ -206,7 +206,7 @@ class Job:
     tf32: bool = False
     """Whether matrix products of fp32 are computed in TF32, on Ampere and later GPUs; elsewhere without effect."""
     stop_on_nonfinite: Annotated[int, Ge(0)] = 20
-    """Consecutive steps with non-finite gradients that end the run; 0: never. fp16's loss scaling starts with a few."""
+    """Steps with non-finite gradients that end the run, in a row or as most of all; 0: never. fp16 starts with some."""
 
     preflight: bool = True
     """Whether the run is checked before its first step: labels, heaviest micro-batch, loss, gradients, packing."""

@@ -59,6 +59,8 @@ class Launch:
     """Whether rank 0 may have another port, since the user named none."""
     saves_on_term: bool = False
     """Whether SIGTERM lets the ranks save a checkpoint before they leave."""
+    unchecked: tuple[str, ...] = ()
+    """Variables by which ranks leave out checks of the checkpoint that they resume from."""
     syncs: bool = False
     """Whether nodes without this file system get copies."""
     user_lines: str = ""
@@ -84,6 +86,7 @@ def plan_launch(
     launcher: str | None = None,
     takes_another_port: bool = False,
     saves_on_term: bool = False,
+    unchecked: tuple[str, ...] = (),
     syncs: bool = False,
     mark: str | None = None,
     user_lines: str | None = None,
@@ -91,7 +94,7 @@ def plan_launch(
     """Returns the launch of a checked run; nothing is written or started. The options are fields of `Launch`; None
     selects pdsh, or ssh if pdsh is missing, and a new mark, and reads the environment files."""
     way = _way(prepared, launcher, master_port)
-    job_env = _job_environment(prepared, way, saves_on_term=saves_on_term)
+    job_env = _job_environment(prepared, way, (*([SAVE_ON_TERM] if saves_on_term else []), *unchecked))
     mark = mark or new_mark()
     travelling = job_env | _for_other_nodes(prepared, way, mark, master_port)
     user = _user_lines(is_local=prepared.is_local) if user_lines is None else user_lines
@@ -115,6 +118,7 @@ def plan_launch(
         for_nodes=texts,
         takes_another_port=takes_another_port,
         saves_on_term=saves_on_term,
+        unchecked=unchecked,
         syncs=syncs,
         user_lines=user,
     )
@@ -146,14 +150,13 @@ def _way(prepared: PreparedRun, launcher: str | None, master_port: int) -> _Way:
     return _Way(launcher=name, note=note, nodes=LAUNCHERS[name].nodes(site))
 
 
-def _job_environment(prepared: PreparedRun, way: _Way, *, saves_on_term: bool) -> dict[str, str]:
+def _job_environment(prepared: PreparedRun, way: _Way, switches: Sequence[str]) -> dict[str, str]:
     """Returns the job's own variables, and what the options and the launcher add to them."""
     variables = dict(prepared.job.env)
     if prepared.on_cpu and "OMP_NUM_THREADS" not in os.environ:
         most = max(host.slots for host in prepared.hosts.hosts)
         variables.setdefault("OMP_NUM_THREADS", str(cpu_threads(most)))
-    if saves_on_term:
-        variables[SAVE_ON_TERM] = "1"
+    variables |= dict.fromkeys(switches, "1")
     if way.launcher == "openmpi" and os.geteuid() == 0:
         variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return variables
@@ -204,6 +207,7 @@ def write_inputs(prepared: PreparedRun, *, job: Job, hostfile: str, secrets: Map
     place = prepared.run_dir
     place.summary.unlink(missing_ok=True)
     place.oom.unlink(missing_ok=True)
+    place.unusable.unlink(missing_ok=True)
     write_request(prepared, job)
     write_atomic(place.ds_config, json.dumps(prepared.ds_config, indent=2) + "\n")
     write_atomic(place.hostfile, hostfile)

@@ -31,6 +31,7 @@ from dstrain.train import rank as ranks
 from dstrain.train import rope_scaling
 from dstrain.train.checkpoints.checkpoints import Resume, choose
 from dstrain.train.checkpoints.node_storage import number_of, start_of
+from dstrain.train.checkpoints.verify import Verification
 from dstrain.train.monitoring import Monitoring, monitoring_of
 from dstrain.train.rank import Leaving, Rank
 
@@ -99,6 +100,10 @@ def main(run_dir: Path) -> None:
             rank.say(f"warning: {problem}: skipped")
     if resume is not None:
         rank.say(f"resuming from {resume.checkpoint.name}")
+    verification = Verification(resume, place, rank, os.environ) if resume is not None else None
+    if verification is not None:
+        verification.run(heartbeat)
+        heartbeat.send(0, Phase.START)
     monitoring = monitoring_of(inputs, rank, is_resumed=resume is not None)
     heartbeat.listener = monitoring.listener()
 
@@ -116,6 +121,8 @@ def main(run_dir: Path) -> None:
         finish(End.CRASHED, str(error))
         raise
     except BaseException as error:
+        if verification is not None:
+            verification.note_failed_load(error)
         _report(error, place, rank)  # before the sinks finish: the agent may kill this rank meanwhile
         finish(End.CRASHED, f"{type(error).__name__}: {error}")
         raise AlreadyReported from error
@@ -169,6 +176,7 @@ def _train(
     heartbeat.send(trainer.state.global_step, Phase.BUSY)  # from here on there are no steps
     if setup.eval_data is not None and not setup.was_evaluated(trainer):
         trainer.evaluate()
+    trainer.require_usable(setup.last_eval_loss(trainer))
     final = trainer.save_final()
     if rank.is_first:
         summary = setup.summary(trainer)

@@ -53,6 +53,11 @@ class Evidence:
         """Adds a micro-batch; `tokens` and `labels`: (batch, seq)."""
         self._passes.append((loss.detach(), tokens, labels))
 
+    @property
+    def is_finite(self) -> bool:
+        """Whether all losses of the step are finite."""
+        return all(math.isfinite(float(loss)) for loss, _, _ in self._passes)
+
     def findings(self, step: int, tokenizer: Any, group: Any) -> list[Finding]:
         """Returns what each rank that had a loss that is not finite had; all ranks must call.
 

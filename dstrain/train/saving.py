@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import transformers
 
+from dstrain.checksums import checksum
 from dstrain.choices import Method
 from dstrain.config.resolve_auto import GATHERS
-from dstrain.errors import InvalidConfig
+from dstrain.errors import InvalidConfig, RunFailed
 from dstrain.facts.ds_config import ZERO, section, zero_stage
 from dstrain.job.schema import Job
 from dstrain.monitor.best_model import BestModel
 from dstrain.paths import flush
-from dstrain.rundir import RunDir, is_whole, rotate
+from dstrain.rundir import RunDir, file_sizes, is_whole, rotate
 from dstrain.train import rope_scaling
 from dstrain.train.best_model import BestModelCallback, copy_model
 from dstrain.train.checkpoints import checkpoints, saved_model
 from dstrain.train.checkpoints.checkpoints import Written
+from dstrain.train.checkpoints.finite import nonfinite_states, nonfinite_weights
 from dstrain.train.checkpoints.node_storage import Disk
-from dstrain.train.rank import Rank
+from dstrain.train.checkpoints.read_back import reading_back
+from dstrain.train.checkpoints.verify import recorded
+from dstrain.train.rank import Rank, of_all_ranks
 
 
 def require_weights(job: Job, ds_config: Mapping[str, Any]) -> None:
@@ -34,8 +40,15 @@ def require_weights(job: Job, ds_config: Mapping[str, Any]) -> None:
         raise InvalidConfig(problem, hint=f'Write "{GATHERS}": true into zero_optimization.')
 
 
+_SHOWN_NAMES = 5
+"""Names in an error; more are counted."""
+
+
 class SavingTrainer(transformers.Trainer):
     """What a rank writes."""
+
+    _group: Any = None
+    """A gloo group of all ranks; None with one rank."""
 
     def __init__(
         self,
@@ -73,7 +86,7 @@ class SavingTrainer(transformers.Trainer):
         """The model of the lowest evaluation loss; None if the job does not keep it, or no evaluation had a loss."""
         return self._best.outcome(self.state) if self._best is not None else None
 
-    def _written(self) -> Written:
+    def _written(self, checksums: Mapping[str, str]) -> Written:
         return Written(
             step=self.state.global_step,
             world_size=self._rank.world_size,
@@ -88,39 +101,81 @@ class SavingTrainer(transformers.Trainer):
             rope_scaling=self._job.rope_scaling,
             attn=self._job.attn,
             only_model=self.args.save_only_model,
+            checksums=checksums,
         )
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes a checkpoint; rank 0 marks it as complete after all ranks have written their parts."""
+        """Writes a checkpoint; rank 0 marks it as complete after all ranks have written their parts.
+
+        Raises RunFailed for weights or states that are not finite, and for files that hold something else.
+        """
         folder = self._run_dir.path / f"checkpoint-{self.state.global_step}"
+        self._require_finite()
         if self._rank.index == self._disk.ranks[0]:
             checkpoints.begin(folder)
         self._wait()
-        super()._save_checkpoint(model, trial)
+        with self._reading_back(folder) as checksums:
+            super()._save_checkpoint(model, trial)
+            self._add_to_checkpoint(folder)
         self._wait()
         if self._rank.local_index == 0:
             flush(folder)
         self._wait()
         if self._disk.is_apart:
-            self._mark_part(folder)
+            self._mark_part(folder, self._written(checksums))
         elif self._rank.is_first:
-            checkpoints.complete(folder, self._written())
+            checkpoints.complete(folder, self._written(checksums))
             rotate(self._run_dir, self._job.save_total_limit)
+
+    def _add_to_checkpoint(self, folder: Path) -> None:
+        """Writes what else belongs into a checkpoint; here nothing."""
+
+    def _require_finite(self) -> None:
+        """Raises RunFailed, on all ranks, if a weight or a state of the optimizer is not finite on any of them."""
+        engine: Any = self.model_wrapped
+        own = nonfinite_weights(self.model, only_trained=self._is_adapter())  # the base of an adapter is not saved
+        own += nonfinite_states(self.model, engine.optimizer)
+        names = list(dict.fromkeys(name for names in of_all_ranks(own, self._group) for name in names))
+        if names:
+            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+            raise RunFailed(
+                f"the model is lost at step {self.state.global_step}: {', '.join(names[:_SHOWN_NAMES])}{more} "
+                f"{'is' if len(names) == 1 else 'are'} not finite (NaN or infinite), so that it is not saved",
+                hint="Continue from an earlier checkpoint or start again, with a lower learning_rate and with bf16 instead of fp16.",
+            )
+
+    @contextmanager
+    def _reading_back(self, folder: Path) -> Iterator[dict[str, str]]:
+        """Reads files of tensors back that are written within it, and yields the checksums of all files of a folder.
+
+        They are there at the end of it, on all ranks, which run it together.
+        """
+        checksums: dict[str, str] = {}
+        with reading_back(self.model_wrapped) as written:
+            yield checksums
+        own = {os.path.relpath(path, folder): value for path, value in written.items()}
+        self._wait()  # otherwise files of other ranks may be missing
+        for others in of_all_ranks(own, self._group):
+            checksums |= others
+        if self._rank.index == self._disk.ranks[0]:
+            own = {name: checksum(folder / name) for name in file_sizes(folder) if name not in checksums}
+        for others in of_all_ranks(own, self._group):
+            checksums |= others
 
     def write_parts(self, folder: str) -> None:
         """Writes what a checkpoint consists of, without marking it as one; all ranks run it together."""
-        self.save_model(folder, _internal_call=True)
-        if not self.args.save_only_model:
-            self._save_optimizer_and_scheduler(folder)
-            self._save_rng_state(folder)
-        self._wait()
+        with self._reading_back(Path(folder)):
+            self.save_model(folder, _internal_call=True)
+            if not self.args.save_only_model:
+                self._save_optimizer_and_scheduler(folder)
+                self._save_rng_state(folder)
 
-    def _mark_part(self, folder: Path) -> None:
+    def _mark_part(self, folder: Path, written: Written) -> None:
         """Marks the part on each disk, rank 0's last: then `dstrain run` may gather all parts."""
         for is_turn in (not self._rank.is_first, self._rank.is_first):
             if is_turn and self._rank.index == self._disk.ranks[0]:
                 of_ranks = len(self._disk.ranks)
-                checkpoints.complete_part(folder, self._written(), of_ranks=of_ranks, start=self._disk.start)
+                checkpoints.complete_part(folder, written, of_ranks=of_ranks, start=self._disk.start)
             self._wait()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -169,7 +224,7 @@ class SavingTrainer(transformers.Trainer):
         """Saves the trained model or adapter and its tokenizer; returns the folder, or None if weights stay sharded.
 
         It is that of the best checkpoint, if the job keeps one. Raises RunFailed on rank 0 if the saved model is
-        incomplete.
+        incomplete, and on all ranks if it is not finite.
         """
         final, best = self._run_dir.final, self._best_checkpoint()
         if not self._can_gather():
@@ -182,9 +237,12 @@ class SavingTrainer(transformers.Trainer):
             shutil.rmtree(final)
         self._wait()
         if best is None:
-            self.save_model(str(final))
+            self._require_finite()
+            with reading_back():
+                self.save_model(str(final))
         elif self._rank.is_first:
             copy_model(best, final)
+            saved_model.require_same_files(final, recorded(best))
         if self._rank.is_first:
             (final / "training_args.bin").unlink(missing_ok=True)  # a pickle with this machine's paths
         self._wait()

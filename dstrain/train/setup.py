@@ -143,6 +143,12 @@ class TrainingSetup:
         step = trainer.state.global_step
         return any("eval_loss" in logged and logged["step"] == step for logged in trainer.state.log_history)
 
+    def last_eval_loss(self, trainer: Trainer) -> float | None:
+        """Returns the evaluation loss after the last step; None without one, or without a token to predict."""
+        step = trainer.state.global_step
+        logged = [line for line in trainer.state.log_history if "eval_loss" in line and line["step"] == step]
+        return float(logged[-1]["eval_loss"]) if logged and logged[-1].get("eval_tokens", 1) else None
+
     def trainer(self, sinks: Sequence[Guarded], heartbeat: Sender, first_steps: FirstSteps | None) -> Trainer:
         """Returns the Trainer with its callbacks; `first_steps` compares metrics with the plan, on rank 0."""
         load_only_tensors()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,19 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from dstrain.choices import Attention, LossKernel
 from dstrain.errors import InvalidConfig
-from dstrain.heartbeat import Sender
+from dstrain.heartbeat import NO_RESUME_CHECK, Sender
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.meter import COUNTS, Counts
 from dstrain.oom import Batch
-from dstrain.train.checkpoints import checkpoints, universal_checkpoint
+from dstrain.train.checkpoints import checkpoints, resume_check, universal_checkpoint
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.isolation import Trial, packed_masks, sees_padding
 from dstrain.train.data.packing import PackedRows, row_of
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.evaluation import Share, loss_of, mean_loss, without_targets
 from dstrain.train.loss import asked_loss, computes_own_loss, targets_of
-from dstrain.train.loss_trials import is_mean_of_logits, is_that_of_logits, sums_of, takes_targets
+from dstrain.train.loss_trials import is_mean_of_logits, is_that_of_logits, sums_of, takes_targets, trial
 from dstrain.train.optimizer_states import allocate_states
 from dstrain.train.preflight.checks import Checks
 from dstrain.train.rank import Rank
@@ -171,7 +172,7 @@ class Trainer(StreamingTrainer):
         allocate_states(self.model_wrapped)
         rows, size = self.first_rows, self.trial_size()
         if isinstance(rows, PackedRows):
-            trial = Trial(
+            isolation = Trial(
                 model=self.model,
                 engine=self.model_wrapped,
                 inputs_of=lambda row: self._prepare_inputs(self.data_collator([row] * size)),
@@ -179,16 +180,62 @@ class Trainer(StreamingTrainer):
                 whole=self._whole_rows,
                 group=self._group,
             )
-            self._isolate(trial)
+            self._isolate(isolation)
         elif self._job.sp == 1:  # slices have none
             self._has_padding_masks = sees_padding(self.model_wrapped, self._tried_inputs(_PADDED, size), self._group)
             if self._has_padding_masks:
                 self._rank.say("this model sees the padding behind a sample: attention gets a mask, which is slower")
         self._try_loss(size)
         self._complete_data(resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            self._compare_loss(Path(resume_from_checkpoint))
         if self._checks is not None:
             self._checks.run(self, prepared[1])
         return prepared
+
+    def _compare_loss(self, checkpoint: Path) -> None:
+        """Says how the loss of the loaded model differs from that with which it was saved. Raises RunFailed if far."""
+        if NO_RESUME_CHECK in os.environ:
+            return self._rank.say("note: --no-resume-check: the loss of the loaded model is not compared")
+        known = resume_check.read(checkpoint, is_reader=self._rank.is_first, group=self._group)
+        if known is None:
+            text = f"note: {checkpoint.name} has no loss to compare that of the loaded model with"
+        elif known.kind != (now := resume_check.kind_of(self._job)):
+            text = f"note: the loss of the loaded model is not compared: {known.kind} before, {now} now"
+        else:
+            text = resume_check.verdict(checkpoint.name, known, self._known_loss(known.batches))
+        return self._rank.say(text)
+
+    def _add_to_checkpoint(self, folder: Path) -> None:
+        """Writes the loss of the last micro-batch, which a resumed run computes again."""
+        own = resume_check.own_batch(self._batches[-1].inputs) if self._batches else None
+        if self.args.save_only_model:
+            return
+        batches = resume_check.of_first_group(own, self._job.sp, self._group)
+        loss = self._known_loss(batches) if batches else None
+        if loss is not None and self._rank.is_first:
+            known = resume_check.Known(kind=resume_check.kind_of(self._job), batches=batches, loss=loss)
+            resume_check.write(folder, known)
+
+    def _known_loss(self, batches: Sequence[Mapping[str, Any]]) -> float | None:
+        """Returns the loss of a micro-batch that all ranks share, without dropout; training is as if it were not."""
+        batch, engine = self.batch, self.model_wrapped
+        with trial(engine), self.compute_loss_context_manager():
+            loss = resume_check.loss_on(
+                batches,
+                self._rank.index,
+                lambda inputs: self._known_totals(engine, self._prepare_inputs(dict(inputs))),
+                self._group,
+            )
+        self.batch = batch
+        return loss
+
+    def _known_totals(self, engine: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        """Returns the sum of the losses and their number, (2,), float64, in as little memory as a step takes."""
+        if self.model_accepts_loss_kwargs:
+            return sums_of(engine, inputs)
+        loss = engine(**inputs).loss.double()
+        return torch.stack([loss, torch.ones_like(loss)])
 
     def _complete_data(self, checkpoint: str | None) -> None:
         """Adds to the data what the model itself says of them; here nothing."""

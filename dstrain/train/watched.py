@@ -15,10 +15,10 @@ from dstrain.choices import Precision
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
-from dstrain.monitor.health.nonfinite import Nonfinite
+from dstrain.monitor.health.nonfinite import Nonfinite, require_finite_loss, require_trained
 from dstrain.monitor.meter import COUNTS, Counts, Meter
 from dstrain.train.nonfinite_step import Evidence
-from dstrain.train.rank import Rank
+from dstrain.train.rank import Rank, of_all_ranks
 from dstrain.train.saving import SavingTrainer
 from dstrain.train.second_try import MicroBatchInputs, Outcome, known_races, random_state, try_again
 
@@ -45,6 +45,7 @@ class WatchedTrainer(SavingTrainer):
         self._evidence = Evidence()
         self._batches: list[MicroBatchInputs] = []
         self._num_told = 0
+        self._num_first_skipped = 0
         self._rate = 0.0
 
     @property
@@ -123,6 +124,18 @@ class WatchedTrainer(SavingTrainer):
         engine: Any = self.model_wrapped
         return int(engine.skipped_steps)
 
+    def require_usable(self, eval_loss: float | None) -> None:
+        """Raises RunFailed, on all ranks, if this training has not made a model that can be used.
+
+        `eval_loss` is that of the model as it is; None if it was not evaluated.
+        """
+        step, is_fp16 = self.state.global_step, self._job.precision is Precision.FP16
+        if self._job.stop_on_nonfinite:
+            require_trained(skipped=self.skipped_steps, first=self._num_first_skipped, steps=step, fp16=is_fp16)
+        is_finite = all(of_all_ranks(self._evidence.is_finite, self._group))
+        require_finite_loss("the loss", step, is_finite=is_finite)
+        require_finite_loss("the evaluation loss", step, is_finite=eval_loss is None or math.isfinite(eval_loss))
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Writes a checkpoint, and takes its time."""
         self._heartbeat.send(self.state.global_step, Phase.SAVING)
@@ -138,6 +151,8 @@ class WatchedTrainer(SavingTrainer):
         """
         skipped, self._skipped = self._skipped, self.skipped_steps
         is_finite = skipped == self._skipped and (grad_norm is None or math.isfinite(grad_norm))
+        if skipped != self._skipped and self._num_first_skipped == self.state.global_step - 1:
+            self._num_first_skipped += 1
         if not is_finite and self._num_told < _MOST_TOLD:
             self._num_told += 1
             with self.meter.aside():

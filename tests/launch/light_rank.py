@@ -15,10 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dstrain.checksums import checksum
 from dstrain.heartbeat import Phase, Sender
 from dstrain.job.schema import Job
 from dstrain.records import load_json
 from dstrain.rundir import RunDir, mark_whole
+from dstrain.train.checkpoints.checkpoints import choose
+from dstrain.train.checkpoints.verify import Verification
 from dstrain.train.rank import Leaving, Rank, from_environment, is_port_taken
 
 IMPORT_S = 0.5
@@ -80,7 +83,8 @@ def save(place: RunDir, step: int, rank: Rank) -> None:
     folder = place.path / f"checkpoint-{step}"
     folder.mkdir(exist_ok=True)
     (folder / "weights").write_bytes(bytes(1000))
-    mark_whole(folder, {"step": step, "world_size": rank.world_size, "zero_stage": 2})
+    record = {"step": step, "world_size": rank.world_size, "zero_stage": 2}
+    mark_whole(folder, record | {"checksums": {"weights": checksum(folder / "weights")}})
 
 
 def step_s(place: RunDir, job: Job) -> float:
@@ -144,6 +148,9 @@ def main(folder: Path) -> None:
     leaving, heartbeat = Leaving(), Sender(os.environ, rank.index)
     heartbeat.send(0, Phase.START)
     job = load_json(Job, place.request)
+    resume = choose(place, job.resume, world_size=rank.world_size)
+    if resume is not None:
+        Verification(resume, place, rank, os.environ).run(heartbeat)
     time.sleep(IMPORT_S)
     heartbeat.send(0, Phase.CONNECTING)
     if rank.is_first and is_port_taken(os.environ):

@@ -79,6 +79,7 @@ _WORDS: Mapping[Phase | None, str] = MappingProxyType(
         Phase.CONNECTING: "waiting for the others",
         Phase.PORT_TAKEN: "without a port",
         Phase.TOKENIZING: "tokenizing",
+        Phase.VERIFYING: "verifying the checkpoint",
         Phase.WEIGHTS: "loading weights",
         Phase.REFERENCE: "computing the reference",
         Phase.LOADING: "connected, loading or in the first step",

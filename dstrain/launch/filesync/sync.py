@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import io
 import json
-import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from dstrain.launch.filesync.transfers import TransferFailed, Transfers
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.members import Unreachable
 from dstrain.paths import write_atomic
-from dstrain.rundir import COMPLETE, PART, RunDir
+from dstrain.rundir import COMPLETE, PART, RunDir, needed
 from dstrain.units import format_bytes, format_seconds
 
 TRACKED = ("swanlog", "tensorboard", "wandb", ".dstrain-run.json")
@@ -32,9 +31,6 @@ TRACKED = ("swanlog", "tensorboard", "wandb", ".dstrain-run.json")
 _MOST_HOSTS = 64
 _MOST_CHECKPOINTS = 8
 """Disks that are written at once: a checkpoint saturates this machine's link."""
-_SHARD = re.compile(r"(?:zero_pp_rank_|offloaded_tensors/rank)(\d+)")
-_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
-"""Weights in a checkpoint for other programs: resuming ranks read DeepSpeed's."""
 _CODE = ("dstrain", "ds_templates", "launch", "hostfiles")
 """The folders of a checkout that contain dstrain."""
 _WORTH_SAYING = 256 * 2**20
@@ -64,7 +60,7 @@ def push(
     write_atomic(run_dir.token, mark)
     shutil.rmtree(run_dir.code, ignore_errors=True)  # left if this machine was a node of another one's run
     archive = _archive(run_dir)
-    gone = [path.name for path in (run_dir.summary, run_dir.states, run_dir.plan, run_dir.edits)]
+    gone = [path.name for path in (run_dir.summary, run_dir.states, run_dir.plan, run_dir.edits, run_dir.unusable)]
 
     def take(node: Node) -> tuple[Node, Any]:
         with calls.to(node.host, "take", str(run_dir.path), mark, str(node.number), *gone) as (stdin, stdout):
@@ -170,24 +166,3 @@ def push_checkpoint(
     total = sum(at_once(put, disks, calls, most=_MOST_CHECKPOINTS))
     hosts = ", ".join(disk.host for disk in disks)
     tell(f"{folder.name} is on {hosts}: {format_bytes(total)} copied in {format_seconds(time.monotonic() - began)}")
-
-
-def needed(files: Iterable[str], ranks: Collection[int], *, written_by: int, num_ranks: int) -> list[str]:
-    """Returns the files of a checkpoint that some of `num_ranks` ranks read when they resume from it.
-
-    Another number than `written_by` reads the universal copy, and of the shards rank 0's model states alone. Source:
-    deepspeed 0.19.8 runtime/engine.py: _get_all_ckpt_names, _get_all_zero_checkpoint_state_dicts
-
-    >>> shards = ["s/zero_pp_rank_0_mp_rank_00_optim_states.pt", "s/zero_pp_rank_1_mp_rank_00_optim_states.pt"]
-    >>> needed([*shards, "latest", "model.safetensors"], {1}, written_by=2, num_ranks=2)
-    ['s/zero_pp_rank_1_mp_rank_00_optim_states.pt', 'latest']
-    >>> needed([*shards, "latest"], {1}, written_by=2, num_ranks=3)
-    ['latest']
-    """
-    read = [name for name in files if "/" in name or not name.endswith(_WEIGHTS)]
-    numbers = {name: int(match[1]) for name in read if (match := _SHARD.search(name))}
-    if len(set(numbers.values())) != written_by:  # ranks that share a number: of tensor parallelism
-        return read
-    if num_ranks != written_by:
-        return [name for name in read if name not in numbers or (numbers[name] == 0 and "_model_states" in name)]
-    return [name for name in read if name not in numbers or numbers[name] in ranks]

@@ -53,6 +53,6 @@ class Mirror:
         """Yields the files that are written at the end."""
         if self._has_first:
             yield from self._new_marks()
-        for path in (self._run_dir.states, self._run_dir.summary, self._run_dir.oom):
+        for path in (self._run_dir.states, self._run_dir.summary, self._run_dir.oom, self._run_dir.unusable):
             with suppress(OSError):
                 yield Wrote(name=path.name, text=path.read_text(encoding="utf-8"), on_screen=False, is_whole=True)

@@ -6,14 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dstrain.choices import OnOom
 from dstrain.config.edits.manual_edits import Edit
 from dstrain.config.remedy import UNADAPTED, Adaptation
-from dstrain.errors import DstrainError, RunFailed, SavedAndLeft
+from dstrain.errors import DstrainError, InvalidConfig, RunFailed, SavedAndLeft
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.heartbeat import Phase
-from dstrain.launch.again import RUN, resumed
+from dstrain.launch.again import RUN, line_of, resumed
 from dstrain.launch.failure.hang import start_line
 from dstrain.launch.failure.held_output import HeldOutput
 from dstrain.launch.failure.outcome import Outcome
@@ -30,7 +31,8 @@ from dstrain.launch.run.start import launch_spec, start
 from dstrain.launch.run.state import Stage, StateWriter, note_restart
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.oom import ProposedChange
-from dstrain.rundir import RunDir
+from dstrain.paths import shown
+from dstrain.rundir import RunDir, damage, put_aside, unusable_checkpoint
 
 _POLL_S = 1.0
 _MOST_PORTS = 3
@@ -90,6 +92,8 @@ class Supervisor:
         self._diagnosis: Diagnosis | None = None
         self._adaptation = UNADAPTED
         self._times_adapted = 0
+        self._num_aside = 0
+        """Starts that ended because a checkpoint could not be used: the next one has another."""
 
     def drive(self, launch: Launch) -> None:
         """Runs to the end. Raises RunFailed, Interrupted or SavedAndLeft if the training did not finish."""
@@ -98,6 +102,9 @@ class Supervisor:
         run_dir.failure.unlink(missing_ok=True)
         run_dir.stop_wish.unlink(missing_ok=True)
         try:
+            if launch.prepared.job.resume == "auto":
+                for folder in run_dir.damaged_checkpoints():
+                    self._put_aside(folder, damage(folder) or "")
             self._drive(launch, writer)
         except SavedAndLeft as error:
             writer.write(stage=Stage.SAVED, exit_code=error.exit_code)
@@ -124,7 +131,11 @@ class Supervisor:
                 launch = self._adapted(launch, error, remedy, attempt)
                 attempt += 1
                 continue
-            failed = attempt - self._times_adapted
+            if self._is_without_checkpoint(launch):
+                launch = self._next(launch, error, "")
+                attempt += 1
+                continue
+            failed = attempt - self._times_adapted - self._num_aside
             if failed > self._policy.max_restarts or not self._is_worth_it(error):
                 raise error
             self._reporter.say(f"start {failed} of {self._policy.max_restarts + 1} failed: {error.problem}")
@@ -138,7 +149,10 @@ class Supervisor:
         self._diagnosis = None
         write_run_dir(launch, self._edits)
         if prepared.elastic is not None:
-            resize_checkpoint.convert(prepared.elastic, launch.environment, self._reporter.say)
+            try:
+                resize_checkpoint.convert(prepared.elastic, launch.environment, self._reporter.say)
+            except InvalidConfig as error:  # such as files that are not as they were saved
+                return (), error
         spec = launch_spec(launch, timeouts=self._policy.timeouts)
         output = HeldOutput(self._reporter.pass_on)
         coordinator = self._coordinator(prepared, spec, output, writer)
@@ -211,6 +225,35 @@ class Supervisor:
         if run_dir.stop_wish.exists():
             self._requests.stop.append("dstrain stop")
             run_dir.stop_wish.unlink(missing_ok=True)
+
+    def _is_without_checkpoint(self, failed: Launch) -> bool:
+        """Puts the checkpoint aside that ranks could not use, and returns whether they are to start from another one.
+
+        Raises RunFailed without an older one: training does not start over by itself. A checkpoint that the job names
+        stays.
+        """
+        run_dir, unusable = failed.prepared.run_dir, unusable_checkpoint(failed.prepared.run_dir)
+        if unusable is None or failed.prepared.job.resume != "auto" or self._requests.stop:
+            return False
+        folder, why = unusable
+        aside = self._put_aside(folder, why)
+        self._num_aside += 1
+        if aside is not None and run_dir.newest_checkpoint(for_resume=True).folder is None:
+            raise RunFailed(
+                f"{folder.name} {why}, and there is no older one",
+                hint=f"`{line_of(self._policy.command)}` starts over; its files are in {shown(str(aside))}.",
+            )
+        return aside is not None
+
+    def _put_aside(self, folder: Path, why: str) -> Path | None:
+        """Renames a damaged checkpoint, with one line; returns its new place, or None if it stays."""
+        try:
+            aside = put_aside(folder)
+        except OSError as error:
+            self._reporter.say(f"warning: {folder.name} {why}, and stays in its place: {error.strerror}")
+            return None
+        self._reporter.say(f"warning: {folder.name} {why}: put aside as {aside.name}")
+        return aside
 
     def _is_worth_it(self, error: DstrainError) -> bool:
         if isinstance(error, RunFailed):

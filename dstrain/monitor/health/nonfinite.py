@@ -57,48 +57,82 @@ def check(step: int, values: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
+_AGAIN = "Continue from an earlier checkpoint or start again, with a lower learning_rate and with bf16 instead of fp16."
+_NORMAL = 5
+"""Steps at the beginning of a run in fp16 that may be skipped until the scale of the loss is found."""
+
+
 class Nonfinite:
-    """Counts consecutive steps with a quantity that is not finite, and ends the run after too many.
+    """Counts steps with a quantity that is not finite, and ends the run after too many in a row, or in all.
 
     >>> gradients = Nonfinite("gradients", limit=3)
-    >>> for step, is_finite in enumerate([False, False, True, False, False], start=1):
+    >>> for step, is_finite in enumerate([False, False, True, True, True, False], start=1):
     ...     gradients.note(step, is_finite=is_finite)
-    >>> gradients.note(6, is_finite=False)
+    >>> gradients.note(7, is_finite=False)
     Traceback (most recent call last):
-    dstrain.errors.RunFailed: the gradients of 3 steps in a row, up to step 6, are not finite (stop_on_nonfinite: 3)
-    ...
+    dstrain.errors.RunFailed: the gradients of 4 of the last 7 steps, up to step 7, are not finite...
     """
 
     def __init__(
         self, quantity: str, *, limit: int, tell: Callable[[Sequence[Finding]], None] = lambda findings: None
     ) -> None:
-        """`limit` is the number of steps that ends the run; 0: unlimited. `tell` gets the finding that does."""
+        """`limit` is the number of steps that ends the run, in a row or as more than half of all; 0: unlimited.
+
+        `tell` gets the finding that does.
+        """
         self._quantity = quantity
         self._limit = limit
         self._tell = tell
         self._in_a_row = 0
+        self._count = self._num_steps = 0
         self._step = 0
 
     def note(self, step: int, *, is_finite: bool) -> None:
-        """Counts the steps since the last call; only one step if that call was finite.
-
-        Raises RunFailed after `limit` consecutive steps.
-        """
+        """Counts the steps since the last call; only one step if that call was finite. Raises RunFailed."""
         if step == self._step:
             return
         since = step - self._step if self._in_a_row else 1
         self._in_a_row = 0 if is_finite else self._in_a_row + since
+        self._count += 0 if is_finite else since
+        self._num_steps += since
         self._step = step
         if self._limit and self._in_a_row >= self._limit:
-            problem = (
-                f"the {self._quantity} of {self._in_a_row} steps in a row, up to step {step}, are not finite "
-                f"({STOP_RULE}: {self._limit})"
-            )
-            since, value = max(0, step - self._in_a_row), str(self._in_a_row)
-            options: dict[str, Any] = {"action": HealthAction.STOP, "since": since}
-            self._tell([Finding(rule=STOP_RULE, step=step, value=value, message=problem, **options)])
-            raise RunFailed(
-                problem,
-                hint=f"Continue from a checkpoint up to step {since} or start again, with a lower learning_rate and "
-                f"with bf16 instead of fp16; {STOP_RULE}: 0 never ends a run.",
-            )
+            self._end(f"{self._in_a_row} steps in a row", self._in_a_row, since=step - self._in_a_row)
+        if self._limit and self._count >= self._limit and 2 * self._count > self._num_steps:
+            steps = f"{self._count} of the last {self._num_steps} steps"
+            self._end(steps, self._count, since=step - self._num_steps)
+
+    def _end(self, steps: str, count: int, *, since: int) -> None:
+        since, limit = max(0, since), f"({STOP_RULE}: {self._limit})"
+        problem = f"the {self._quantity} of {steps}, up to step {self._step}, are not finite {limit}"
+        options: dict[str, Any] = {"action": HealthAction.STOP, "since": since}
+        self._tell([Finding(rule=STOP_RULE, step=self._step, value=str(count), message=problem, **options)])
+        raise RunFailed(
+            problem,
+            hint=f"Continue from a checkpoint up to step {since} or start again, with a lower learning_rate and "
+            f"with bf16 instead of fp16; {STOP_RULE}: 0 never ends a run.",
+        )
+
+
+def require_trained(*, skipped: int, first: int, steps: int, fp16: bool) -> None:
+    """Raises RunFailed for a run that has skipped more than half of its steps.
+
+    `first` of them are its first steps: in fp16 a few of these are normal.
+
+    >>> require_trained(skipped=2, first=2, steps=3, fp16=True)
+    >>> require_trained(skipped=11, first=0, steps=12, fp16=False)
+    Traceback (most recent call last):
+    dstrain.errors.RunFailed: 11 of 12 steps were skipped, as their gradients were not finite: the model is not trained
+    ...
+    """
+    normal = min(first, _NORMAL) if fp16 else 0
+    if steps and (skipped == steps or 2 * (skipped - normal) > steps - normal):
+        problem = f"{skipped} of {steps} steps were skipped, as their gradients were not finite"
+        raise RunFailed(f"{problem}: the model is not trained", hint=_AGAIN)
+
+
+def require_finite_loss(what: str, step: int, *, is_finite: bool) -> None:
+    """Raises RunFailed for a run of which the last loss is not finite."""
+    if not is_finite:
+        problem = f"{what} of step {step}, the last one, is not finite: the model is most likely lost"
+        raise RunFailed(problem, hint=_AGAIN)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,8 @@ class Written:
     """The attention of its ranks, which a resumed run with `attn: auto` keeps."""
     only_model: bool = False
     """Whether it has the weights alone, without optimizer and random states."""
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """The checksum of each file, by its path in the checkpoint; with several disks those of all of them."""
 
 
 def complete(folder: Path, written: Written) -> None:

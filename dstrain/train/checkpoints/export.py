@@ -19,14 +19,17 @@ from transformers import AutoConfig, AutoTokenizer
 
 from dstrain.choices import Precision
 from dstrain.config.resolve_auto import GATHERS
-from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig
+from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig, RunFailed
 from dstrain.facts.model.model_files import ADAPTER, PROCESSOR_FILES, read
 from dstrain.rundir import RunDir, read_record
 from dstrain.train import rope_scaling, scoring
 from dstrain.train.adapters import untie
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
+from dstrain.train.checkpoints.finite import nonfinite_weights
+from dstrain.train.checkpoints.read_back import reading_back
 from dstrain.train.checkpoints.safe_load import load_only_tensors, naming_pickles
 from dstrain.train.checkpoints.saved_model import DTYPES, converted, family_of, require_whole_model
+from dstrain.train.checkpoints.verify import content_damage, recorded, refuse_altered
 from dstrain.train.rank import quieten
 
 _UNTIED = "the exported model has a head of its own, because the adapter changes the embedding or the head alone"
@@ -47,8 +50,12 @@ def export(source: Path, out: Path, *, precision: Precision | None = None) -> Pa
     else:
         model = _loaded(folder, precision)
     part = out.with_name(f".{out.name}.part")
+    if names := nonfinite_weights(model):
+        problem = f"{folder} holds values that are not finite (NaN or infinite): {', '.join(names[:5])}"
+        raise RunFailed(problem, hint="Export an earlier checkpoint.")
     try:
-        model.save_pretrained(part)
+        with reading_back():
+            model.save_pretrained(part)
         _save_tokenizer(folder, part)
         require_whole_model(part)
         if out.exists():
@@ -76,14 +83,18 @@ def locate(source: Path) -> Path:
     if not run_dir.request.exists():
         if any(source.glob("global_step*")) or source.name.startswith("checkpoint-"):
             refuse_damaged(source)
+            refuse_altered(source)
         elif not (source / "config.json").exists() and not (source / "adapter_config.json").exists():
             raise InvalidConfig(f"{source} is neither a checkpoint nor a run directory")
         return source
-    newest = run_dir.newest_checkpoint()
-    for problem in newest.skipped:
+    for problem in run_dir.newest_checkpoint().skipped:
         print(f"warning: skipped {problem}", file=sys.stderr)
-    if newest.folder is not None:
-        return run_dir.best_checkpoint() or newest.folder
+    whole = [run_dir.best_checkpoint(), *(folder for _, folder in reversed(run_dir.whole_checkpoints()))]
+    for checkpoint in dict.fromkeys(folder for folder in whole if folder is not None):
+        altered = content_damage(checkpoint, recorded(checkpoint))
+        if altered is None:
+            return checkpoint
+        print(f"warning: skipped {checkpoint.name} {altered}", file=sys.stderr)
     if run_dir.summary.exists() and run_dir.final.exists():
         return run_dir.final
     raise InvalidConfig(f"{source} has no complete checkpoint", hint="Let the run reach save_steps.")

@@ -22,6 +22,7 @@ from dstrain.choices import Precision
 from dstrain.errors import InvalidConfig, RunFailed
 from dstrain.facts.model.model_files import ADAPTER, Tensor, read
 from dstrain.paths import write_atomic
+from dstrain.train.checkpoints.verify import content_damage
 from dstrain.train.scoring import is_scoring
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
@@ -152,6 +153,14 @@ def require_whole_adapter(folder: Path, model: Any) -> None:
         elif tensor.shape != shape:
             problems.append(f"{name} has shape {tensor.shape} instead of {shape}")
     _raise_first(folder, problems)
+
+
+def require_same_files(folder: Path, checksums: Mapping[str, str]) -> None:
+    """Raises RunFailed if files that were copied to a folder are not those with these checksums."""
+    copied = {name: value for name, value in checksums.items() if (folder / name).is_file()}
+    problem = content_damage(folder, copied)
+    if problem is not None:
+        raise _broken(folder, f"it {problem}")
 
 
 def _raise_first(folder: Path, problems: list[str]) -> None:

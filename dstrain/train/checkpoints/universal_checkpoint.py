@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -21,12 +22,15 @@ from zipfile import is_zipfile
 import psutil
 import torch
 
+from dstrain.checksums import checksum
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts.ds_config import ZERO, section
+from dstrain.heartbeat import NO_VERIFY
 from dstrain.paths import flush, write_atomic
-from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART
+from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART, UNIVERSAL_SUMS, file_sizes
 from dstrain.train.checkpoints.checkpoints import is_converted, refuse_damaged
 from dstrain.train.checkpoints.safe_load import load_only_tensors, naming_pickles
+from dstrain.train.checkpoints.verify import refuse_altered
 from dstrain.train.rank import quieten
 
 _WORKERS = 4
@@ -44,6 +48,8 @@ def convert(checkpoint: Path) -> Path:
     EnvironmentProblem if a file cannot be read or written.
     """
     refuse_damaged(checkpoint)
+    if NO_VERIFY not in os.environ:
+        refuse_altered(checkpoint)
     latest = checkpoint / "latest"
     tag = latest.read_text(encoding="utf-8").strip() if latest.is_file() else ""
     copy = checkpoint / f"{tag}_universal"
@@ -60,6 +66,8 @@ def convert(checkpoint: Path) -> Path:
         _trim(part / copy.name / "zero" / "optimizer_state.pt")
         (part / copy.name).rename(copy)
         flush(copy)
+        sums = {f"{copy.name}/{name}": checksum(copy / name) for name in file_sizes(copy)}
+        write_atomic(checkpoint / UNIVERSAL_SUMS, json.dumps(sums) + "\n")
         write_atomic(checkpoint / UNIVERSAL, copy.name)
     except OSError as error:
         raise EnvironmentProblem(

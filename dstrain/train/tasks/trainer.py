@@ -53,6 +53,10 @@ class TaskTrainer(Trainer):
         outputs = self._objective.outputs(model, inputs)
         return outputs, self._objective.losses(outputs, inputs[REFERENCE])
 
+    def _known_totals(self, engine: Any, inputs: dict[str, Any]) -> torch.Tensor:
+        losses = self._outcome(engine, inputs)[1]["loss"].double()
+        return torch.stack([losses.sum(), torch.ones_like(losses).sum()])
+
     def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """Returns the inputs of the model, with the reference as exact as it is: Transformers rounds to bf16."""
         known = inputs.pop(REFERENCE).to(self.args.device)

@@ -152,8 +152,16 @@ def test_a_checkpoint_says_how_it_was_trained(tmp_path: Path) -> None:
         "data": "",
         "only_model": False,
     }
-    how |= {"sp": 1, "tp": 1, "ep": 1, "optimizer": "adamw", "rope_scaling": None, "attn": None}
-    assert record == how | {"files": shards}
+    how |= {"sp": 1, "tp": 1, "ep": 1, "optimizer": "adamw", "rope_scaling": None, "attn": None, "checksums": {}}
+    assert record == how | {"files": shards, "crc32": record["crc32"]}
+
+
+def test_a_record_that_is_not_as_it_was_written_is_damaged(tmp_path: Path) -> None:
+    record = make(tmp_path, 7) / "complete.json"
+    text = record.read_text()
+    for old, new in (('"grad_accum": 4', '"grad_accum": 5'), ('"world_size": 2', '"world_size": 3')):
+        record.write_text(text.replace(old, new))
+        assert RunDir(tmp_path).newest_checkpoint().skipped[0].startswith("checkpoint-7 is damaged (complete.json: it")
 
 
 def test_a_missing_shard_leaves_a_checkpoint_unmarked(tmp_path: Path) -> None:
@@ -202,6 +210,7 @@ def test_without_a_limit_all_stay(tmp_path: Path) -> None:
 def test_parts_of_weights_that_were_not_gathered_are_not_exported(tmp_path: Path) -> None:
     folder = make(tmp_path, 1)
     record = json.loads((folder / "complete.json").read_text())
+    del record["crc32"]
     (folder / "complete.json").write_text(json.dumps(record | {"tp": 2}))
     with pytest.raises(InvalidConfig, match="only the parts of its weights") as caught:
         export(folder, tmp_path / "out")

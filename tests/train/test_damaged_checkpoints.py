@@ -1,0 +1,121 @@
+"""Every file of checkpoints that ranks wrote, damaged without a change of its size; and models that are lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dstrain.checksums import checksum
+from dstrain.errors import InvalidConfig
+from dstrain.rundir import RunDir, damage, file_sizes, is_whole
+from dstrain.train.checkpoints.verify import recorded
+from tests.train.checkpoints.damage import HARMS
+from tests.train.checkpoints.test_verify import verify
+from tests.train.engine import Engine
+from tests.train.launching import change_job, codes, losses, make_run, said
+
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "zero1": {"zero": {"stage": 1}},
+    "zero2": {},
+    "zero3": {"zero": {"stage": 3}},
+    "lora": {"method": "lora", "lora": {"dropout": 0.1}},
+}
+LOST: Mapping[str, Mapping[str, Any]] = {
+    "skipped": {"learning_rate": 1e20, "max_steps": 6},
+    "nan": {"learning_rate": 1e38, "precision": "fp32", "zero": {"stage": 0}, "stop_on_nonfinite": 0},
+    "scaled": {"precision": "fp16", "engine": {"fp16": {"enabled": True, "initial_scale_power": 32}}, "max_steps": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(root: Path, demo: Path, engine: Engine) -> Path:
+    folder = root / "damaged"
+    for name, job in {**KINDS, **LOST}.items():
+        wanted = {"max_steps": 4, "save_steps": 2, "save_total_limit": None, "resume": "auto"}
+        engine.train(make_run(folder / name, demo, **{**wanted, **job}))
+    return folder
+
+
+@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_change_of_any_file_is_noticed(
+    runs: Path, tmp_path: Path, kind: str, harm: Callable[[Path], None]
+) -> None:
+    whole = runs / kind / "checkpoint-4"
+    assert recorded(whole).keys() == file_sizes(whole).keys()
+    verify(runs / kind)
+    unnoticed = []
+    for name in ["complete.json", *file_sizes(whole)]:
+        shutil.copytree(whole, tmp_path / "checkpoint-4", dirs_exist_ok=True)
+        harm(tmp_path / "checkpoint-4" / name)
+        try:
+            if damage(tmp_path / "checkpoint-4") is None:
+                verify(tmp_path)
+                unnoticed.append(name)
+        except InvalidConfig:
+            pass
+    assert unnoticed == []
+
+
+@pytest.mark.parametrize("kind", ["zero1"])
+def test_the_older_one_is_taken_and_the_losses_are_those_of_before(runs: Path, engine: Engine, kind: str) -> None:
+    run = shutil.copytree(runs / kind, runs / f"{kind}-again")
+    shutil.copy(f"{runs / kind}.codes", f"{run}.codes")
+    change_job(run, output_dir=str(run))
+    HARMS["4,000 bytes"](run / "checkpoint-4" / "global_step4" / "mp_rank_00_model_states.pt")
+    for _ in range(2):
+        engine.train(run)
+    assert 3 in codes(run)[1]
+    assert codes(run)[2] == [0, 0]
+    text = said(run) + said(run, rank=1)
+    assert "mp_rank_00_model_states.pt has another checksum" in text
+    assert "put aside as checkpoint-4.damaged" in text
+    assert "resume check: a loss of " in text
+    assert "(difference 0)" in text
+    assert losses(run) == losses(runs / kind)
+
+
+def test_a_loss_that_is_another_one_ends_the_run(runs: Path, engine: Engine) -> None:
+    import torch
+
+    run = shutil.copytree(runs / "zero2", runs / "zero2-other")
+    change_job(run, output_dir=str(run), max_steps=6)
+    folder = run / "checkpoint-4"
+    known = torch.load(folder / "resume_check.pt", weights_only=True)
+    torch.save({**known, "loss": known["loss"] * 1.02}, folder / "resume_check.pt")
+    record = json.loads((folder / "complete.json").read_text())
+    del record["crc32"]
+    record["checksums"]["resume_check.pt"] = checksum(folder / "resume_check.pt")
+    record["files"]["resume_check.pt"] = (folder / "resume_check.pt").stat().st_size
+    (folder / "complete.json").write_text(json.dumps(record))
+    engine.train(run)
+    assert codes(run) == [[1, 1]]
+    assert "Error: resume check: a loss of " in said(run)
+    assert "Traceback" not in said(run)
+
+
+def test_a_model_that_is_lost_is_neither_saved_nor_a_success(runs: Path) -> None:
+    run = runs / "nan"
+    assert codes(run) == [[1, 1]]
+    assert "the model is lost at step " in said(run)
+    assert "model.embed_tokens.weight" in said(run)
+    assert not (run / "final").exists()
+    assert [step for step, folder in RunDir(run).checkpoints() if is_whole(folder)] in ([], [2])
+    assert "Traceback" not in said(run)
+
+
+def test_a_run_that_skipped_most_of_its_steps_is_no_success(runs: Path) -> None:
+    assert codes(runs / "skipped") == [[1, 1]]
+    assert " of 6 steps were skipped, as their gradients were not finite" in said(runs / "skipped")
+    assert not (runs / "skipped" / "final").exists()
+
+
+def test_the_first_steps_of_fp16_may_be_skipped(runs: Path) -> None:
+    summary = json.loads((runs / "scaled" / "summary.json").read_text())
+    assert codes(runs / "scaled") == [[0, 0]]
+    assert 2 <= summary["skipped_steps"] <= 10
