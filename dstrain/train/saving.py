@@ -19,6 +19,7 @@ from dstrain.errors import InvalidConfig, RunFailed
 from dstrain.facts.ds_config import ZERO, section, zero_stage
 from dstrain.job.schema import Job
 from dstrain.monitor.best_model import BestModel
+from dstrain.monitor.health.nonfinite import AGAIN
 from dstrain.paths import flush
 from dstrain.rundir import RunDir, file_sizes, is_whole, rotate
 from dstrain.train import rope_scaling
@@ -141,7 +142,7 @@ class SavingTrainer(transformers.Trainer):
             raise RunFailed(
                 f"the model is lost at step {self.state.global_step}: {', '.join(names[:_SHOWN_NAMES])}{more} "
                 f"{'is' if len(names) == 1 else 'are'} not finite (NaN or infinite), so that it is not saved",
-                hint="Continue from an earlier checkpoint or start again, with a lower learning_rate and with bf16 instead of fp16.",
+                hint=AGAIN,
             )
 
     @contextmanager

@@ -57,7 +57,8 @@ def check(step: int, values: Mapping[str, Any]) -> list[Finding]:
     return findings
 
 
-_AGAIN = "Continue from an earlier checkpoint or start again, with a lower learning_rate and with bf16 instead of fp16."
+AGAIN = "Continue from an earlier checkpoint or start again, with a lower learning_rate and with bf16 instead of fp16."
+"""What to do about a model that is lost."""
 _NORMAL = 5
 """Steps at the beginning of a run in fp16 that may be skipped until the scale of the loss is found."""
 
@@ -128,11 +129,11 @@ def require_trained(*, skipped: int, first: int, steps: int, fp16: bool) -> None
     normal = min(first, _NORMAL) if fp16 else 0
     if steps and (skipped == steps or 2 * (skipped - normal) > steps - normal):
         problem = f"{skipped} of {steps} steps were skipped, as their gradients were not finite"
-        raise RunFailed(f"{problem}: the model is not trained", hint=_AGAIN)
+        raise RunFailed(f"{problem}: the model is not trained", hint=AGAIN)
 
 
 def require_finite_loss(what: str, step: int, *, is_finite: bool) -> None:
     """Raises RunFailed for a run of which the last loss is not finite."""
     if not is_finite:
         problem = f"{what} of step {step}, the last one, is not finite: the model is most likely lost"
-        raise RunFailed(problem, hint=_AGAIN)
+        raise RunFailed(problem, hint=AGAIN)
