@@ -18,6 +18,7 @@ from tests.train.checkpoints.damage import HARMS
 from tests.train.checkpoints.test_verify import verify
 from tests.train.engine import Engine
 from tests.train.launching import change_job, codes, losses, make_run, said
+from tests.train.test_elastic import go_on
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
     "zero1": {"zero": {"stage": 1}},
@@ -28,7 +29,6 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 LOST: Mapping[str, Mapping[str, Any]] = {
     "skipped": {"learning_rate": 1e20, "max_steps": 6},
     "nan": {"learning_rate": 1e38, "precision": "fp32", "zero": {"stage": 0}, "stop_on_nonfinite": 0},
-    "scaled": {"precision": "fp16", "engine": {"fp16": {"enabled": True, "initial_scale_power": 32}}, "max_steps": 16},
 }
 
 
@@ -62,22 +62,36 @@ def test_every_change_of_any_file_is_noticed(
     assert unnoticed == []
 
 
-@pytest.mark.parametrize("kind", ["zero1"])
-def test_the_older_one_is_taken_and_the_losses_are_those_of_before(runs: Path, engine: Engine, kind: str) -> None:
-    run = shutil.copytree(runs / kind, runs / f"{kind}-again")
-    shutil.copy(f"{runs / kind}.codes", f"{run}.codes")
+def test_the_older_one_is_taken_and_the_losses_are_those_of_before(runs: Path, engine: Engine) -> None:
+    run = shutil.copytree(runs / "zero1", runs / "zero1-again")
+    shutil.copy(f"{runs / 'zero1'}.codes", f"{run}.codes")
     change_job(run, output_dir=str(run))
-    HARMS["4,000 bytes"](run / "checkpoint-4" / "global_step4" / "mp_rank_00_model_states.pt")
+    for shard in (run / "checkpoint-4" / "global_step4").glob("*_optim_states.pt"):  # so that each rank finds one
+        HARMS["4,000 bytes"](shard)
     for _ in range(2):
         engine.train(run)
-    assert 3 in codes(run)[1]
-    assert codes(run)[2] == [0, 0]
+    assert codes(run)[1:] == [[3, 3], [0, 0]]
     text = said(run) + said(run, rank=1)
-    assert "mp_rank_00_model_states.pt has another checksum" in text
+    assert "_optim_states.pt has another checksum" in text
     assert "put aside as checkpoint-4.damaged" in text
     assert "resume check: a loss of " in text
     assert "(difference 0)" in text
-    assert losses(run) == losses(runs / kind)
+    assert losses(run) == losses(runs / "zero1")
+
+
+def test_one_rank_computes_the_loss_that_two_have_saved(runs: Path, engine: Engine) -> None:
+    run = shutil.copytree(runs / "zero3", runs / "zero3-one")
+    change_job(run, output_dir=str(run), max_steps=5)
+    go_on(run, engine, ranks=1)
+    engine.train(run, ranks=1)
+    assert codes(run) == [[0]], said(run)[-3000:]
+    (line,) = [line for line in said(run).splitlines() if line.startswith("resume check: ")]
+    assert float(line.rpartition(" ")[2].rstrip(")")) < 1e-5
+    shutil.rmtree(run / "checkpoint-5")
+    HARMS["bit"](next((run / "checkpoint-4").glob("global_step4_universal/zero/*/exp_avg.pt")))
+    engine.train(run, ranks=1)
+    assert codes(run) == [[0], [3]]
+    assert "exp_avg.pt has another checksum" in said(run)
 
 
 def test_a_loss_that_is_another_one_ends_the_run(runs: Path, engine: Engine) -> None:
@@ -113,9 +127,3 @@ def test_a_run_that_skipped_most_of_its_steps_is_no_success(runs: Path) -> None:
     assert codes(runs / "skipped") == [[1, 1]]
     assert " of 6 steps were skipped, as their gradients were not finite" in said(runs / "skipped")
     assert not (runs / "skipped" / "final").exists()
-
-
-def test_the_first_steps_of_fp16_may_be_skipped(runs: Path) -> None:
-    summary = json.loads((runs / "scaled" / "summary.json").read_text())
-    assert codes(runs / "scaled") == [[0, 0]]
-    assert 2 <= summary["skipped_steps"] <= 10

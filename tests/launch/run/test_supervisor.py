@@ -12,7 +12,7 @@ STEPS = ("--launcher", "ssh", "--set", "save_steps=4", "--set", "resume=auto")
 def test_a_checkpoint_that_is_not_as_it_was_saved_is_put_aside_and_the_older_one_is_taken(light_job: Job) -> None:
     first = light_job.call("run", *STEPS, "--set", "max_steps=12")
     assert first.code == 0, first.said
-    for step, harm in ((8, "zeros"), (12, "bit")):
+    for step, harm in ((8, "4,000 bytes"), (12, "bit")):
         HARMS[harm](light_job.place.path / f"checkpoint-{step}" / "weights")
     again = light_job.call("run", *STEPS, "--set", "max_steps=16")
     assert again.code == 0, again.said
