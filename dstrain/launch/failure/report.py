@@ -63,12 +63,13 @@ def explain(
     texts = {rank: tail_of(path) for rank, path in outcome.rank_logs.items()}
     last = last_metrics(run_dir)
     cause = _cause(outcome, texts, hosts, last)
-    lines = [*cause.lines, *evidence]
+    stop = stop_of(run_dir, cause.lines[0]) if cause.is_said else None
+    said = cause.lines if stop is None else cause.lines[:1]  # a rank's hint is for runs without `dstrain run`
+    lines = [*said, *evidence]
     if last is not None:
         lines.append(f"Last metrics: step {metrics_words(last)}")
     lines.append(f"Logs: {run_dir.logs} (above: {cause.log.name})")
     words = "\n".join(remedies) or advice("\n".join(lines)) or advice(cause.text) or _full_disk(run_dir)
-    stop = stop_of(run_dir, lines[0]) if cause.is_said else None
     again = again or (resumed_text(run_dir, command) if stop is None else after_stop(run_dir, stop, command))
     hint = f"{words}\n{again}" if words else again
     return RunFailed("\n".join(lines), hint=hint, rank_exit_code=cause.code, stopped_by=stop and stop.rule)

@@ -75,8 +75,8 @@ class History:
         self.peaks_by_rank: list[float] = []
         """Largest peak of each rank so far, in bytes."""
         self._average = self._best = math.nan
-        self.best_step = 0
-        """The step at which the moving average of the loss was lowest."""
+        self.last_good_step = 0
+        """The step before the one at which the moving average of the loss was lowest: that loss is of these weights."""
 
     def resume(self, lines: Iterable[Mapping[str, Any]], *, step: int, repeats: bool = True) -> None:
         """Takes over what an earlier start logged: the loss and gradients up to a step, and the losses to repeat.
@@ -125,7 +125,7 @@ class History:
             self._average = self._best = loss
         self._average += (1 - math.exp(-elapsed / _EMA_STEPS)) * (loss - self._average)
         if self._average <= self._best:
-            self._best, self.best_step = self._average, values["step"]
+            self._best, self.last_good_step = self._average, values["step"] - 1
         self.loss_ratios.append((values["step"], self._average / self._best if self._best > 0 else 1.0))
 
     @property

@@ -90,7 +90,7 @@ class Watch:
             message=f"step {step}: {problem}. {rule.advice}",
             severity=level.name.lower(),
             rank=rank,
-            since=self.history.best_step if rule.harms_weights else None,
+            since=self.history.last_good_step if rule.harms_weights else None,
             action=asked.action if is_highest else HealthAction.TELL,
         )
 

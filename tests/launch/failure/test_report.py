@@ -283,3 +283,4 @@ def test_a_state_that_diverged_is_not_resumed_at_the_same_rate(
     message = stopped(tmp_path, since=since)
     assert advice_line in message
     assert ("resume=auto" in message) == (since is None)
+    assert "Resume from there." not in message

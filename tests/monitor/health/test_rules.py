@@ -200,7 +200,7 @@ def test_a_loss_that_leaves_that_of_guessing_behind_is_told_at_once_with_the_las
     lines = enumerate([7.2, 7.1, 70.8, 330.0], start=1)
     findings = [one for step, loss in lines for one in watch.see(step, {"loss": loss})]
     assert [(one.rule, one.step, one.since, one.action) for one in findings] == [
-        ("above_guessing", 3, 2, HealthAction.STOP)
+        ("above_guessing", 3, 1, HealthAction.STOP)
     ]
 
 
