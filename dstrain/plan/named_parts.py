@@ -129,7 +129,8 @@ def untargeted(model: ModelFacts, lora: Lora) -> Unknown | None:
         return None
     problem = f"no linear layer or embedding of {model.name} is named {', '.join(lora.targets)}"
     problem = problem if lora.targets else "lora: targets is empty, so that nothing gets an adapter"
-    fix = f"write some of {', '.join(linear_names(model))}, or all-linear"
+    others = "" if lora.targets == ("all-linear",) else ", or all-linear"
+    fix = f"write some of {', '.join(linear_names(model))}{others}"
     return Unknown(keys=("lora", "targets"), problem=problem, fix=fix)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shlex
@@ -89,3 +90,21 @@ def test_what_an_answer_proposes_does_what_it_says(dstrain: Type, tmp_path: Path
     for line in re.findall(r"^next: dstrain (.*)$", done.stderr, re.MULTILINE):
         again = dstrain(*shlex.split(line), "--dry-run")
         assert again.returncode == 0, f"{line}\n{again.stderr}"
+
+
+def test_a_traced_model_is_not_sent_in_a_circle(dstrain: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LoRA that does not fit proposed QLoRA, which no trace has, and QLoRA answered that LoRA is to be used."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+    config = {"model_type": "gpt_neox", "vocab_size": 500, "max_position_embeddings": 256, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    asked = (
+        "--model . --gpus 1 --gpu 4090 --gpu-memory-limit 800MiB --host-memory 64GiB --seq-len 128 --micro-batch 256"
+    )
+    done = dstrain("plan", *shlex.split(asked), "--method", "lora")
+    assert done.returncode == 4, done.stderr
+    assert "--micro-batch 128" in [words.strip() for words, _ in proposals(done.stderr)]
+    assert "qlora" not in done.stderr
+    refused = dstrain("plan", *shlex.split(asked), "--method", "qlora")
+    assert (refused.returncode, "4-bit weights cannot be planned" in refused.stderr) == (3, True)
+    assert "--method" not in refused.stderr
