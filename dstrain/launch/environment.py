@@ -204,7 +204,7 @@ def read_user_files(env: Mapping[str, str], *, home: Path, folder: Path) -> str:
     for file in user_files(env, home=home, folder=folder):
         if file.is_file():
             texts.append(file.read_text(encoding="utf-8", errors="surrogateescape"))
-            if file.parent != home:
+            if file.parent != home and "DS_ENV_FILE" not in env:  # neither the user's folder nor named by the user
                 refuse_code((name, f"{shown(str(file))}:{line}") for line, name, _ in _user_lines(texts[-1]))
     return "\n".join(texts)
 

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -245,6 +246,11 @@ def test_the_users_files_are_found_where_the_launcher_looks(tmp_path: Path) -> N
         place.mkdir()
         (place / ".deepspeed_env").write_text(text)
     assert file_text(for_nodes({}, {}, read_user_files({}, home=home, folder=folder))) == "A=2\n"
+    for place, named, is_refused in ((home, {}, False), (folder, {}, True), (folder, {"DS_ENV_FILE": "own"}, False)):
+        file = place / named.get("DS_ENV_FILE", ".deepspeed_env")
+        file.write_text("LD_PRELOAD=x.so\n")
+        with pytest.raises(InvalidConfig, match="LD_PRELOAD may run code") if is_refused else nullcontext():
+            read_user_files(named, home=home, folder=folder)
 
 
 def test_secrets_are_for_their_user_alone_and_come_back(tmp_path: Path) -> None:
