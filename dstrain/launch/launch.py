@@ -59,8 +59,6 @@ class Launch:
     """Whether rank 0 may have another port, since the user named none."""
     saves_on_term: bool = False
     """Whether SIGTERM lets the ranks save a checkpoint before they leave."""
-    unchecked: tuple[str, ...] = ()
-    """Variables by which ranks leave out checks of the checkpoint that they resume from."""
     syncs: bool = False
     """Whether nodes without this file system get copies."""
     user_lines: str = ""
@@ -118,7 +116,6 @@ def plan_launch(
         for_nodes=texts,
         takes_another_port=takes_another_port,
         saves_on_term=saves_on_term,
-        unchecked=unchecked,
         syncs=syncs,
         user_lines=user,
     )

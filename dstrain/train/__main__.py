@@ -93,17 +93,7 @@ def main(run_dir: Path) -> None:
     leaving, heartbeat = Leaving(), Sender(os.environ, rank.index)
     heartbeat.send(0, Phase.START)
     inputs = read(place)
-    is_apart = number_of(place, os.environ) is not None
-    resume = choose(place, inputs.job.resume, world_size=rank.world_size, is_apart=is_apart)
-    if inputs.job.resume == "auto" and not start_of(os.environ):  # otherwise `dstrain run` has warned already
-        for problem in place.newest_checkpoint(for_resume=True).skipped:
-            rank.say(f"warning: {problem}: skipped")
-    if resume is not None:
-        rank.say(f"resuming from {resume.checkpoint.name}")
-    verification = Verification(resume, place, rank, os.environ) if resume is not None else None
-    if verification is not None:
-        verification.run(heartbeat)
-        heartbeat.send(0, Phase.START)
+    resume, verification = _chosen(inputs, rank, heartbeat)
     monitoring = monitoring_of(inputs, rank, is_resumed=resume is not None)
     heartbeat.listener = monitoring.listener()
 
@@ -128,6 +118,23 @@ def main(run_dir: Path) -> None:
         raise AlreadyReported from error
     finish(End.ABORTED if has_left else End.SUCCESS)
     leaving.settle()
+
+
+def _chosen(inputs: Inputs, rank: Rank, heartbeat: Sender) -> tuple[Resume | None, Verification | None]:
+    """Returns the checkpoint to resume from, if any, with its verification, which is done."""
+    place, wanted = inputs.run_dir, inputs.job.resume
+    is_apart = number_of(place, os.environ) is not None
+    resume = choose(place, wanted, world_size=rank.world_size, is_apart=is_apart)
+    if wanted == "auto" and not start_of(os.environ):  # otherwise `dstrain run` has warned already
+        for problem in place.newest_checkpoint(for_resume=True).skipped:
+            rank.say(f"warning: {problem}: skipped")
+    if resume is None:
+        return None, None
+    rank.say(f"resuming from {resume.checkpoint.name}")
+    verification = Verification(resume, place, rank, os.environ)
+    verification.run(heartbeat)
+    heartbeat.send(0, Phase.START)
+    return resume, verification
 
 
 def _report(error: BaseException, run_dir: RunDir, rank: Rank) -> None:
@@ -174,9 +181,7 @@ def _train(
         heartbeat.send(trainer.state.global_step, Phase.LEFT)
         return True
     heartbeat.send(trainer.state.global_step, Phase.BUSY)  # from here on there are no steps
-    if setup.eval_data is not None and not setup.was_evaluated(trainer):
-        trainer.evaluate()
-    trainer.require_usable(setup.last_eval_loss(trainer))
+    trainer.require_usable(setup.final_eval_loss(trainer))
     final = trainer.save_final()
     if rank.is_first:
         summary = setup.summary(trainer)

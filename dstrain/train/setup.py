@@ -138,14 +138,16 @@ class TrainingSetup:
             against=_against(job, inputs.model, inputs.cluster) if on_gpu else None,
         )
 
-    def was_evaluated(self, trainer: Trainer) -> bool:
-        """Returns whether the model was evaluated after the last step."""
-        step = trainer.state.global_step
-        return any("eval_loss" in logged and logged["step"] == step for logged in trainer.state.log_history)
+    def final_eval_loss(self, trainer: Trainer) -> float | None:
+        """Evaluates the model, unless that was done after the last step, and returns its loss.
 
-    def last_eval_loss(self, trainer: Trainer) -> float | None:
-        """Returns the evaluation loss after the last step; None without one, or without a token to predict."""
+        None without evaluation data, or without a token to predict.
+        """
+        if self.eval_data is None:
+            return None
         step = trainer.state.global_step
+        if not any("eval_loss" in logged and logged["step"] == step for logged in trainer.state.log_history):
+            trainer.evaluate()
         logged = [line for line in trainer.state.log_history if "eval_loss" in line and line["step"] == step]
         return float(logged[-1]["eval_loss"]) if logged and logged[-1].get("eval_tokens", 1) else None
 
