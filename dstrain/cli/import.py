@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,10 @@ from dstrain.config import jsonc
 from dstrain.config.edits.lock import LOCK, Lock, differing, read_lock, standing, write_files
 from dstrain.config.edits.regenerate import Standing, replaced
 from dstrain.config.imports import job_text
+from dstrain.config.imports.environment import launch_variables
 from dstrain.config.imports.read import TOOLS, import_file
 from dstrain.config.imports.strategy import runs_deepspeed
-from dstrain.config.imports.walk import Imported
+from dstrain.config.imports.walk import Imported, Note
 from dstrain.config.lint.rules.releases import past_faults
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import InvalidConfig
@@ -43,6 +46,7 @@ from dstrain.plan.search.decide import plan_of, survey
 @click.option("--from", "tool", type=click.Choice(list(TOOLS)), help="Tool of the file.  [default: by its content]")
 @click.option("--model", metavar="NAME", help="Model in place of the file's: alias, hub id or local folder.")
 @click.option("--data", metavar="FILE", help="Training data in place of the file's.")
+@click.option("--ignore", metavar="KEY", multiple=True, help="Leave out a key of the file; repeatable.")
 @machine_options
 @click.option(
     "-o",
@@ -54,21 +58,21 @@ from dstrain.plan.search.decide import plan_of, survey
 @click.option("--force", is_flag=True, help="Replace existing files; yours are kept as .bak.")
 @click.option("-n", "--dry-run", is_flag=True, help="Print the page and write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the page and the files as JSON.")
-def command(file: Path, tool: str | None, out: Path, force: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
+def command(file: Path, out: Path, force: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Turn a training file of another tool into job.yaml and ds_config.json.
 
     FILE is a YAML of LLaMA-Factory, ms-swift, axolotl or accelerate, a shell script with a command of one of them or
     of a script with Transformers' Trainer, or a DeepSpeed configuration. Prints what the settings cost beside dstrain's
     own plan, what lint says of them, and every key without counterpart, with its line. If its keys contradict each
-    other, or something else would be trained, prints what it read, writes nothing and exits with 3. Afterwards
-    gen-config keeps what the file says as edits.
+    other, or something else would be trained, prints what it read, writes nothing and exits with 3; --ignore leaves a
+    key out. Afterwards gen-config keeps what the file says as edits.
 
     \b
     Example:
       dstrain import train_qwen.yaml --gpus 8 --gpu h100
       dstrain import sft.sh -o runs/swift --dry-run
     """
-    imported = import_file(file, tool=tool)
+    imported = _imported(file, options)
     if imported.stops:
         raise _refused(_stopped(imported), imported, as_json=as_json)
     inputs = import_inputs(imported, typed(options), out)
@@ -88,6 +92,13 @@ def command(file: Path, tool: str | None, out: Path, force: bool, dry_run: bool,
             say(line)
 
 
+def _imported(file: Path, options: dict[str, Any]) -> Imported:
+    """Returns the counterpart of a file, of which a script knows the GPUs that were typed."""
+    given = partial(launch_variables, os.environ, gpus=options["gpus"], gpus_per_node=options["gpus_per_node"])
+    tool, ignore = options.pop("tool"), options.pop("ignore")
+    return import_file(file, tool=tool, given=given, ignore=ignore, typed=typed(options))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Made:
     """The files of an import, and the page about them."""
@@ -102,10 +113,14 @@ class _Made:
 
 def _stopped(imported: Imported) -> InvalidConfig:
     """Returns the error for a file whose counterpart would train something else."""
-    lines = [f"{note.place}: {note.key}: {note.text}" for note in imported.stops]
+    by_text: dict[str, list[Note]] = {}
+    for note in imported.stops:
+        by_text.setdefault(note.text, []).append(note)
+    lines = [f"{notes[0].place}: {', '.join(note.key for note in notes)}: {text}" for text, notes in by_text.items()]
+    keys = dict.fromkeys(note.key for note in imported.stops)
     return InvalidConfig(
         "\n".join(["this would be another training, so nothing was written:", *lines]),
-        hint="Remove these keys to import what is left.",
+        hint=f"Without them the rest is imported: {' '.join(f'--ignore {key}' for key in keys)}",
     )
 
 

@@ -24,6 +24,7 @@ HEADINGS = {
     Fate.OTHER_TRAINING: "would be another training",
     Fate.CHANGED: "has a counterpart that differs",
     Fate.MISSING: "has no counterpart",
+    Fate.UNREAD: "is not imported",
     Fate.UNKNOWN: "is not in the table",
     Fate.NEEDLESS: "is not needed",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,75 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
     keys = [item for column in _LIMITS.keys() & columns.keys() for item in _LIMITS[column].items()]
     absent = {ours: default for theirs, (ours, default) in keys if source.given(theirs) is ABSENT}
     return DataSet(settings=settings, limits=absent)
+
+
+def rows(value: Any, source: Source) -> Any:
+    """Returns a file of rows, or those of a folder. Raises Unmatched for one that is not here."""
+    found = [_local_rows(str(name), source) for name in listed(value)]
+    return found[0] if len(found) == 1 else [{"path": path} for path in found]
+
+
+def _local_rows(name: str, source: Source) -> str:
+    try:
+        path = source.find(name)
+    except InvalidConfig:
+        raise Unmatched(f"`{name}` is not here; name the rows with --data") from None
+    if not path.is_dir():
+        return str(path)
+    for form in ("jsonl", "json", "parquet", "txt"):
+        if any(path.glob(f"**/*.{form}")):
+            return f"{path}/**/*.{form}"
+    raise Unmatched(f"`{name}` has no .jsonl, .json, .parquet or .txt; name the rows with --data")
+
+
+def mixer(value: Any, source: Source) -> Any:
+    """Returns the data of open-instruct: names, each with a number of rows or a share of them."""
+    if isinstance(value, Mapping):
+        pairs = list(value.items())
+    else:
+        names_ = listed(value)
+        pairs = list(zip(names_[::2], names_[1::2], strict=False))
+    splits = [str(name) for name in listed(source.value("dataset_splits") or [])]
+    split = next((name for name in splits if name.startswith("train")), None)
+    return job_values(
+        [_share(_local(str(name), source), {"split": split}, amount) for name, amount in pairs], target="data"
+    )
+
+
+def on_hub(value: Any, source: Source) -> Any:
+    """Returns a data set by its name, with the configuration and the split that other keys give."""
+    subset = source.value("dataset_config") or source.value("dataset_config_name")
+    split = source.value("dataset_train_split") or source.value("dataset_train_name") or source.value("dataset_split")
+    settings = {"path": str(value), "subset": subset, "split": None if split == "train" else split}
+    return job_values([DataSet(settings=settings)], target="data")
+
+
+def mixture(value: Any, _: Source) -> Any:
+    """Returns the data of a recipe of the alignment-handbook. Source: src/alignment/data.py: get_dataset."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("datasets"), list):
+        raise InvalidConfig("is not a mapping with a list `datasets`")
+    sets = [
+        _share(str(item.get("id")), {"subset": item.get("config"), "split": item.get("split", "train")}, weight)
+        for item in value["datasets"]
+        for weight in [None if item.get("weight") is None else float(item["weight"])]
+    ]
+    made = job_values(sets, target="data")
+    held_out = value.get("test_split_size")
+    return replace(made, values={**made.values, "val_split": held_out}) if held_out else made
+
+
+def _share(path: str, settings: Mapping[str, Any], amount: Any) -> DataSet:
+    """Returns a data set of which a number of rows is taken, or a share (a number with a point)."""
+    settings = {"path": path, **settings}
+    if isinstance(amount, int) and not isinstance(amount, bool):
+        return DataSet(settings={**settings, "max_samples": amount})
+    if amount in (None, 1.0):
+        return DataSet(settings=settings)
+    percent = round(float(amount) * 100)
+    if not 0 < percent < 100 or path.endswith((".jsonl", ".json", ".parquet")):
+        raise OtherTraining(f"{amount} of the rows of {path}: name the rows themselves as `data`")
+    split = f"{settings.get('split') or 'train'}[:{percent}%]"
+    return DataSet(settings={**settings, "split": split}, losses=(f"of {path} the first {percent} % of the rows",))
 
 
 _SWIFT = re.compile(r"(?:(?P<hub>HF|MS)::)?(?P<name>[^#:]+|[^#]*\.jsonl?)(?::(?P<subset>[^#]+))?(?:#(?P<rows>\d+))?")

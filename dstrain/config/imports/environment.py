@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from dstrain.config.imports import converters as convert
@@ -29,6 +31,26 @@ def _hub(name: str, *, otherwise: str) -> Any:
 
 def _cpu(value: Any, _: Source) -> Any:
     return Converted(values={"machines.gpu": "cpu"}) if str(value) == "cpu" else ABSENT
+
+
+_PER_NODE = ("NPROC_PER_NODE", "GPUS_PER_NODE", "NGPUS_PER_NODE", "NUM_GPUS_PER_NODE", "GPU_PER_NODE")
+_ALL_GPUS = ("GPUS", "NUM_GPUS", "NGPUS", "N_GPUS", "NUM_DEVICES", "GPU_NUM", "NUM_PROCESSES", "WORLD_SIZE")
+_NODES = ("NNODES", "NUM_NODES", "NODES", "NODE_NUM", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
+
+
+def launch_variables(
+    environment: Mapping[str, str], *, gpus: int | None, gpus_per_node: int | None, script: str
+) -> dict[str, str]:
+    """Returns the variables of a launch that are set before a script: by the GPUs that are asked for, or else as the
+    shell has them. WORLD_SIZE counts nodes where the script gives it to torchrun as such, and ranks elsewhere."""
+    found = {name: environment[name] for name in (*_PER_NODE, *_ALL_GPUS, *_NODES) if environment.get(name)}
+    if gpus is None:
+        return found
+    per_node = min(gpus, gpus_per_node or 8)
+    nodes = max(1, gpus // per_node)
+    found |= dict.fromkeys(_PER_NODE, str(per_node)) | dict.fromkeys(_ALL_GPUS, str(gpus))
+    counts_nodes = re.search(r"nnodes[= ]+[\"']?\$\{?WORLD_SIZE", script) is not None
+    return found | dict.fromkeys((*_NODES, *(["WORLD_SIZE"] if counts_nodes else [])), str(nodes))
 
 
 RANKS = table(

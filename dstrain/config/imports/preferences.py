@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from dstrain.choices import DpoLoss, Task
@@ -13,11 +16,64 @@ _TASKS = {"dpo": Task.DPO, "ipo": Task.DPO, "kto": Task.KTO, "rm": Task.REWARD}
 """What tools train on preferences (`stage`, `rlhf_type`, `rl`) → our task."""
 
 
+_SUPERVISED = ("sft", "finetune", "finetuning", "supervised", "instruct")
+_PRETRAINING = ("pt", "cpt", "clm", "pretrain", "pretraining")
+_OTHERS = (
+    *("ppo", "grpo", "gspo", "dapo", "rloo", "orpo", "cpo", "simpo", "mpo", "bco", "rlhf", "rlvr", "prm", "opd"),
+    *(
+        "gkd",
+        "distill",
+        "distillation",
+        "cls",
+        "classification",
+        "classifier",
+        "embedding",
+        "reranker",
+        "rerank",
+        "mlm",
+    ),
+)
+_TASK_NAMES = {
+    **{name: name for name in (*_TASKS, *_OTHERS)},
+    **dict.fromkeys(("reward", "rewards"), "rm"),
+    **dict.fromkeys(_PRETRAINING, "pt"),
+    **dict.fromkeys(_SUPERVISED, "sft"),
+}
+"""Words in the names of scripts and folders → what they train."""
+TRL = ("sft", "dpo", "kto", "reward", "grpo", "rloo")
+"""The verbs of `trl`."""
+ADAPTERS = ("lora", "qlora", "peft", "adapter")
+
+
+def words_of(name: str) -> list[str]:
+    """Returns the words of a name.
+
+    >>> words_of("train_dpoLora-v2.py")
+    ['train', 'dpo', 'lora', 'v2', 'py']
+    """
+    return [word.lower() for word in re.findall(r"[A-Z]?[a-z0-9]+|[A-Z]+(?![a-z])", name)]
+
+
+def named_task(source: Source) -> str | None:
+    """Returns what the names of a script and of its folders say that it trains; the nearest one that says something."""
+    for name in source.value("script_name", ()):
+        for part in reversed(Path(name).parts):
+            found = [_TASK_NAMES[word] for word in words_of(part) if word in _TASK_NAMES]
+            if found:
+                return next((task for task in found if task != "sft"), "sft")
+    return None
+
+
+def name_says(source: Source, words: Iterable[str]) -> bool:
+    """Returns whether the name of a script, or that of its file, has one of these words."""
+    return any(word in words for name in source.value("script_name", ()) for word in words_of(Path(name).name))
+
+
 def preference_task(source: Source) -> Task | None:
     """Returns the task of a tool's training on preferences, or None if it is another training."""
     if source.value("reward_model") is True:  # axolotl's; a path in LLaMA-Factory
         return Task.REWARD
-    named = (source.value(key) for key in ("stage", "rlhf_type", "rl"))
+    named = (*(source.value(key) for key in ("stage", "rlhf_type", "rl")), named_task(source))
     return next((_TASKS[name] for name in named if isinstance(name, str) and name in _TASKS), None)
 
 

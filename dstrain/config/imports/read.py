@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from dstrain.config import jsonc
-from dstrain.config.imports import accelerate, axolotl, llamafactory, shell, swift, trainer
-from dstrain.config.imports.source import Setting, Source, Tool, settings_of
+from dstrain.config.imports import accelerate, axolotl, llamafactory, preferences, scripts, shell, swift, trainer
+from dstrain.config.imports.source import Computed, Setting, Source, Tool, settings_of
 from dstrain.config.imports.walk import Imported, walk
-from dstrain.errors import InvalidConfig, located
+from dstrain.errors import InvalidConfig, Place, located
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Locator
 
-_ALL = (llamafactory.TOOL, swift.TOOL, axolotl.TOOL, accelerate.TOOL, trainer.TOOL, trainer.DEEPSPEED)
+_ALL = (llamafactory.TOOL, swift.TOOL, axolotl.TOOL, accelerate.TOOL, scripts.TOOL, trainer.DEEPSPEED)
 TOOLS = MappingProxyType({tool.name: tool for tool in _ALL})
 """Tools by name."""
 
@@ -48,9 +48,19 @@ _OTHERS = (
 """Keys of files that are not read, why, and what to do."""
 
 
-def read(path: Path, *, tool: str | None = None) -> Source:
-    """Returns the settings of a file; `tool` is its tool, else the content tells. Raises InvalidConfig with the place
-    of whatever cannot be read, or if no tool has such a file."""
+Given = Callable[..., Mapping[str, str]]
+"""Returns the variables that are set before a `script`, given by its text."""
+
+
+def _nothing(*, script: str) -> Mapping[str, str]:
+    del script
+    return {}
+
+
+def read(path: Path, *, tool: str | None = None, given: Given = _nothing) -> Source:
+    """Returns the settings of a file; `tool` is its tool, else the content tells, and `given` are variables that are
+    set before a script. Raises InvalidConfig with the place of whatever cannot be read, or if no tool has such a file.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -59,16 +69,23 @@ def read(path: Path, *, tool: str | None = None) -> Source:
         raise InvalidConfig(f"{path}: cannot be read: {error}") from None
     if path.suffix in (".yaml", ".yml", ".json", ".jsonc"):
         return _of_mapping(path, text, tool)
-    return _of_script(path, text, tool)
+    return _of_script(path, text, tool, given(script=text))
 
 
-def import_file(path: Path, *, tool: str | None = None) -> Imported:
+def import_file(
+    path: Path,
+    *,
+    tool: str | None = None,
+    given: Given = _nothing,
+    ignore: Collection[str] = (),
+    typed: Collection[str] = (),
+) -> Imported:
     """Returns the counterpart of a file; `tool` is its tool, else the content tells. Raises InvalidConfig as `read` and
     `walk` do.
 
     accelerate's file says nothing of the training, so the literals of its DeepSpeed configuration count too.
     """
-    imported = walk(read(path, tool=tool))
+    imported = walk(read(path, tool=tool, given=given), ignore=ignore, typed=typed)
     config = imported.values.get("plan.ds_config")
     if imported.source.tool is not accelerate.TOOL or config is None:
         return imported
@@ -88,6 +105,10 @@ def _of_mapping(path: Path, text: str, tool: str | None) -> Source:
     known = TOOLS[tool or _recognized(path, data)]
     is_deepspeed = known is trainer.DEEPSPEED
     settings = _literals(data, locate) if is_deepspeed else settings_of(data, locate, known.sections)
+    if known is scripts.TOOL:
+        names = [path.name, path.resolve().parent.name]
+        settings["script_name"] = Setting(value=names, place=Place(file=str(path)))
+        known = scripts.tool_of("", settings)
     return Source(path=path, tool=known, settings=settings)
 
 
@@ -126,34 +147,79 @@ _PROGRAMS = (
 )
 """Two words, or one, with which a command of a tool begins."""
 _LAUNCHERS = ("accelerate", "deepspeed", "torchrun", "python", "python3")
-_SCRIPT = re.compile(r"[^=]+\.py")
+_LAUNCHING = ("accelerate.commands.launch", "torch.distributed.run", "torch.distributed.launch")
+_TRAINS = re.compile(r"train|tun(?:e|ing)|sft|dpo|kto|ppo|grpo|orpo|reward", re.IGNORECASE)
+_OTHER_WORK = re.compile(
+    r"merge|eval|infer|predict|convert|export|quant|download|prepare|preprocess|serve|demo|setup|generate|upload|test",
+    re.IGNORECASE,
+)
+"""Words in the names of programs that train nothing, unless another word says that they do."""
 
 
-def _of_script(path: Path, text: str, tool: str | None) -> Source:
-    """Returns the settings of the first training command of a script."""
-    for command in shell.commands(text, str(path)):
-        words = command.words
-        for at in range(len(words)):
-            pair = " ".join(word.text for word in words[at : at + 2])
-            for name, program in _PROGRAMS:
-                length = 2 if program.fullmatch(pair) else 1 if program.fullmatch(words[at].text) else 0
-                if length and (tool in (None, name)):
-                    return _of_command(path, TOOLS[name], command, at + length)
-        if tool in (None, "trainer") and (start := _script_word(command)) is not None:
-            return _of_launcher(path, command, start)
-    raise InvalidConfig(
-        f"{path}: has no training command",
-        hint="Known are swift sft, llamafactory-cli train, and accelerate, deepspeed, torchrun or python with a script."
-        + ("" if tool is None else " Leave --from away, or name another tool."),
-    )
+def _of_script(path: Path, text: str, tool: str | None, given: Mapping[str, str]) -> Source:
+    """Returns the settings of the first training command of a script, or of the first one with options if there is one;
+    what else would train, and lines that are left of a command, are told."""
+    found, unread = list[Source](), dict[str, Setting]()
+    for command in shell.commands(text, str(path), given):
+        source, word = _of_any(path, command, tool), command.words[0]
+        if source is not None:
+            found.append(source)
+        elif word.text.startswith("--"):
+            unread[word.text] = Setting(value=_NOT_CONTINUED, place=word.place)
+    chosen = next((source for source in found if not source.unread), found[0] if found else None)
+    if chosen is None:
+        raise InvalidConfig(
+            f"{path}: has no training command",
+            hint="Known are swift sft, llamafactory-cli train, trl sft, and accelerate, deepspeed, torchrun or python"
+            " with a script." + ("" if tool is None else " Leave --from away, or name another tool."),
+        )
+    for number, other in enumerate(source for source in found if source is not chosen):
+        place = next(iter(other.settings.values())).place
+        unread[f"command {number + 2}"] = Setting(value=_ANOTHER, place=place)
+    return replace(chosen, unread={**chosen.unread, **unread})
 
 
-def _script_word(command: shell.Command) -> int | None:
-    """Returns the index of the Python script in a command of a launcher, with options behind it; None without one."""
-    program = Path(command.texts[0]).name
-    scripts = [at for at, text in enumerate(command.texts) if _SCRIPT.fullmatch(text)]
-    is_launched = program in _LAUNCHERS or "accelerate.commands.launch" in command.texts
-    return scripts[0] if is_launched and scripts and scripts[0] + 1 < len(command.words) else None
+_ANOTHER = "another training command: import it from a file of its own"
+_NOT_CONTINUED = (
+    "bash takes this line for a command of its own: the line above does not end with a backslash, or a blank follows it"
+)
+_WITHOUT = (
+    "it has no options: its settings are in its code, which is not read, so the defaults of Transformers are taken"
+)
+
+
+def _of_any(path: Path, command: shell.Command, tool: str | None) -> Source | None:
+    """Returns the settings of a training command; None for another command."""
+    words = command.words
+    for at in range(len(words)):
+        pair = " ".join(word.text for word in words[at : at + 2])
+        for name, program in _PROGRAMS:
+            length = 2 if program.fullmatch(pair) else 1 if program.fullmatch(words[at].text) else 0
+            if length and (tool in (None, name)):
+                return _of_command(path, TOOLS[name], command, at + length)
+    if tool not in (None, scripts.TOOL.name):
+        return None
+    start = _script_word(command)
+    return None if start is None else _of_launcher(path, command, *start)
+
+
+def _script_word(command: shell.Command) -> tuple[int, int] | None:
+    """Returns the index of a launcher in a command, and that of the Python script or module that it starts."""
+    texts = command.texts
+    names = [text.rpartition("/")[2] for text in texts]
+    if (at := names.index("trl") if "trl" in names[:-1] else -1) >= 0 and texts[at + 1] in preferences.TRL:
+        return at, at + 1
+    launchers = [at for at, name in enumerate(names) if name in _LAUNCHERS]
+    behind = texts.index("--") if "--" in texts else 0
+    launchers = [at for at in launchers if at > behind] or launchers
+    for start in launchers[:1]:
+        for at in range(start + 1, len(texts)):
+            is_module = texts[at - 1] in ("-m", "--module") and texts[at] not in _LAUNCHING
+            if not is_module and not (texts[at].endswith(".py") and "=" not in texts[at]):
+                continue
+            name = names[at]
+            return None if _OTHER_WORK.search(name) and not _TRAINS.search(name) else (start, at)
+    return None
 
 
 def _of_command(path: Path, tool: Tool, command: shell.Command, start: int) -> Source:
@@ -167,18 +233,90 @@ def _of_command(path: Path, tool: Tool, command: shell.Command, start: int) -> S
     return Source(path=path, tool=tool, settings={**verbs, **_options(words)}, environment=_environment(command))
 
 
-def _of_launcher(path: Path, command: shell.Command, at: int) -> Source:
-    """Returns the settings of a launcher's command: the script's options, the launcher's, and accelerate's file."""
-    launcher = {accelerate.flat(key): setting for key, setting in _options(command.words[1:at]).items()}
-    settings = {**launcher, **_options(command.words[at + 1 :])}
-    source = Source(path=path, tool=trainer.TOOL, settings=settings, environment=_environment(command))
+def _of_launcher(path: Path, command: shell.Command, start: int, at: int) -> Source:
+    """Returns the settings of a launcher's command: the script's options and its file, the launcher's, and
+    accelerate's file."""
+    word, behind = command.words[at], command.words[at + 1 :]
+    is_verb = command.texts[start].endswith("trl")
+    program = f"trl/{word.text}" if is_verb else word.text if word.text.endswith(".py") else word.text.replace(".", "/")
+    launcher = {accelerate.flat(key): setting for key, setting in _options(command.words[start + 1 : at]).items()}
+    options = _options(behind)
+    file = options.pop("config", None) or _positional(behind)
+    given = _of_named(path, file, scripts.TOOL.name).settings if file else {}
+    names = [
+        program,
+        *([str(file.value)] if file else []),
+        path.name,
+        path.resolve().parent.name,
+        *_code(path, program),
+    ]
+    script = {"script_name": Setting(value=names, place=word.place)}
+    settings = {**launcher, **given, **options, **script}
+    tool = scripts.tool_of(program, settings)
+    settings = {_plain(key, tool): _negated(key, setting, tool) for key, setting in settings.items()}
+    unread = {} if options or file else {program: Setting(value=_WITHOUT, place=word.place)}
+    source = Source(path=path, tool=tool, settings=settings, environment=_environment(command), unread=unread)
     named = source.settings.get("config_file")
     if named is None:
         return source
-    with located("config_file", place=named.place):
-        path = source.find(str(named.value))
-    file = read(path, tool="accelerate")
-    return replace(source, settings={**file.settings, **source.settings})
+    return replace(source, settings={**_of_named(path, named, "accelerate").settings, **source.settings})
+
+
+def _positional(behind: Sequence[shell.Word]) -> Setting | None:
+    """Returns the file of settings behind a program, which stands before all options."""
+    if not behind or behind[0].text.startswith("-"):
+        return None
+    word = behind[0]
+    value = Computed(word.computed) if word.computed else word.text
+    is_file = word.computed is not None or word.text.endswith((".yaml", ".yml", ".json"))
+    return Setting(value=value, place=word.place) if is_file else None
+
+
+def _of_named(path: Path, named: Setting, tool: str) -> Source:
+    """Returns the settings of a file that a command names."""
+    if isinstance(named.value, Computed):
+        hint = "Import that file itself, or write its name in its place."
+        raise InvalidConfig(f"the settings are in {named.value}", place=named.place, hint=hint)
+    with located("its file of settings", place=named.place):
+        file = _found(path, str(named.value))
+    other = _tool_of_mapping(file)
+    if other not in (None, tool):
+        problem = f"the settings are in {named.value}, a file of {TOOLS[other].title}"
+        raise InvalidConfig(problem, place=named.place, hint=f"dstrain import {named.value}")
+    return read(file, tool=tool)
+
+
+def _tool_of_mapping(path: Path) -> str | None:
+    try:
+        return read(path).tool.name
+    except InvalidConfig:
+        return None
+
+
+def _found(path: Path, name: str) -> Path:
+    return Source(path=path, tool=scripts.TOOL, settings={}).find(name)
+
+
+def _plain(key: str, tool: Tool) -> str:
+    """Returns the key of an option; `no_x` switches off the option x, if there is one."""
+    return key[3:] if key.startswith("no_") and key not in tool.rows and key[3:] in tool.rows else key
+
+
+def _negated(key: str, setting: Setting, tool: Tool) -> Setting:
+    return setting if _plain(key, tool) == key else replace(setting, value=setting.value is not True)
+
+
+_SWITCH = re.compile(r"\b(?:lora_enable|enable_lora|use_lora|use_peft|use_qlora|q_lora|get_peft_config)\b")
+
+
+def _code(path: Path, program: str) -> list[str]:
+    """Returns names in the code of a program that say what it trains: its Trainer, and an adapter without a switch."""
+    try:
+        text = _found(path, program).read_text(encoding="utf-8")
+    except (InvalidConfig, OSError, UnicodeDecodeError):
+        return []
+    adapter = ["lora"] if "LoraConfig(" in text and not _SWITCH.search(text) else []
+    return [*re.findall(r"\b([A-Z]+Trainer)\(", text), *adapter]
 
 
 def _environment(command: shell.Command) -> dict[str, Setting]:
@@ -193,25 +331,22 @@ _INTEGER, _FLOAT = re.compile(r"[-+]?\d+"), re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+
 
 
 def _options(words: Sequence[shell.Word]) -> dict[str, Setting]:
-    """Returns the options of a command: `--key value`, `--key=value`, `--key` for true, `--key a b` for a list.
-
-    Raises InvalidConfig for a value that only a shell can compute.
-    """
+    """Returns the options of a command: `--key value`, `--key=value`, `--key` for true, `--key a b` for a list."""
     settings: dict[str, Setting] = {}
     values: list[Any] = []
     key = ""
     for word in words:
-        if word.text.startswith("--") and len(word.text) > 2:
+        is_key = word.text.startswith("--") and len(word.text) > 2
+        if is_key:
             name, equals, value = word.text[2:].partition("=")
             key, values = name.replace("-", "_"), [_scalar(value)] if equals else []
         elif key:
             values.append(_scalar(word.text))
-        if word.computed is not None:
-            problem = f"--{key} has {word.computed}, which only a shell can compute"
-            raise InvalidConfig(problem, place=word.place, hint="Write the value in its place.")
         if key:
+            if word.computed is not None:
+                values = [Computed(word.computed)]
             plain = True if not values else values[0] if len(values) == 1 else list(values)
-            place = settings[key].place if key in settings and not word.text.startswith("--") else word.place
+            place = settings[key].place if key in settings and not is_key else word.place
             settings[key] = Setting(value=plain, place=place)
     return {key: setting for key, setting in settings.items() if setting.value is not None}
 

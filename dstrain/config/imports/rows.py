@@ -31,6 +31,8 @@ class Fate(StrEnum):
     """It has a counterpart that differs in something."""
     UNKNOWN = "unknown"
     """The table has no such key."""
+    UNREAD = "not read"
+    """It is in the file, and not part of what is imported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,16 @@ class Setting:
     place: Place
 
 
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """In place of a value: what only a shell can compute."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.text}, which only a shell can compute"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
     """Another tool."""
@@ -47,6 +57,8 @@ class Source:
     """Key → value; keys without value are left out."""
     environment: Mapping[str, Setting] = field(default_factory=dict)
     """Variables that the script sets for the command."""
+    unread: Mapping[str, Setting] = field(default_factory=dict)
+    """Parts of the file that are not read → why, in place of a value."""
 
     def given(self, key: str) -> Any:
         """Returns the value that the file gives, or ABSENT."""

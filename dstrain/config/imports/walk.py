@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dstrain.choices import Method
 from dstrain.config.imports.rows import ABSENT, READ, Converted, Fate, Row, Unmatched
-from dstrain.config.imports.source import Setting, Source
+from dstrain.config.imports.source import Computed, Setting, Source
+from dstrain.config.imports.unknown import is_about_training, meant
 from dstrain.errors import InvalidConfig, Place, nearest
 
 
@@ -70,16 +71,21 @@ class Imported:
         return tuple(note for note in self.notes if note.fate is Fate.OTHER_TRAINING)
 
 
-def walk(source: Source) -> Imported:
-    """Returns the counterpart of a file. Raises InvalidConfig with every value that means nothing, and its place."""
+def walk(source: Source, *, ignore: Collection[str] = (), typed: Collection[str] = ()) -> Imported:
+    """Returns the counterpart of a file without the keys in `ignore`, where targets in `typed` are given elsewhere.
+
+    Raises InvalidConfig with every value that means nothing, and its place, or for a key to ignore that the file does
+    not have.
+    """
     values: dict[str, Value] = {}
-    notes, errors = list[Note](), list[InvalidConfig]()
+    notes, errors = list(_unread(source)), list[InvalidConfig]()
+    source, ignored = _without(source, ignore)
     for row, key, setting, is_default in _settings(source):
         if row is None:
-            notes.append(Note(fate=Fate.UNKNOWN, key=key, place=setting.place, text=_advice(key, source)))
+            notes.append(_unknown(key, setting, source))
             continue
         try:
-            converted = _converted(row, setting.value, source, is_default=is_default)
+            converted = _converted(row, _computed(row, key, setting, typed), source, is_default=is_default)
         except Unmatched as error:
             notes.append(Note(fate=error.fate, key=key, place=setting.place, text=str(error)))
             continue
@@ -98,9 +104,42 @@ def walk(source: Source) -> Imported:
     if errors:
         hints = dict.fromkeys(error.hint for error in errors if error.hint)
         raise InvalidConfig("\n".join(error.problem for error in errors), hint="\n".join(hints) or None)
-    notes += _of_other_methods(values)
+    notes += [*ignored, *_of_other_methods(values)]
     ordered = sorted(notes, key=lambda note: (note.place.file, note.place.line or 0))
     return Imported(source=source, values=values, notes=tuple(ordered))
+
+
+def _unread(source: Source) -> Iterator[Note]:
+    for key, setting in source.unread.items():
+        yield Note(fate=Fate.UNREAD, key=key, place=setting.place, text=str(setting.value))
+
+
+def _without(source: Source, ignore: Collection[str]) -> tuple[Source, list[Note]]:
+    """Returns a file without some of its keys, and notes of them."""
+    absent = [key for key in ignore if key not in source.settings]
+    if absent:
+        near = [name for key in absent if (name := nearest(key, source.settings)) is not None]
+        hint = f"It has {', '.join(near)}." if near else "Name keys as the page of the import has them."
+        raise InvalidConfig(f"--ignore {absent[0]}: {source.path} has no such key", hint=hint)
+    kept = {key: setting for key, setting in source.settings.items() if key not in ignore}
+    text = "left out, as --ignore says"
+    gone = [Note(fate=Fate.MISSING, key=key, place=source.settings[key].place, text=text) for key in ignore]
+    return replace(source, settings=kept), gone
+
+
+def _computed(row: Row, key: str, setting: Setting, typed: Collection[str]) -> Any:
+    """Returns the value of a setting. Raises Unmatched for one that only a shell can compute where a job does without,
+    and InvalidConfig where it does not."""
+    if not isinstance(setting.value, Computed) or row.fate is Fate.NEEDLESS:
+        return setting.value
+    if row.target in typed:
+        raise Unmatched(f"{setting.value}: --{row.target} is taken")
+    if row.target.startswith("machines."):
+        raise Unmatched(f"{setting.value}: the GPUs are those of --gpus and --gpus-per-node, or of this machine")
+    if row.target in ("output_dir", "monitor.name"):
+        raise Unmatched(f"{setting.value}: dstrain's own name is written")
+    problem, hint = f"--{key} has {setting.value}", "Write the value in its place."
+    raise InvalidConfig(problem, place=setting.place, hint=hint)
 
 
 _IDLE = "with the other keys of the file it changes nothing"
@@ -177,6 +216,11 @@ def _converted(row: Row, value: Any, source: Source, *, is_default: bool) -> Con
     return Converted(values={row.target: result} if row.target else {}, note=row.note if has_note else "")
 
 
-def _advice(key: str, source: Source) -> str:
-    near = nearest(key, source.tool.rows)
-    return f"dstrain does not know this key of {source.tool.title}" + (f'; did you mean "{near}"?' if near else "")
+def _unknown(key: str, setting: Setting, source: Source) -> Note:
+    """Returns what becomes of a key that no table has: the import stops if its name speaks of what is trained."""
+    near = meant(key, source.tool.rows)
+    text = f"dstrain does not know this key of {source.tool.title}" + (f'; did you mean "{near}"?' if near else "")
+    fate = Fate.UNKNOWN
+    if is_about_training(key, setting.value):
+        fate, text = Fate.OTHER_TRAINING, f"{text}, and its name says that it changes what is trained"
+    return Note(fate=fate, key=key, place=setting.place, text=text)

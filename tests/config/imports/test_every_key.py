@@ -10,19 +10,21 @@ import pytest
 
 from dstrain.config.imports.read import TOOLS
 from dstrain.config.imports.rows import Fate
+from dstrain.config.imports.scripts import SCRIPTS
 from dstrain.config.imports.source import Setting, Source, Tool
 from dstrain.config.imports.walk import Imported, walk
 from dstrain.errors import InvalidConfig, Place
 
 PLAIN: tuple[Any, ...] = (True, 3, 0.25, "x", ["x"], {"a": 3})
 """Values of a switch, a number, a share, a name, and collections of them; a tool takes one of them for most keys."""
-PAIRS = {"rl": "dpo", "stage": "dpo", "rlhf_type": "dpo"}
-KTO = {"rl": "kto", "stage": "kto", "rlhf_type": "kto"}
+PAIRS = {"rl": "dpo", "stage": "dpo", "rlhf_type": "dpo", "script_name": ["dpo.py"]}
+KTO = {"rl": "kto", "stage": "kto", "rlhf_type": "kto", "script_name": ["kto.py"]}
 OWN: dict[str, tuple[Any, ...]] = {
     "adapter": ("lora",),
     "attn_impl": ("flash_attn",),
     "attn_implementation": ("sdpa",),
     "bf16": (True,),
+    "dataset_mixture": ({"datasets": [{"id": "a/b", "weight": 0.5}], "test_split_size": 9},),
     "deepspeed.bf16": ({"enabled": True},),
     "deepspeed.fp16": ({"enabled": True},),
     "deepspeed_config.deepspeed_hostfile": ("hosts",),
@@ -53,10 +55,12 @@ OWN: dict[str, tuple[Any, ...]] = {
     "loss_type": ("ipo", "simpo"),
     "optimizer.params.betas": ([0.8, 0.9],),
     "optimizer.type": ("Lamb",),
+    "dpo_loss": ("ipo",),
     "pref_loss": ("ipo",),
     "quant_method": ("hqq",),
     "quantization_method": ("hqq",),
     "rl": ("dpo",),
+    "script_name": (["train_dpo.py"], ["pretraining.py"], ["ppo.py"]),
     "rlhf_type": ("dpo",),
     "sft_type": ("full",),
     "stage": ("pt", "dpo"),
@@ -70,9 +74,10 @@ OWN: dict[str, tuple[Any, ...]] = {
 CONTEXT: dict[str, dict[str, Any]] = {
     "beta": PAIRS,
     "buffer_size": {"streaming": True},
-    "center_rewards_coefficient": {"rlhf_type": "rm", "reward_model": True},
+    "center_rewards_coefficient": {"rlhf_type": "rm", "reward_model": True, "script_name": ["rm.py"]},
     "desirable_weight": KTO,
     "dpo_beta": PAIRS,
+    "dpo_loss": PAIRS,
     "eval_dataset": {"dataset": "rows"},
     "eval_max_new_tokens": {"eval_table_size": 2},
     "eval_steps": {"eval_dataset": "rows", "val_dataset": "a", "val_set_size": 0.1, "validation_file": "rows.jsonl"},
@@ -87,6 +92,8 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "kto_undesirable_weight": KTO,
     "load_in_4bit": {"use_peft": True},
     "load_in_8bit": {"use_peft": True},
+    "lora_r": {"use_peft": True},
+    "lora_rank": {"lora_alpha": 4},
     "loss_type": PAIRS,
     "pref_beta": PAIRS,
     "pref_ftx": PAIRS,
@@ -132,9 +139,12 @@ def is_told(found: Imported, key: str, without: Imported | None) -> bool:
     return values != before or key in (*writers, *(note.key for note in found.notes))
 
 
-@pytest.mark.parametrize(("tool", "is_variable"), [(tool, kind) for tool in TOOLS for kind in (False, True)])
+KNOWN = {**TOOLS, **{script.tool.title: script.tool for script in SCRIPTS}}
+
+
+@pytest.mark.parametrize(("tool", "is_variable"), [(tool, kind) for tool in KNOWN for kind in (False, True)])
 def test_no_key_that_asks_for_something_is_dropped_silently(tool: str, is_variable: bool) -> None:
-    known = TOOLS[tool]
+    known = KNOWN[tool]
     dropped, unwritten = [], []
     for key, row in (known.environment if is_variable else known.rows).items():
         context = {name: value for name, value in CONTEXT.get(key, {}).items() if name in known.rows}

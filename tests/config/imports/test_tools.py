@@ -210,7 +210,8 @@ def test_swifts_variables_limit_images_and_frames() -> None:
     ("words", "target", "expected"),
     [
         ("--gradient_accumulation_steps $(expr 16 / $n)", "grad_accum", 8),
-        ("--gradient_accumulation_steps $((16 / n * 1))", None, None),
+        ("--gradient_accumulation_steps $((16 / (n * 1)))", "grad_accum", 8),
+        ("--gradient_accumulation_steps $((16 / m))", None, None),
         ("--learning-rate=3e-5", "learning_rate", 3e-5),
         ("--dataset 'a/b:c#500'", "data", [{"path": "a/b", "subset": "c", "max_samples": 500}]),
         ("--loss_scale all", "loss_on", "all"),
@@ -434,10 +435,12 @@ def test_axolotl_trains_preferences(lines: str, data: str, expected: dict[str, A
     assert value(found, "data") == rows
 
 
-def test_a_key_that_no_table_has_is_named_with_its_line_and_the_nearest() -> None:
-    found = imported(f"{LLAMAFACTORY}cutof_len: 4096\n")
-    note = next(note for note in found.notes if note.fate is Fate.UNKNOWN)
-    assert (str(note.place), 'did you mean "cutoff_len"?' in note.text) == ("train.yaml:3:1", True)
+def test_a_key_that_no_table_has_is_named_with_its_line_and_the_key_that_was_meant() -> None:
+    found = imported(f"{LLAMAFACTORY}logging_step: 4\ncutof_len: 4096\n")
+    known, length = (next(note for note in found.notes if note.key == key) for key in ("logging_step", "cutof_len"))
+    assert (known.fate, 'did you mean "logging_steps"?' in known.text) == (Fate.UNKNOWN, True)
+    assert (length.fate, str(length.place)) == (Fate.OTHER_TRAINING, "train.yaml:4:1")
+    assert 'did you mean "cutoff_len"?' in length.text
 
 
 @pytest.mark.parametrize(
