@@ -44,16 +44,10 @@ class Gpu:
     """Whether GPUs of one node reach each other's memory over PCIe, which the driver denies GeForce cards."""
     source: str
     """Source of the figures."""
-    num_multiprocessors: int = 0
-    """Streaming multiprocessors; 0 if unknown."""
-    cache_mib: int = 0
-    """Level-2 cache that one kernel can leave to the next; 0 if it does not count."""
-    gemm_ratio: float = 0.60
-    """Share of the peak that large matrix products reach; by default the middle of the table."""
-    attention_ratio: float = 0.40
-    """The same of attention."""
     like: str = ""
     """The row by which a GPU outside the table is planned."""
+    scaled_multiprocessors: int = 0
+    """Streaming multiprocessors of a GPU outside the table; 0 if unknown."""
 
     @property
     def memory_bytes(self) -> int:
@@ -69,6 +63,32 @@ class Gpu:
     def is_listed(self) -> bool:
         """Whether it is a row of the table; any other GPU is planned as the nearest row (`like`), scaled."""
         return self.source != _NVML
+
+    @property
+    def num_multiprocessors(self) -> int:
+        """Streaming multiprocessors; 0 if unknown, and of makers other than NVIDIA."""
+        row = self._row
+        of_row = row.sms if row is not None and row.make.cc > (0, 0) else 0
+        return self.scaled_multiprocessors if self.like else of_row
+
+    @property
+    def cache_mib(self) -> int:
+        """Level-2 cache that one kernel can leave to the next; 0 if it does not count."""
+        return self._row.l2 if self._row is not None else 0
+
+    @property
+    def gemm_ratio(self) -> float:
+        """Share of the peak that large matrix products reach; that in the middle of the table if it is unknown."""
+        return self._row.make.gemm if self._row is not None else 0.60
+
+    @property
+    def attention_ratio(self) -> float:
+        """The same of attention."""
+        return self._row.make.attention if self._row is not None else 0.40
+
+    @property
+    def _row(self) -> Row | None:
+        return _ROWS.get(self.like or self.name)
 
     @property
     def has_grouped_products(self) -> bool:
@@ -105,10 +125,6 @@ def _gpu(row: Row) -> Gpu:
         has_flash_attention_2=is_amd or make.cc >= (8, 0),
         has_peer_access=make.has_peer_access,
         source=row.source,
-        num_multiprocessors=0 if is_amd else row.sms,
-        cache_mib=row.l2,
-        gemm_ratio=make.gemm,
-        attention_ratio=make.attention,
     )
 
 
@@ -302,7 +318,7 @@ def _unlisted(name: str, memory_mib: int, chip: Chip | None) -> Gpu:
         compute_capability=chip.compute_capability,
         has_peer_access=has_peer_access,
         source=_NVML,
-        num_multiprocessors=round(sms),
+        scaled_multiprocessors=round(sms),
         like=like.name,
     )
 

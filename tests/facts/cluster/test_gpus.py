@@ -8,8 +8,9 @@ import pytest
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.gpu_table import ROWS, Row
-from dstrain.facts.cluster.gpus import GPUS, Chip, from_nvml, gpu
+from dstrain.facts.cluster.gpus import GPUS, Chip, Gpu, from_nvml, gpu
 from dstrain.facts.cluster.links import LINKS
+from dstrain.records import from_data, to_data
 
 
 @pytest.mark.parametrize("name", GPUS)
@@ -274,3 +275,11 @@ def test_a_gpu_of_a_later_generation_is_like_the_last_of_the_table_and_an_older_
     assert (older.fp16_flops_per_s, older.like) == (0, "")
     assert older.fp32_flops_per_s == pytest.approx(8.87e12, rel=0.01)
     assert later.bf16_flops_per_s == pytest.approx(2 * later.fp32_flops_per_s, rel=0.01)
+
+
+def test_a_record_of_an_earlier_release_has_what_kernels_reach_on_its_row() -> None:
+    record = to_data(gpu("4090"))
+    for name in ("like", "scaled_multiprocessors"):
+        del record[name]
+    found = from_data(Gpu, record, locate=str)
+    assert (found.gemm_ratio, found.cache_mib, found.num_multiprocessors) == (0.95, 72, 128)
