@@ -24,11 +24,14 @@ from benchmarks.published.figures import read_csv
 from benchmarks.published.rows import read
 from dstrain.garbage import collect_seldom
 from dstrain.launch.nodes.shared_memory import remove_buffers
+from tests import environment
 from tests.draws import Draw
 from tests.nvml import machine, nvml_library
 from tests.train.engine import Engine
 
 __all__ = ["machine", "nvml_library"]
+
+environment.clean()  # before workers and whatever else is started
 
 GOLDEN = Path(__file__).parent / "golden"
 MARKS = {
@@ -73,7 +76,7 @@ MARKS = {
         *("tests/cli/test_completion.py", "tests/test_packaging.py", "tests/test_site.py"),
     ),
     "commands": (
-        *("tests/cli/", "tests/test_docs.py", "tests/facts/model/test_hub_config.py"),
+        *("tests/cli/", "tests/test_docs.py", "tests/test_environment.py", "tests/facts/model/test_hub_config.py"),
         *("tests/plan/search/test_search.py", "tests/plan/search/test_grid.py"),
         *("tests/config/templates/test_templates.py", "tests/launch/filesync/test_gather_checkpoints.py"),
         "tests/train/data/test_tokenized.py::test_a_killed_preparation_goes_on_where_it_was_by_two_at_once_and_run_finds_it",

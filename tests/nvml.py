@@ -98,6 +98,5 @@ def machine(nvml_library: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(pynvml, "nvmlLib", ctypes.CDLL(str(nvml_library)))
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
     monkeypatch.setattr(probe, "_DRIVERS", (str(nvml_library),))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     install()
     return install

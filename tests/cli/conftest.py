@@ -62,7 +62,9 @@ class Server:
         assert self.child.stdin is not None
         assert self.child.stdout is not None
         self.child.stdin.write(json.dumps(request) + "\n")
-        pid = int(self.child.stdout.readline())
+        answer = self.child.stdout.readline()
+        assert answer, "the server that types commands has ended; its error is that of the first test"
+        pid = int(answer)
         alarm = threading.Timer(TIMEOUT_S, os.kill, (pid, signal.SIGKILL))
         alarm.start()
         code = int(self.child.stdout.readline())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import json
 import os
 import pkgutil
@@ -15,7 +16,6 @@ import sys
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
 from importlib import import_module
-from pathlib import Path
 
 import dstrain.cli
 from dstrain.cli.main import cli
@@ -64,15 +64,18 @@ def main() -> None:
     for module in pkgutil.iter_modules(dstrain.cli.__path__):
         if module.name != "__main__":
             import_module(f"dstrain.cli.{module.name}")
+    said = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as folder,
         contextlib.chdir(folder),
-        Path(os.devnull).open("w") as nowhere,
-        redirect_stdout(nowhere),
-        redirect_stderr(nowhere),
+        redirect_stdout(said),
+        redirect_stderr(said),
     ):
         for verb, words in ASKED:
-            cli.main([verb, *words], prog_name="dstrain", standalone_mode=False)
+            try:
+                cli.main([verb, *words], prog_name="dstrain", standalone_mode=False)
+            except SystemExit as end:
+                raise RuntimeError(f"dstrain {verb} ended with {end.code}:\n{said.getvalue()}") from end
     gc.disable()  # commands are short
     request = serve()
     if request is not None:

@@ -153,7 +153,6 @@ def shown(*pieces: Piece, **more: Any) -> ShownData:
 def test_on_a_terminal_what_has_loss_is_green_and_a_sample_cannot_change_the_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
     job = Job(model="m", output_dir="o")
     data = shown(
         Piece(text="a\x1b[2J\n", is_learned=False, is_special=False), Piece(text="b", is_learned=True, is_special=True)

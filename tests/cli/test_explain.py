@@ -14,11 +14,6 @@ Type = Callable[..., subprocess.CompletedProcess[str]]
 WAY = ("--gpus", "16", "--gpu", "a100-80g", "--model", "qwen3-32b")
 
 
-@pytest.fixture(autouse=True)
-def _gpus_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-
-
 @pytest.fixture
 def folder(dstrain: Type, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder with the files of a plan for 16 GPUs, none of which is here; planned once for all tests."""

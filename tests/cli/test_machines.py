@@ -25,7 +25,6 @@ def said(tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     (tmp_path / "train.jsonl").write_text('{"instruction": "Hello", "output": "Hello."}\n')
 
     def type_(*words: str) -> tuple[int, str]:

@@ -92,7 +92,6 @@ def test_ranks_read_the_cache_alone_if_it_has_everything_and_the_hub_does_not_an
             (snapshot / name).write_bytes(content)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     (tmp_path / "train.jsonl").write_text(SAMPLE * 10)
     (tmp_path / "ds_config.json").write_text('{"zero_optimization": {"stage": 1}, "bf16": {"enabled": "auto"}}')
     (tmp_path / "hostfile").write_text("localhost slots=1\n")
