@@ -24,16 +24,18 @@ demo: $(VENV)/.installed
 # `make -j2 test` checks while extensions are compiled, which takes one core most of the time
 test: check suite
 
+# sweeps, which are too much for one run, have fixed parts: tests/draws.py
+PART ?= 0
 suite: $(VENV)/.installed ops
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --part $(PART)
 
 # what needs no engine, no cluster, no sweep, no editor and no whole command, on all cores
 fast: $(VENV)/.installed
 	$(BIN)/pytest -m "not (engine or cluster or sweep or editors or commands)" -n auto --dist loadgroup
 
-# every draw of the tests of which `make test` takes a sample
+# all parts of the sweeps
 sweep: $(VENV)/.installed
-	$(BIN)/pytest -m sweep --all-draws -n auto --dist loadgroup --no-loadscope-reorder
+	$(BIN)/pytest -m sweep --part all -n auto --dist loadgroup --no-loadscope-reorder
 
 # the extensions that training on a CPU needs, built before several tests ask for them at once; without what a debugger
 # needs, without the C++ frontend of torch and with few optimizations, which is a quarter of the time: found by name, as the

@@ -1,15 +1,13 @@
-"""Shared by all tests: their marks, the draws of a sweep, golden files and the `--update` option."""
+"""Shared by all tests: their marks, the part of sweeps that runs, golden files and the `--update` option."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from benchmarks.published.rows import read
 from dstrain.garbage import collect_seldom
 from dstrain.launch.nodes.shared_memory import remove_buffers
 from tests import environment
-from tests.draws import Draw
+from tests.draws import NUM_PARTS, Draw, part_of
 from tests.nvml import machine, nvml_library
 from tests.train.engine import Engine
 
@@ -79,6 +77,7 @@ MARKS = {
         *("tests/cli/", "tests/test_docs.py", "tests/test_environment.py", "tests/facts/model/test_hub_config.py"),
         *("tests/plan/search/test_search.py", "tests/plan/search/test_grid.py"),
         *("tests/config/templates/test_templates.py", "tests/launch/filesync/test_gather_checkpoints.py"),
+        "tests/test_draws.py::test_two_collections_are_equal",
         "tests/train/data/test_tokenized.py::test_a_killed_preparation_goes_on_where_it_was_by_two_at_once_and_run_finds_it",
         "tests/facts/data/test_lengths.py::test_lengths_are_those_of_training",
         "tests/test_architecture.py::test_a_verb_imports_what_it_needs",
@@ -94,102 +93,47 @@ BESIDE_CLUSTER = (
     "tests/test_measure.py",
 )
 """Tests of the engine on the worker of a cluster, so that both take as long; three at a time slow each other down."""
-SAMPLED_CASES = {
-    "tests/plan/search/test_search.py::test_bounds_lose_nothing": 2,
-    "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 10,
-    "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 6,
-    "tests/train/test_engine_memory.py": 5,
-    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 4,
-    "tests/train/test_space.py::test_shared_experts_train_as_one_rank_does": 2,
-    "tests/train/test_space.py::test_the_choice_for_a_question_trains": 2,
-    "tests/train/test_model_parallel.py": 2,
-    "tests/train/test_trace.py::test_a_trace_equals_what_pytorch_allocates": 4,
-    "tests/train/data/test_packing_families.py::test_every_family_on_the_tape_attends_by_sample_as_the_tape_has_it": 3,
-    "tests/facts/model/test_tracer.py::test_a_known_family_is_described_as_it_is_known": 2,
-    "tests/facts/model/test_tracer.py::test_a_profile_equals_the_trace_of_the_whole_model": 3,
-    "tests/cli/test_options.py::test_every_value_of_every_option_has_a_documented_end": 50,
-    "tests/facts/model/test_families.py::test_every_tensor_is_the_one_that_transformers_builds": 8,
-    "tests/cli/test_bombs.py::test_a_bomb_does_not_go_off": 8,
-    "tests/test_docs.py::test_the_page_of_a_model_has_the_plan": 2,
-    "tests/cli/test_proposals.py::test_what_an_answer_proposes_does_what_it_says": 3,
-}
-"""How many of the cases of these tests a sample has. Other sweeps draw inside theirs."""
-SAMPLED_TESTS = {
-    "tests/facts/model/test_tracer.py": 8,
-    "tests/launch/test_hosts.py": 6,
-    "tests/launch/test_slurm.py": 5,
-    "tests/launch/test_process.py": 5,
-    "tests/launch/run/test_start.py": 3,
-    "tests/plan/search/test_bounds.py": 22,
-}
-"""How many tests of these files a run of all tests has; each starts processes or hosts of its own, or replays much."""
-SAMPLED_PLACES = {
-    (
-        *("tests/train/test_best_model_and_samples.py", "tests/train/test_bf16_states.py", "tests/train/test_muon.py"),
-        *("tests/train/test_communication.py", "tests/train/test_elastic.py", "tests/train/test_model_parallel.py"),
-        *("tests/train/test_expert_adapters.py", "tests/train/test_experts.py", "tests/train/test_optimizer.py"),
-        *("tests/train/test_families_of_2026.py", "tests/train/test_rope_scaling.py", "tests/train/test_options.py"),
-        *("tests/train/test_compiled_layers.py", "tests/train/test_loading.py", "tests/train/test_nonfinite_step.py"),
-        *("tests/train/test_image_families.py", "tests/train/test_images.py", "tests/train/test_videos.py"),
-        *("tests/train/test_kto.py", "tests/train/test_preferences.py", "tests/train/test_rewards.py"),
-        *("tests/train/test_streaming.py", "tests/train/test_notices_of_ranks.py", "tests/train/test_audios.py"),
-    ): 9,
-    (
-        "tests/cli/test_page.py::test_a_browser_shows_the_point_of_the_address_or_of_the_sliders",
-        "tests/cli/test_script.py::test_torchrun_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
-        "tests/cli/test_tune.py::test_the_fastest_is_written_edits_stay_and_what_failed_is_a_result",
-        "tests/launch/filesync/test_sync.py::test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one",
-        "tests/launch/filesync/test_sync.py::test_zero_3_over_pdsh_from_a_machine_without_ranks_brings_everything_there",
-        "tests/launch/run/test_out_of_memory.py",
-        "tests/launch/scripts/test_exports.py::test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1",
-        "tests/launch/test_slurm_run.py",
-        "tests/test_measure.py::test_one_case_is_measured_on_the_cpu_and_compared_with_its_plan",
-        "tests/train/data/test_tokenized.py::test_a_killed_preparation_goes_on_where_it_was_by_two_at_once_and_run_finds_it",
-    ): 3,
-}
-"""In how many of these places a run of all tests has those that are not fast, which take up to two minutes in each."""
+COLLECTED = pytest.StashKey[list[str]]()
+"""The node ids of all tests, before any is left out."""
 
 pytest_plugins = ["tests.launch.fixtures"]
-settings.register_profile("dstrain", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# without the examples of earlier runs
+settings.register_profile("dstrain", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("dstrain")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update", action="store_true", help="rewrite golden files and generated parts of pages")
-    parser.addoption("--all-draws", action="store_true", help="sweeps try everything in place of a sample")
-    parser.addoption("--seed", type=int, help="number that chooses the sample of a sweep, as a run prints it")
+    parser.addoption("--part", default="0", help="which part of the sweeps runs: a number, or all [default: 0]")
 
 
 @pytest.hookimpl(tryfirst=True)  # before Hypothesis reads its seed
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the seed of this run and finds whether it is of all tests; workers take both from it.
+    """Finds whether this run is of all tests, which workers are told; Hypothesis has other examples in other parts.
 
     Puts the programs of this Python first: ninja compiles again what another release of it has built."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    worker = getattr(config, "workerinput", {})
-    if config.option.seed is None:
-        config.option.seed = worker.get("seed", random.SystemRandom().randrange(10**6))
     is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    config.option.is_whole = worker.get("is_whole", is_whole)
+    config.option.is_whole = getattr(config, "workerinput", {}).get("is_whole", is_whole)
     if config.option.hypothesis_seed is None:
-        config.option.hypothesis_seed = str(config.option.seed)
+        config.option.hypothesis_seed = str(draw_of(config).part or 0)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: WorkerController) -> None:
-    node.workerinput |= {"seed": node.config.option.seed, "is_whole": node.config.option.is_whole}
+    node.workerinput["is_whole"] = node.config.option.is_whole
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    draws = "all draws" if config.option.all_draws else f"a sample, drawn by --seed {config.option.seed}"
-    terminalreporter.write_line(f"sweeps: {draws}")
+    part = draw_of(config).part
+    terminalreporter.write_line("sweeps: all parts" if part is None else f"sweeps: part {part} of {NUM_PARTS}")
 
 
 @pytest.hookimpl(wrapper=True)  # before -m selects, and before a worker of xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
     """Marks the tests; those of a file, all of the engine and all of a cluster are for one worker.
 
-    A sample is left of those of which a run has one."""
+    Of sweeps, this run's part is left."""
     for item in items:
         mark = next((mark for mark, places in MARKS.items() if item.nodeid.startswith(places)), None)
         shares_ranks = "engine" in getattr(item, "fixturenames", ())
@@ -238,38 +182,19 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves in a list of tests a sample of those of which a run has one, and marks them all as sweeps."""
-
-    def sample(tests: list[pytest.Item], part_of: Callable[[pytest.Item], str], size: int) -> None:
-        drawn = set(draw_of(config)(list(dict.fromkeys(map(part_of, tests))), size))
-        left = {item for item in tests if part_of(item) not in drawn}
-        for item in tests:
+    """Leaves in a list of tests this run's part of each sweep, and marks all tests that are in parts as sweeps."""
+    config.stash[COLLECTED] = [item.nodeid for item in items]
+    draw, left = draw_of(config), []
+    for item in items:
+        is_fast = not any(map(item.get_closest_marker, MARKS))
+        place = part_of(item.nodeid, is_whole=config.option.is_whole, is_fast=is_fast)
+        if place is not None:
             item.add_marker("sweep")
-        config.hook.pytest_deselected(items=list(left))
-        items[:] = [item for item in items if item not in left]
-
-    def within(*places: str) -> list[pytest.Item]:
-        return [item for item in items if item.nodeid.startswith(places)]
-
-    for place, size in SAMPLED_CASES.items():
-        sample(within(place), case_of, size)
-    if not config.option.is_whole:
-        return
-    for place, size in SAMPLED_TESTS.items():
-        sample(within(place), lambda item: item.name, size)
-    for places, size in SAMPLED_PLACES.items():
-        slow = [item for item in within(*places) if any(map(item.get_closest_marker, MARKS))]
-        sample(slow, partial(place_of, places), size)
-
-
-def place_of(places: tuple[str, ...], item: pytest.Item) -> str:
-    """Returns where a test is of places that are beginnings of node ids."""
-    return next(filter(item.nodeid.startswith, places))
-
-
-def case_of(item: pytest.Item) -> str:
-    """Returns the id of a test's parameters."""
-    return item.nodeid.partition("[")[2]
+        if not draw.has(place):
+            left.append(item)
+    config.hook.pytest_deselected(items=left)
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
 
 
 def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
@@ -279,7 +204,7 @@ def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
 
 
 def draw_of(config: pytest.Config) -> Draw:
-    return Draw(seed=config.option.seed, draws_all=config.option.all_draws)
+    return Draw(part=None if config.option.part == "all" else int(config.option.part) % NUM_PARTS)
 
 
 @pytest.fixture(scope="session")

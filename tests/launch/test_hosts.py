@@ -100,7 +100,7 @@ def test_launchers_that_bind_ranks_say_why_not_on_every_node(light_job: Job) -> 
 @pytest.fixture
 def limits(draw: Draw) -> str:
     """Short time limits for nodes that are lost; the usual ones where a sweep tries everything."""
-    return "" if draw.draws_all else "silence_s=6,sweep_s=2,pause_s=1"
+    return "" if draw.part is None else "silence_s=6,sweep_s=2,pause_s=1"
 
 
 @pytest.mark.sweep

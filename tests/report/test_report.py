@@ -148,8 +148,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_no_value_of_a_file_breaks_a_report_or_its_page(tmp_path: Path, whole: tuple[Path, Path], draw: Draw) -> None:
-    rng = random.Random(draw.seed)
-    for number in range(2000 if draw.draws_all else 60):
+    for number in draw(range(2000), 60):
+        rng = random.Random(number)
         folder = tmp_path / f"{number}"
         shutil.copytree(rng.choice(whole), folder)
         path = rng.choice(sorted(folder.glob("*.json*")))

@@ -20,9 +20,7 @@ def compared(draw: Draw) -> dict[str, list[Compared]]:
     for case in cases(shapes=1):
         asked[case.family].append(case)
     assert all(len(of_family) == len(WAYS) for of_family in asked.values())
-    answers = compare(
-        [case for place, of_family in enumerate(asked.values()) for case in draw(of_family, DRAWN, place)]
-    )
+    answers = compare([case for of_family in asked.values() for case in draw(of_family, DRAWN)])
     return {family: [answer for answer in answers if answer.family == family] for family in FAMILIES}
 
 
