@@ -149,6 +149,7 @@ def test_the_final_model_loads_in_one_process_and_has_a_tokenizer(runs: Path) ->
         model = AutoModelForCausalLM.from_pretrained(runs / name / "final")
         assert not any(parameter.isnan().any() for parameter in model.parameters())
         assert len(AutoTokenizer.from_pretrained(runs / name / "final")) > 100
+        assert not (runs / name / "final" / "training_args.bin").exists()  # a pickle with paths of this machine
 
 
 def test_the_final_model_has_dtype_and_cache_of_its_base(runs: Path, root: Path) -> None:
