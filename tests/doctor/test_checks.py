@@ -365,11 +365,16 @@ def test_checkpoints_that_do_not_fit_are_an_error() -> None:
     found = about_space(folders={"output": folder(250 * GIB)})[1]
     assert found.startswith("✗ /data/out: 250.0 GiB free, and 3 checkpoints of 100.0 GiB will be written")
     assert "save_total_limit=1" in found
+    with_one = about_space(folders={"output": folder(150 * GIB)})[1]  # of two, the first goes when the second is there
+    assert ("save_total_limit" in with_one, "larger disk" in with_one) == (False, True)
 
 
 def test_keeping_every_checkpoint_is_a_warning() -> None:
     found = about_space(replace(JOB, num_checkpoints=None))[1]
     assert found.startswith("! /data/out: every checkpoint of 100.0 GiB is kept, and 9 fit")
+    assert "save_total_limit=2" in found
+    for free, limit in ((250, "save_total_limit=1"), (150, "larger disk")):
+        assert limit in about_space(replace(JOB, num_checkpoints=None), folders={"output": folder(free * GIB)})[1]
 
 
 def test_other_hosts_need_their_share_of_a_checkpoint() -> None:

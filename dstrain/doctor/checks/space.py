@@ -55,15 +55,17 @@ def _output(folder: Folder, needs: Needs, notes: Notes) -> None:
     one = needs.checkpoint_bytes if needs.is_first else needs.checkpoint_bytes // needs.num_hosts
     free, size = format_bytes(folder.free_bytes), format_bytes(one)
     count = needs.num_checkpoints
+    fits = folder.free_bytes // one if one else 0
+    larger = "an output_dir on a larger disk"  # of two that fit, the first goes after the second was written
     if folder.free_bytes < one:
         notes.bad(f"{folder.path}: {free} free, and one checkpoint takes {size}", "name an output_dir on a larger disk")
     elif count is None:
-        fits = folder.free_bytes // one if one else 0
         what = f"{folder.path}: every checkpoint of {size} is kept, and {fits} fit into the {free} of free space"
-        notes.warn(what, "dstrain run --set save_total_limit=2")
+        limit = min(2, fits - 1) if one else 2
+        notes.warn(what, f"dstrain run --set save_total_limit={limit}" if limit else f"name {larger}")
     elif folder.free_bytes < one * count:
         what = f"{folder.path}: {free} free, and {counted(count, 'checkpoint')} of {size} will be written"
-        notes.bad(what, "dstrain run --set save_total_limit=1, or an output_dir on a larger disk")
+        notes.bad(what, f"dstrain run --set save_total_limit=1, or {larger}" if fits > 1 else f"name {larger}")
     else:
         notes.ok(f"disk: {count} × {size} of checkpoints, {free} free")
 
