@@ -165,7 +165,7 @@ def test_the_page_of_what_does_not_fit_names_the_options_that_the_terminal_names
 ) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(TINY_CONFIG))
-    words = ("--gpus", "1", "--gpu", "4090", "--gpu-memory-limit", "1200MiB", "--host-memory", "64GiB")
+    words: tuple[str, ...] = ("--gpus", "1", "--gpu", "4090", "--gpu-memory-limit", "1200MiB", "--host-memory", "64GiB")
     words += ("--model", "model", "--micro-batch", "32", "--seq-len", "2048", "--offload", "none")
     done = dstrain(verb, *words, "--html", "plan.html")
     assert (done.returncode, "wrote plan.html" in done.stderr) == (4, True), done.stderr

@@ -72,7 +72,9 @@ def explain(
     words = "\n".join(remedies) or advice("\n".join(lines)) or advice(cause.text) or _full_disk(run_dir)
     again = again or (resumed_text(run_dir, command) if stop is None else after_stop(run_dir, stop, command))
     hint = f"{words}\n{again}" if words else again
-    return RunFailed("\n".join(lines), hint=hint, rank_exit_code=cause.code, stopped_by=stop and stop.rule)
+    return RunFailed(
+        "\n".join(lines), hint=hint, rank_exit_code=cause.code, stopped_by=None if stop is None else stop.rule
+    )
 
 
 def _full_disk(run_dir: RunDir) -> str | None:
