@@ -10,13 +10,12 @@ from typing import Any
 from dstrain.cli.output.effects import cost_text, effect_text
 from dstrain.cli.output.plan import subject_lines
 from dstrain.config.document import REMOVED, lookup
-from dstrain.config.explain.file import is_idle
 from dstrain.config.explain.key import OF_JOB, Chosen, Here, Way, choose, counted, ways, why
 from dstrain.config.jsonc import Pointer
 from dstrain.config.key_bytes import Scale, cost, scale
 from dstrain.config.key_text import default_text, kind_text, meaning
 from dstrain.config.keys.key import Key, Kind
-from dstrain.config.keys.table import children
+from dstrain.config.keys.table import children, is_read
 from dstrain.config.lint.finding import json_pointer
 from dstrain.config.lint.rules.batch import JOB_KEYS
 from dstrain.config.lint.subject import ABSENT
@@ -112,7 +111,7 @@ def _here_lines(explanation: Explanation) -> list[str]:
     path = tuple(key.path.split(".")) if "*" not in key.path else explanation.pointer
     text = [*(f"{line}" for line in subject_lines(here.workload)), ""]
     stage = zero_stage(here.config)
-    idle = f"; not read under ZeRO-{stage}" if is_idle(key, stage) else ""
+    idle = "" if is_read(path, stage) else f"; not read under ZeRO-{stage}"
     now = lookup(here.config, path)
     text.append(f"  here      {_value_text(now, here.config, key, by)}{_of_job(key, here, now)}{idle}")
     text += _chosen_lines(explanation, path, by)
