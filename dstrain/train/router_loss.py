@@ -23,7 +23,8 @@ class RouterLoss:
     def __init__(self, model: Any, job: Job, num_ranks: int) -> None:
         """Without a coefficient in the job the model's configuration says whether there is one.
 
-        Raises InvalidConfig for a model that has no such loss, and for ranks that share sequences or weights.
+        Raises InvalidConfig for a model without such a loss, and for ranks that share sequences or weights. Those that
+        share experts have routers and sequences of their own.
         """
         base, coefficient = without_adapter(model), job.router_aux_loss_coef
         self._num_ranks = num_ranks
@@ -32,8 +33,8 @@ class RouterLoss:
         if coefficient and own is None:
             problem = f"router_aux_loss_coef is {coefficient:g}, but {type(base).__name__} has no auxiliary loss"
             raise InvalidConfig(problem, hint="router_aux_loss_coef: null")
-        if coefficient and (job.ranks_per_batch > 1 or job.ep > 1):
-            key = next(key for key in ("sp", "tp", "ep") if getattr(job, key) > 1)
+        if coefficient and job.ranks_per_batch > 1:
+            key = next(key for key in ("sp", "tp") if getattr(job, key) > 1)
             problem = (
                 f"router_aux_loss_coef is {coefficient:g}, and {key} is {getattr(job, key)}: ranks have parts of it"
             )

@@ -358,7 +358,8 @@ def test_copies_of_experts_that_stay_without_checkpointing_are_told(tmp_path: Pa
     [
         ("qwen3-30b-a3b", 2, {}, None),
         ("qwen3-8b", 2, {}, "qwen3-8b has no experts"),
-        ("qwen3-30b-a3b", 2, {"ep": 2}, "ep is above 1"),
+        ("qwen3-30b-a3b", 2, {"tp": 2}, "tp is above 1"),
+        ("qwen3-30b-a3b", 2, {"ep": 2}, None),
         ("qwen3-30b-a3b", 3, {"method": "lora"}, "no gradient comes"),
         ("qwen3-30b-a3b", 2, {"method": "lora"}, None),
         ("qwen3-30b-a3b", 3, {"method": "lora", "grad_ckpt": "false"}, None),

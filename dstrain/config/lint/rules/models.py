@@ -101,7 +101,7 @@ def _router_loss(subject: Subject) -> Iterator[Fault]:
     job = subject.asked
     if job is None or subject.model is None or not job.router_aux_loss_coef:
         return
-    shared = next((key for key in ("sp", "tp", "ep") if getattr(job, key) > 1), None)
+    shared = next((key for key in ("sp", "tp") if getattr(job, key) > 1), None)
     is_reentrant = job.grad_ckpt and needs_reentrant(job.method, subject.stage)
     if subject.model.moe is None:
         why = f"{subject.model.name} has no experts"
