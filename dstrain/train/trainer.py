@@ -314,12 +314,12 @@ class Trainer(StreamingTrainer):
         """
         scheduler: Any = _inner(self.lr_scheduler)
         saved = list(getattr(scheduler, "base_lrs", ()))
-        if saved == self._rates or len(saved) != len(self._rates):
+        if saved == self._rates or len(saved) != len(self._rates) or not hasattr(scheduler, "lr_lambdas"):
             return
         scheduler.base_lrs = self._rates
         optimizer: Any = self.optimizer
-        for group, rate in zip(optimizer.param_groups, scheduler.get_lr(), strict=True):
-            group["lr"] = rate
+        for group, rate, share in zip(optimizer.param_groups, self._rates, scheduler.lr_lambdas, strict=True):
+            group["lr"] = rate * share(scheduler.last_epoch)
         rates = f"learning_rate {max(self._rates):g} in place of {max(saved):g}"
         self._rank.say(f"{rates}, with which the checkpoint was trained")
 
