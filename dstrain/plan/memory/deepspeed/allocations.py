@@ -1,7 +1,7 @@
 """Allocations and frees of a run of DeepSpeed on one rank: the engine's, and the tape's between them.
 
 Gathered parameters come from the stream of all-gathers, and what a reduction makes from its own, where communication
-overlaps; a block that computation has used can be given away again when the GPU has got past it.
+overlaps; a block that computation has used can then be given away again when the GPU has got past it.
 
 Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: fetch_sub_module; partition_parameters.py:
 free_param; stage3.py: reduce_and_partition_stream; stage_1_and_2.py: reduction_stream.
@@ -9,7 +9,7 @@ free_param; stage3.py: reduce_and_partition_stream; stage_1_and_2.py: reduction_
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import deque
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import repeat
@@ -47,24 +47,37 @@ def steps(
         script.events.append((LOADED, between.flat))
     script.allocate(between.params)
     script.free(LOADED)
-    script.allocate_all((between.optimizer - between.late, between.grads, between.buffers, between.gathered))
+    script.allocate_all((between.optimizer - between.late, between.grads, between.buffers))
+    persistent = script.allocate(between.gathered)
     script.allocate(workspace_bytes)
     yield script.take()
-    first = _step(script, engine, recording, workspace_bytes, overlaps=configuration.zero.overlap_comm)
+    first = _step(script, engine, recording, workspace_bytes, persistent, overlaps=configuration.zero.overlap_comm)
     yield first
     passing = {event[0] for event in first if not event[1]}
     yield from repeat([event for event in first if event[0] in passing])
 
 
-def _step(script: Script, engine: Engine, recording: Recording, workspace_bytes: int, *, overlaps: bool) -> list[Event]:
-    """Returns the events of the first step; all but a workspace and the optimizer states go with it."""
-    replay = engine.replays[0]
+def _step(
+    script: Script,
+    engine: Engine,
+    recording: Recording,
+    workspace_bytes: int,
+    persistent: int,
+    *,
+    overlaps: bool,
+) -> list[Event]:
+    """Returns the events of the first step; all but a workspace and the optimizer states go with it.
+
+    ZeRO-3's persistent parameters are released for the optimizer step, and come back under the same id.
+    """
+    replay, gathered = engine.replays[0], engine.resident.gathered
     micro_batches, last = _written(replay, overlaps)
-    for actions, written in zip(replay.micro_batches, micro_batches, strict=True):
-        _write(script, recording, actions, written, workspace_bytes)
+    for actions, events in zip(replay.micro_batches, micro_batches, strict=True):
+        _write(script, recording, actions, events, workspace_bytes)
         workspace_bytes = 0
+    script.free(persistent)
     _write_step(script, engine, replay.kept)
-    script.events += last
+    script.events += [*last, (persistent, gathered)] if gathered else last
     return script.take()
 
 
@@ -111,75 +124,27 @@ def _write(
 def _written(replay: Replay, overlaps: bool) -> tuple[list[list[list[Event]]], list[Event]]:
     """Returns the events of the engine at each of its actions, micro-batch by micro-batch; and the frees of what is
     left."""
-    script = Script(ENGINE_IDS)
-    blocks, micro_batches = _Blocks(script, STREAMS if overlaps else {}), []
-    for actions in replay.micro_batches:
-        micro_batches.append([blocks.written(action) for action in actions])
-    blocks.close()
-    return micro_batches, script.take()
+    streams, in_flight = (STREAMS, IN_FLIGHT) if overlaps else ({}, 0)
+    left: dict[int, None] = {}
+    leaving: deque[int] = deque()
 
-
-class _Blocks:
-    """The engine's live blocks."""
-
-    def __init__(self, script: Script, streams: dict[Part, int]) -> None:
-        self._script, self._streams = script, streams
-        self._live: dict[tuple[Part, int], list[int]] = defaultdict(list)
-        self._leaving: list[int] = []
-
-    def written(self, action: Action) -> list[Event]:
-        """Returns the allocations and frees of an action."""
-        for event in action.events:
-            self._write(event)
-        return self._script.take()
-
-    def _write(self, event: EngineEvent) -> None:
-        part, size = event
+    def written(block: EngineEvent) -> Iterator[Event]:
+        number, part, size = block
+        key = ENGINE_IDS - number
         if size > 0:
-            if part is Part.GATHERED and len(self._leaving) > IN_FLIGHT:
-                self._forget(IN_FLIGHT)
-            self._live[event].append(self._script.allocate(size, self._streams.get(part, MAIN)))
-        elif size:
-            same = self._live.get((part, -size))
-            if same:
-                self._free(part, same.pop(0))
-            else:
-                self._remove(part, -size)
-
-    def _remove(self, part: Part, size: int) -> None:
-        """Frees several blocks that make up a size, or a part of one."""
-        while size:
-            largest = size if self._live.get((part, size)) else self._largest(part, size)
-            if not largest:
-                self._split(part, size)
-                return
-            self._free(part, self._live[part, largest].pop(0))
-            size -= largest
-
-    def _largest(self, part: Part, size: int) -> int:
-        """Returns the size of the largest block of up to `size`, or 0 if none exists."""
-        sizes = (block for (kind, block), keys in self._live.items() if kind is part and keys and block <= size)
-        return max(sizes, default=0)
-
-    def _split(self, part: Part, size: int) -> None:
-        """Takes a part of a block that was allocated as one; the rest becomes another block."""
-        whole = min(block for (kind, block), keys in self._live.items() if kind is part and keys)
-        self._free(part, self._live[part, whole].pop(0))
-        self._live[part, whole - size].append(self._script.allocate(whole - size, self._streams.get(part, MAIN)))
-
-    def _free(self, part: Part, key: int) -> None:
+            left[key] = None
+            yield key, size, streams.get(part, MAIN)
+            return
         if part is Part.GATHERED:
-            self._leaving.append(key)
-        else:
-            self._script.free(key)
+            leaving.append(key)
+            if len(leaving) <= in_flight:
+                return
+            key = leaving.popleft()
+        del left[key]
+        yield key, 0
 
-    def _forget(self, count: int) -> None:
-        while len(self._leaving) > count:
-            self._script.free(self._leaving.pop(0))
-
-    def close(self) -> None:
-        """Frees everything."""
-        self._forget(0)
-        for keys in self._live.values():
-            self._script.free(*keys)
-            keys.clear()
+    micro_batches = [
+        [[event for block in action.events for event in written(block)] for action in actions]
+        for actions in replay.micro_batches
+    ]
+    return micro_batches, [(key, 0) for key in left]

@@ -18,8 +18,8 @@ class Part(IntEnum):
 
 
 Parts = tuple[int, ...]
-EngineEvent = tuple[Part, int]
-"""An allocation `(part, bytes)` or, with negative bytes, a free."""
+EngineEvent = tuple[int, Part, int]
+"""An allocation `(id, part, bytes)`, which is the block itself or, with negative bytes, the free of that block."""
 
 
 class Action(NamedTuple):
@@ -38,32 +38,37 @@ class Action(NamedTuple):
 class ByteAccount:
     """Live bytes by part, and the allocations and frees since the last cut."""
 
-    __slots__ = ("events", "high", "highest", "live", "parts")
+    __slots__ = ("_count", "events", "high", "highest", "live", "parts")
 
     def __init__(self) -> None:
-        self.live = self.high = 0
+        self.live = self.high = self._count = 0
         self.parts = [0] * len(Part)
         self.highest: Parts = tuple(self.parts)
         self.events: list[EngineEvent] = []
 
-    def add(self, part: Part, size: int) -> None:
-        """Allocates."""
-        self.events.append((part, size))
+    def add(self, part: Part, size: int) -> EngineEvent:
+        """Allocates a block, and returns it."""
+        block = (self._count, part, size)
+        self._count += 1
+        if size:
+            self.events.append(block)
         self.live += size
         self.parts[part] += size
         if self.live > self.high:
             self.high, self.highest = self.live, tuple(self.parts)
+        return block
 
-    def remove(self, part: Part, size: int) -> None:
-        """Frees."""
-        self.events.append((part, -size))
+    def remove(self, block: EngineEvent) -> None:
+        """Frees a block."""
+        number, part, size = block
+        if size:
+            self.events.append((number, part, -size))
         self.live -= size
         self.parts[part] -= size
 
     def passing(self, part: Part, size: int) -> None:
         """Allocates and frees at once."""
-        self.add(part, size)
-        self.remove(part, size)
+        self.remove(self.add(part, size))
 
     def cut(self, key: Key) -> Action:
         """Returns the allocations and frees since the last cut as those of a mark."""

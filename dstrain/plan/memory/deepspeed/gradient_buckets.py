@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part, rounded
+from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, EngineEvent, Part, rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.quantized_gradients import work_bytes
@@ -134,13 +134,17 @@ class ShardedReducer(Reducer):
         super().__init__(modules, how, account)
         self.in_bucket: list[int] = []
         self.elements = 0
+        self.large: dict[int, EngineEvent] = {}
+        """Gradients that the bucket has no room for."""
 
     def grad(self, weight: int) -> None:
-        self.account.add(Part.GRADS, self.size(weight))
+        gradient = self.account.add(Part.GRADS, self.size(weight))
         if self.in_bucket and self.elements + self.numel[weight] > self.how.bucket:
             self._flush()
         if self.elements + self.numel[weight] <= self.how.bucket:
-            self.account.remove(Part.GRADS, self.size(weight))
+            self.account.remove(gradient)
+        else:
+            self.large[weight] = gradient
         self.in_bucket.append(weight)
         self.elements += self.numel[weight]
 
@@ -164,26 +168,24 @@ class ShardedReducer(Reducer):
                 flat += rounded(self.weights[weight].share(how.ranks) * how.communicated)
         elif len(shares) > 1 or self.numel[weights[0]] != padded[0]:
             flat += rounded(sum(padded) * how.communicated)
-        self.account.add(Part.BUFFERS, flat)
+        copy = self.account.add(Part.BUFFERS, flat)
         if how.accumulated != how.communicated:  # the partitions in another dtype take the flat copy's place
-            wide = sum(rounded(share * how.accumulated) for share in shares)
-            self.account.add(Part.BUFFERS, wide)
-            self.account.remove(Part.BUFFERS, flat)
-            flat = wide
+            wide = self.account.add(Part.BUFFERS, sum(rounded(share * how.accumulated) for share in shares))
+            self.account.remove(copy)
+            copy = wide
         if how.is_offloaded:
             self._to_host(max(shares))
         for weight in large:
-            self.account.remove(Part.GRADS, self.size(weight))
-        self.account.remove(Part.BUFFERS, flat)
+            self.account.remove(self.large.pop(weight))
+        self.account.remove(copy)
 
     def _to_host(self, share: int) -> None:
         """Copies a partition of the host's gradient to the GPU, computes its norm, and casts it for the optimizer."""
-        how, brought = self.how, rounded(share * self.how.accumulated)
-        self.account.add(Part.BUFFERS, brought)
+        how, brought = self.how, self.account.add(Part.BUFFERS, rounded(share * self.how.accumulated))
         if self.is_last:
             self.account.passing(Part.BUFFERS, rounded(min(share, NORM_ELEMENTS) * NORM_ITEM))
             self.account.passing(Part.BUFFERS, rounded(share * how.stepped) if how.accumulated != how.stepped else 0)
-        self.account.remove(Part.BUFFERS, brought)
+        self.account.remove(brought)
 
     def end(self) -> None:
         if self.in_bucket:

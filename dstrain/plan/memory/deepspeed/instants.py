@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -140,25 +140,18 @@ def _levels(replay: Replay) -> tuple[tuple[_Level, ...], ...]:
 
 @cache
 def _aside(replay: Replay) -> int:
-    """Returns the bytes of the streams that reduce and gather, at the peak of each.
-
-    Gathered blocks in flight count, as far as they are given back one by one.
-    """
+    """Returns the bytes of the streams that reduce and gather, at the peak of each; gathered blocks in flight count."""
     buffers = live = gathered = 0
-    blocks: Counter[int] = Counter()
-    leaving = deque((0,), IN_FLIGHT)
+    leaving: deque[int] = deque(maxlen=IN_FLIGHT)
     for action in chain.from_iterable(replay.micro_batches):
         buffers = max(buffers, action.high[Part.BUFFERS])
-        for part, size in action.events:
-            if part is Part.GATHERED and size:
+        for _, part, size in action.events:
+            if part is Part.GATHERED:
                 live += size
                 if size > 0:
-                    blocks[size] += 1
                     gathered = max(gathered, live + sum(leaving))
                 else:
-                    is_block = blocks[-size] > 0
-                    blocks[-size] -= is_block
-                    leaving.append(-size if is_block else 0)
+                    leaving.append(-size)
     return buffers + gathered
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from dataclasses import replace
 from operator import attrgetter
 
 from dstrain.facts.model.model_facts import ModelFacts
@@ -52,8 +51,7 @@ def peak_tensors(
     top = max(instants(model, configuration, num_ranks, kernel_workspaces=on_gpu), key=attrgetter("total"))
     if top.key == STEP:
         return ()
-    every_event = replace(configuration, expandable_segments=False)  # else repeated layers are shortened
-    live = _live_at(recorded(model, every_event, kernel_workspaces=on_gpu), top)
+    live = _live_at(recorded(model, configuration, kernel_workspaces=on_gpu), top)
     counts = Counter((_name(key), size) for key, size in live)
     ordered = sorted(counts.items(), key=lambda item: item[0][1] * item[1], reverse=True)
     return tuple(NamedTensors(name=name, size_bytes=size, count=count) for (name, size), count in ordered)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part, rounded
+from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, EngineEvent, Part, rounded
 from dstrain.plan.memory.deepspeed.gradient_buckets import NORM_ITEM, Reducer, Reduces
 from dstrain.plan.memory.deepspeed.modules import Modules
 
@@ -93,25 +93,29 @@ class PartitionedReducer(Reducer):
         self.layout, self.rank = layout(modules, how.ranks), rank
         self.mine = self.layout.parameters_of(rank)
         self.is_wide = how.accumulated != how.item
-        self.partition = rounded(sum(self.numel[weight] for weight in self.mine) * how.item)
+        self.partition_bytes = rounded(sum(self.numel[weight] for weight in self.mine) * how.item)
         if self.is_wide:
-            self.partition = sum(rounded(numel * how.accumulated) for numel in self.layout.partitions)
-        self.buckets = how.buckets * rounded(how.bucket * how.item)
-        self.has_buckets = self.has_partition = self.has_sum = False
+            self.partition_bytes = sum(rounded(numel * how.accumulated) for numel in self.layout.partitions)
+        self.buckets: list[EngineEvent] = []
+        self.partition: EngineEvent | None = None
+        self.sum: EngineEvent | None = None
+        """The partition of the micro-batches before."""
         self.in_bucket: list[int] = []
         self.elements = 0
+        self.grads: dict[int, EngineEvent] = {}
+        """Whole gradients: those that rest on the parameters, and large ones in the bucket."""
         self.resting: set[int] = set()
         self.lingering: list[int] = []
         """Large gradients that remain until the end of the backward pass."""
 
     def grad(self, weight: int) -> None:
-        if not self.has_buckets:
-            self.has_buckets = True
-            self.account.add(Part.BUFFERS, self.buckets)
+        if not self.buckets:
+            size = rounded(self.how.bucket * self.how.item)
+            self.buckets = [self.account.add(Part.BUFFERS, size) for _ in range(self.how.buckets)]
         if weight in self.resting:
             self.account.passing(Part.GRADS, self.size(weight))
         else:
-            self.account.add(Part.GRADS, self.size(weight))
+            self.grads[weight] = self.account.add(Part.GRADS, self.size(weight))
         if self.how.stage == 2 or (self.how.overlaps and self.is_last):
             self._put(weight)
         else:
@@ -123,7 +127,7 @@ class PartitionedReducer(Reducer):
         if self.elements + self.numel[weight] > self.how.bucket:
             self._flush()
         if self.numel[weight] <= self.how.bucket:
-            self.account.remove(Part.GRADS, self.size(weight))
+            self.account.remove(self.grads.pop(weight))
         elif self.how.is_offloaded:
             self.account.passing(Part.BUFFERS, self.size(weight))
         self.in_bucket.append(weight)
@@ -163,20 +167,19 @@ class PartitionedReducer(Reducer):
         return pieces
 
     def _make_partition(self) -> None:
-        if not self.has_partition:
-            self.has_partition = True
-            self.account.add(Part.GRADS, self.partition)
+        if self.partition is None:
+            self.partition = self.account.add(Part.GRADS, self.partition_bytes)
 
     def _reduce(self, pieces: list[tuple[int, int]]) -> None:
         how, total = self.how, sum(numel for _, numel in pieces)
         flat = rounded(total * how.item) if len(pieces) > 1 else 0
         if how.communicated != how.item:
             flat += rounded(total * how.communicated)
-        self.account.add(Part.BUFFERS, flat)
+        copy = self.account.add(Part.BUFFERS, flat)
         if self.is_wide:
             largest = max((numel for rank, numel in pieces if rank == self.rank), default=0)
             self.account.passing(Part.BUFFERS, rounded(largest * how.accumulated))
-        self.account.remove(Part.BUFFERS, flat)
+        self.account.remove(copy)
 
     def _settle(self, weight: int) -> None:
         """Moves a reduced gradient to the host or into the partition, or drops it."""
@@ -193,7 +196,7 @@ class PartitionedReducer(Reducer):
             if lingers:
                 self.lingering.append(weight)
             else:
-                self.account.remove(Part.GRADS, self.size(weight))
+                self.account.remove(self.grads.pop(weight))
 
     def _to_host(self, weight: int) -> None:
         """Computes the norm of this rank's part, and casts it for the optimizer on the way to the host."""
@@ -212,18 +215,20 @@ class PartitionedReducer(Reducer):
             if self.in_bucket:
                 self._flush()
             for weight in self.lingering:
-                self.account.remove(Part.GRADS, self.size(weight))
+                self.account.remove(self.grads.pop(weight))
             self.lingering.clear()
-            self.account.remove(Part.BUFFERS, self.buckets)
-            self.has_buckets = False
+            for bucket in self.buckets:
+                self.account.remove(bucket)
+            self.buckets.clear()
             self._add_up()
         self.micro += 1
 
     def _add_up(self) -> None:
         """Adds the partition to that of the micro-batches before, and frees it; the first is kept."""
-        if self.is_wide or not self.has_partition:
+        if self.is_wide or self.partition is None:
             return
-        if self.has_sum:
-            self.account.remove(Part.GRADS, self.partition)
-        self.has_sum = True
-        self.has_partition = False
+        if self.sum is None:
+            self.sum = self.partition
+        else:
+            self.account.remove(self.partition)
+        self.partition = None

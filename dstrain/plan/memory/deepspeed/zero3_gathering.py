@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part, rounded
+from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, EngineEvent, Part, rounded
 from dstrain.plan.memory.deepspeed.modules import Weight
 from dstrain.plan.memory.deepspeed.program import Event, Program
 
@@ -52,7 +52,7 @@ class _Group:
 
     __slots__ = ("flat", "is_waited", "members", "waiting")
 
-    def __init__(self, members: list[int], flat: int) -> None:
+    def __init__(self, members: list[int], flat: list[EngineEvent]) -> None:
         self.members, self.flat = members, flat
         self.waiting = len(members)
         self.is_waited = False
@@ -98,8 +98,10 @@ class Coordinator:
         self.active: dict[int, set[int]] = {weight: set() for weight in self.uses}
         self.saved: set[int] = set()
         """Parameters that a recomputation has saved as they are."""
-        self.orphans: set[int] = set()
-        """Such ones that have been given back since: what was saved lives on by itself."""
+        self.blocks: dict[int, EngineEvent] = {}
+        """Where parameters are whole, or gathered without a buffer; one that persists has none of the account's."""
+        self.orphans: dict[int, EngineEvent] = {}
+        """Saved parameters that have been given back since: what was saved lives on by itself."""
         self.secondary: set[int] = set()
         """Parameters with a secondary partition."""
         self.reset()
@@ -176,15 +178,15 @@ class Coordinator:
         With qwZ the buffer has one byte an element, and so has that of a single parameter.
         """
         self.available += sum(self.numel[weight] for weight in weights)
-        flat = 0
+        flat: list[EngineEvent] = []
+        total = sum(self.sizes[weight] for weight in weights)
         if self.how.qwz and self.how.ranks > 1:
-            flat = sum(self.sizes[weight] for weight in weights) // self.how.item
-            self.account.add(Part.GATHERED, flat)
+            flat.append(self.account.add(Part.GATHERED, total // self.how.item))
         elif len(weights) == 1 or self.how.ranks == 1:
-            self.account.add(Part.GATHERED, sum(self.sizes[weight] for weight in weights))
+            for weight in weights:
+                self.blocks[weight] = self.account.add(Part.GATHERED, self.sizes[weight])
         else:
-            flat = sum(self.sizes[weight] for weight in weights)
-            self.account.add(Part.GATHERED, flat)
+            flat.append(self.account.add(Part.GATHERED, total))
         group = _Group(weights, flat)
         for weight in weights:
             self.flying[weight] = group
@@ -195,11 +197,11 @@ class Coordinator:
             return
         group.is_waited = True
         if self.how.qwz and group.flat:
-            self.account.add(Part.GATHERED, 2 * group.flat)
-            group.flat *= 3
+            _, _, quantized = group.flat[0]
+            group.flat.append(self.account.add(Part.GATHERED, 2 * quantized))
         for weight in group.members:
             if group.flat:
-                self.account.add(Part.GATHERED, self.sizes[weight])
+                self.blocks[weight] = self.account.add(Part.GATHERED, self.sizes[weight])
             self.whole[weight] = True
 
     def _land(self, weight: int) -> None:
@@ -207,7 +209,8 @@ class Coordinator:
         group = self.flying.pop(weight)
         group.waiting -= 1
         if not group.waiting:
-            self.account.remove(Part.GATHERED, group.flat)
+            for block in group.flat:
+                self.account.remove(block)
 
     def release(self, number: int) -> None:
         """Ends a module."""
@@ -232,11 +235,12 @@ class Coordinator:
         """Frees a parameter, unless a recomputation has saved it; ZeRO++ keeps a part of it till the step."""
         self.whole[weight] = False
         self.available -= self.numel[weight]
+        block = self.blocks.pop(weight)
         if weight in self.saved:
             self.saved.remove(weight)
-            self.orphans.add(weight)
+            self.orphans[weight] = block
         else:
-            self.account.remove(Part.GATHERED, self.sizes[weight])
+            self.account.remove(block)
         if self.how.hpz > 1 and weight not in self.secondary:
             self.secondary.add(weight)
             self.account.add(Part.GATHERED, self.sizes[weight] // self.how.hpz)
@@ -249,8 +253,7 @@ class Coordinator:
         """Frees what a recomputation saved."""
         self.saved.discard(weight)
         if weight in self.orphans:
-            self.orphans.remove(weight)
-            self.account.remove(Part.GATHERED, self.sizes[weight])
+            self.account.remove(self.orphans.pop(weight))
 
     def leave(self) -> None:
         """Ends the backward pass: modules whose input needs no gradient give their parameters back now."""

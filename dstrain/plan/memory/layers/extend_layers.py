@@ -18,7 +18,7 @@ _Placed = tuple[int, Home, int]
 """An event: its place in the recording, the tensor, and its bytes or 0 for a free."""
 
 
-def repeated(short: Recording, copies: Mapping[int, int], *, is_terse: bool, period: int = 1) -> Recording | None:
+def repeated(short: Recording, copies: Mapping[int, int], *, period: int = 1) -> Recording | None:
     """Returns the recording with more `copies` of some periods of layers, or None if one differs from its neighbours.
 
     A slice of the recording reaches from the first linear of a period to that of the next, backward from the gradient
@@ -29,7 +29,7 @@ def repeated(short: Recording, copies: Mapping[int, int], *, is_terse: bool, per
     cut = _Cut(short, period)
     if not all(cut.is_regular(number) for number in copies):
         return None
-    return _Writer(short, cut, copies, is_terse).write()
+    return _Writer(short, cut, copies).write()
 
 
 class _Cut:
@@ -112,14 +112,10 @@ class _Cut:
 class _Writer:
     """Writes the longer recording."""
 
-    def __init__(self, short: Recording, cut: _Cut, copies: Mapping[int, int], is_terse: bool) -> None:
-        self.short, self.cut, self.copies, self.is_terse = short, cut, copies, is_terse
+    def __init__(self, short: Recording, cut: _Cut, copies: Mapping[int, int]) -> None:
+        self.short, self.cut, self.copies = short, cut, copies
         self.ids: dict[Home, int] = {}
         self.templates = {slice_: cut.placed(slice_) for slice_ in cut.order}
-        self.shortened = {
-            slice_: list(_lasting(slice_, events)) for slice_, events in self.templates.items() if slice_[1] in copies
-        }
-        """Events of repeated slices without what these give back themselves."""
         self.events: list[TapeEvent] = []
         self.moments: list[Moment] = []
         self.grown = (0,) * len(Part)
@@ -141,11 +137,10 @@ class _Writer:
         return number + sum(count for repeated_, count in self.copies.items() if repeated_ < number)
 
     def _slice(self, slice_: Slice, number: int) -> None:
-        """Writes a slice as that of `number`; a copy without what it gives back itself."""
-        is_copy = self.is_terse and slice_[1] in self.copies and self._moved(slice_[1]) != number
+        """Writes a slice as that of `number`."""
         moments = iter(self.cut.moments[slice_])
         moment = next(moments, None)
-        for position, home, size in (self.shortened if is_copy else self.templates)[slice_]:
+        for position, home, size in self.templates[slice_]:
             while moment is not None and moment.place <= position:
                 self._moment(moment, number)
                 moment = next(moments, None)
@@ -182,9 +177,3 @@ class _Writer:
             direction, other, place = self.cut.home[key]
             for copy in range(self.copies.get(other, 0) + 1):
                 yield self._id((direction, self._moved(other) + copy, place)), 0
-
-
-def _lasting(slice_: Slice, events: list[_Placed]) -> Iterator[_Placed]:
-    """Returns the events of a slice that are not about tensors which it both takes and gives back."""
-    own = {home for _, home, size in events if not size and home[:2] == slice_}
-    return (event for event in events if event[1] not in own)

@@ -1,9 +1,7 @@
 """Records a micro-batch on the tape.
 
 A few layers of each kind are played. The others are written by repeating one of them, or the n of which one is
-recomputed: layers in the middle ask for the same blocks in the same order. Where the allocator may grow its segments,
-what such a layer takes and gives back itself is left out: it finds the blocks of the layer before it. Without that, and
-where layers take turns, a hole more or less matters (up to 1 % of what is held), and nothing is left out.
+recomputed: layers in the middle ask for the same blocks in the same order.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class Passes:
 
 def record(model: ModelFacts, configuration: Configuration, passes: Passes) -> Recording:
     """Returns a micro-batch at the whole depth of the model."""
-    return _recorded(model, _variant(configuration, passes), passes, configuration.expandable_segments)
+    return _recorded(model, _variant(configuration, passes), passes)
 
 
 def brief(model: ModelFacts, configuration: Configuration, passes: Passes, edge: int) -> Recording:
@@ -95,7 +93,7 @@ def plain_passes(configuration: Configuration, release: GradRelease) -> Passes:
 
 
 @lru_cache(RECORDINGS_KEPT)
-def _recorded(model: ModelFacts, variant: Variant, passes: Passes, is_terse: bool) -> Recording:
+def _recorded(model: ModelFacts, variant: Variant, passes: Passes) -> Recording:
     depth, period = layer_kinds(model, variant), variant.checkpointing.period
     short = to_play(depth, period=period, edge=EDGE * period)
     if short == depth or variant.kernels.router_loss:
@@ -105,8 +103,7 @@ def _recorded(model: ModelFacts, variant: Variant, passes: Passes, is_terse: boo
         if depth[kind] > count:
             copies[-(-first // period) + EDGE - 1] = (depth[kind] - count) // period
         first += count
-    is_terse = is_terse and period == 1
-    recording = repeated(_played(model, variant, short, passes), copies, is_terse=is_terse, period=period)
+    recording = repeated(_played(model, variant, short, passes), copies, period=period)
     if recording is not None and _is_sound(recording):
         return recording
     return _played(model, variant, depth, passes)

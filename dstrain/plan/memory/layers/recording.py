@@ -40,7 +40,7 @@ class Recording:
     """One micro-batch at the whole depth of the model. It has no slots, so that it remembers what follows from it."""
 
     events: list[TapeEvent]
-    """Forward and backward. What a repeated layer takes and gives back itself may be left out."""
+    """Forward and backward."""
     freed: list[TapeEvent]
     """Frees of what the backward pass leaves: gradients, and what FSDP holds."""
     moments: list[Moment]
