@@ -21,7 +21,7 @@ if __package__ in (None, ""):
 
 from benchmarks.published import half_report, ranges, report
 from benchmarks.published.answers import Answer, answer, is_bound
-from benchmarks.published.figures import predicted
+from benchmarks.published.figures import predicted, read_csv
 from benchmarks.published.halves import HALVES, Half, read_halves, split, to_csv
 from benchmarks.published.out_of_sample import HalfScore, half_score
 from benchmarks.published.rows import Row, read
@@ -68,6 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def halves_of(answers: Sequence[Answer]) -> dict[str, Half]:
     """Returns the half of each table, by the file or, if a table is new, by the rule."""
     return split([one.row for one in answers], read_halves())
+
+
+def later_answers() -> list[Answer]:
+    """Returns the stored predictions of the runs that were published after the split, with which no constant is set."""
+    stored = read_csv(PUBLISHED / "later_predicted.csv")
+    return [answer(row, stored.get(row.id)) for row in read(PUBLISHED / "later_runs.csv")]
 
 
 def both_halves(answers: Sequence[Answer]) -> tuple[HalfScore, HalfScore]:

@@ -197,8 +197,8 @@ def published_table(answers: tuple[Answer, ...]) -> str:
 
 
 def published_figures(answers: tuple[Answer, ...]) -> str:
-    """Returns the figures of the half of the published runs on which no constant was set."""
-    return half_report.figures(predict.both_halves(answers)[1])
+    """Returns the figures on which no constant was set, each with whose runs it is of."""
+    return half_report.figures(answers, predict.halves_of(answers), predict.later_answers())
 
 
 def out_of_sample_table(answers: tuple[Answer, ...]) -> str:
@@ -305,6 +305,7 @@ IN_CHINESE: dict[str, Callable[[], str]] = {"curves": lambda: curve_table(is_chi
 PUBLISHED: dict[str, Callable[[tuple[Answer, ...]], str]] = {
     "published": published_table,
     "published figures": published_figures,
+    "whose runs": published_figures,
     "out of sample": out_of_sample_table,
     "ranges": range_table,
 }

@@ -190,8 +190,9 @@ def _speed(row: Row, figures: Figures) -> Comparison | None:
 
 
 def is_bound(row: Row) -> bool:
-    """Returns whether the stated length is only an upper bound: samples vary, and are not packed into full rows."""
-    return row.lengths_vary and not (row.publisher is Publisher.SWIFT and packs(row))
+    """Returns whether the stated length is only an upper bound: samples vary, and are not packed into full rows, which
+    rows without padding are not."""
+    return row.lengths_vary and not (row.publisher is Publisher.SWIFT and packs(row) and not row.says("padding_free"))
 
 
 def tokens_per_s_per_gpu(row: Row) -> float | None:
@@ -223,4 +224,5 @@ def _tokens_of_time(row: Row, gpus: int) -> float:
     if "Alpaca2k" in row.throughput_unit:
         epochs = int(row.throughput_unit.split(", ")[1].split()[0])
         return float(ALPACA_SAMPLES * epochs * row.seq_len) / gpus
-    return float(row.micro_batch * row.seq_len * (row.grad_accum or 1))
+    sharing = int(row.noted("sequence_parallel_size") or 1)
+    return row.micro_batch * row.seq_len * (row.grad_accum or 1) / sharing

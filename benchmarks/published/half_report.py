@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from benchmarks.published.answers import Answer, Comparison, Side, Verdict, table_of
+from benchmarks.published.halves import Half
 from benchmarks.published.out_of_sample import APART, HALF_BARS, HalfScore
-from benchmarks.published.score import Errors
+from benchmarks.published.question import is_traced, runs_deepspeed
+from benchmarks.published.rows import Basis
+from benchmarks.published.score import Errors, confusion, errors
 
 HEAD = ("figure", "fit", "runs", "unseen", "runs", "bar", "")
 """Columns of the report."""
@@ -182,18 +187,42 @@ def markdown(fit: HalfScore, unseen: HalfScore) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{_notes(fit, unseen)}"
 
 
-def figures(unseen: HalfScore) -> str:
-    """Returns the figures of the README: those of the unseen half."""
-    rows = (
-        ("memory of tensors at the peak", unseen.allocated, "mean error {mean:.1f} %"),
-        ("memory as nvidia-smi shows it", unseen.nvidia_smi, "mean error {mean:.1f} %"),
-        ("tokens/s", unseen.speed, "mean error {mean:.1f} %, median {median:.1f} %"),
-    )
-    lines = ["| figure | out of sample | runs |", "|---|---:|---:|"]
-    for name, errors, words in rows:
-        if errors is not None:
-            shown = words.format(mean=100 * errors.mean, median=100 * errors.median)
-            lines.append(f"| {name} | {shown} | {errors.count} |")
-    verdicts = unseen.verdicts
-    lines.insert(4, f"| fits or not | {100 - 100 * verdicts.right_ratio:.1f} % wrong | {verdicts.count} |")
-    return "\n".join(lines)
+def figures(answers: Sequence[Answer], halves: Mapping[str, Half], later: Sequence[Answer]) -> str:
+    """Returns the figures of the README, each with whose runs it is of: the unseen half, all of DeepSpeed, those of
+    publishers that came later, and the families whose layers are traced."""
+    unseen = [one for one in answers if halves.get(table_of(one.row)) is Half.UNSEEN]
+    memory = [comparison for one in unseen for comparison in one.memory if comparison.side is Side.BOTH]
+    verdicts = [one.verdict for one in unseen if one.verdict is not None and one.verdict.side is Side.BOTH]
+    wrong = 100 - 100 * confusion(verdicts).right_ratio
+    deepspeed = [comparison for one in answers if runs_deepspeed(one.row) for comparison in one.memory]
+    traced = [comparison for one in (*answers, *later) if is_traced(one.row) for comparison in one.memory]
+    lines = [
+        _line("memory of tensors at the peak", [each for each in memory if each.basis == Basis.ALLOCATED]),
+        _line("memory as nvidia-smi shows it", [each for each in memory if each.basis == Basis.NVIDIA_SMI]),
+        f"| fits or not | {_projects(verdicts)} | {wrong:.1f} % wrong | {len(verdicts)} |",
+        _line("memory under DeepSpeed", [each for each in deepspeed if each.side is Side.BOTH]),
+        _line("tokens/s, publishers known", _speeds(unseen)),
+        _line("tokens/s, publishers never seen", _speeds(later)),
+        _line("families whose layers are traced (no layer code)", traced),
+    ]
+    return "\n".join(["| figure | runs of | out of sample | runs |", "|---|---|---:|---:|", *lines])
+
+
+def _speeds(answers: Sequence[Answer]) -> list[Comparison]:
+    return [one.speed for one in answers if one.speed is not None and one.speed.side is Side.BOTH]
+
+
+def _line(name: str, comparisons: Sequence[Comparison]) -> str:
+    """Returns a line with mean and median error, and the worst; or that no run was published."""
+    found = errors(comparisons)
+    if found is None:
+        return f"| {name} | none published | not known | 0 |"
+    shown = f"mean error {100 * found.mean:.1f} %, median {100 * found.median:.1f} %, worst {100 * found.worst:.0f} %"
+    return f"| {name} | {_projects(comparisons)} | {shown} | {found.count} |"
+
+
+def _projects(rows: Sequence[Comparison | Verdict]) -> str:
+    """Returns the projects that measured, most runs first; beyond three how many more."""
+    counts = Counter(row.table.partition(" ")[0] for row in rows).most_common()
+    others = len(counts) - 3
+    return ", ".join(f"{name} {count}" for name, count in counts[:3]) + (f", {others} others" if others > 0 else "")

@@ -15,6 +15,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.adapters import linear_names
+from dstrain.plan.memory.layers.activations import has_layer_code
 
 DEFAULT_SEQ_LEN = 2048
 """InternEvo's configs/7B_sft.py: SEQ_LEN, where the notes refer to it."""
@@ -64,6 +65,7 @@ def ask(row: Row) -> Question:
         offload=_offload(row),
         optimizer=variants.optimizer(row),
         state_dtypes=variants.state_dtypes(row),
+        sp=int(row.noted("sequence_parallel_size") or 1),
         tp=parallel(row, "tp"),
         overlap_comm=row.publisher is Publisher.INTERNEVO or DEFAULTS.zero.overlap_comm,
         liger=liger,
@@ -79,6 +81,18 @@ def ask(row: Row) -> Question:
         configuration=replace(_like_the_trainer(configuration, row, model), code=code),
         stands_for=shelf.stands_for,
     )
+
+
+def is_traced(row: Row) -> bool:
+    """Returns whether a run is of a family without layer code, whose layers are traced."""
+    shelf = find_model(row.model)
+    return shelf is not None and not has_layer_code(shelf.model)
+
+
+def runs_deepspeed(row: Row) -> bool:
+    """Returns whether DeepSpeed's ZeRO shards a run; what is sharded by FSDP and by InternEvo is not."""
+    is_mixed = variants.state_dtypes(row) is StateDtypes.MIXED
+    return is_mixed and _stage(row) > 0 and row.publisher is not Publisher.INTERNEVO
 
 
 def _like_the_trainer(configuration: Configuration, row: Row, model: ModelFacts) -> Configuration:

@@ -131,6 +131,9 @@ def gpus_at_work(row: Row) -> int:
 
 def _inter_link(row: Row) -> Link | None:
     """Returns the link between nodes if the notes or the table name it, else None."""
+    named = row.noted("link")
+    if named is not None:
+        return link(named)
     if "4x100Gb RoCE" in row.notes:
         return link("roce100/2")
     if "1600 Gbps" in row.source:

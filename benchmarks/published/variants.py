@@ -171,6 +171,8 @@ def state_dtypes(row: Row) -> StateDtypes:
     if row.publisher in (Publisher.TORCHTITAN, Publisher.LLM_FOUNDRY):
         return StateDtypes.AUTOCAST if autocasts or row.publisher is Publisher.TORCHTITAN else StateDtypes.PURE_BF16
     if row.publisher in (Publisher.SWIFT, Publisher.H2O, Publisher.OTHER):
+        if row.is_fsdp:
+            return StateDtypes.AUTOCAST if autocasts else StateDtypes.PURE_BF16
         if row.zero_stage:
             return StateDtypes.MIXED
         return StateDtypes.PURE_BF16 if kind is Method.FULL else StateDtypes.AUTOCAST
