@@ -49,6 +49,10 @@ class Trained:
     flat_groups: tuple[tuple[int, ...], ...] = ()
     """Elements of every trainable tensor, in the order in which ZeRO-1 and 2 lay out each optimizer group; empty where
     the order is not known."""
+    expert_group: tuple[int, ...] = ()
+    """The same of experts that differ among `ep` neighbouring ranks, which are a group of their own."""
+    ep: int = 1
+    """Ranks of an expert-parallel group."""
 
     @property
     def everywhere(self) -> int:
@@ -68,7 +72,11 @@ class Trained:
         """
         if not self.flat_groups:
             return [-(-self.everywhere // num_ranks)] * num_ranks
-        return _whole_shares(self.flat_groups, num_ranks)
+        shares = _whole_shares(self.flat_groups, num_ranks)
+        if not self.expert_group:
+            return shares
+        of_experts = _whole_shares((self.expert_group,), max(1, num_ranks // self.ep))
+        return [share + of_experts[min(rank // self.ep, len(of_experts) - 1)] for rank, share in enumerate(shares)]
 
 
 @cache
@@ -84,10 +92,12 @@ def _whole_shares(flat_groups: tuple[tuple[int, ...], ...], num_ranks: int) -> l
     return shares
 
 
-def _flat_groups(model: ModelFacts) -> tuple[tuple[int, ...], ...]:
-    """Returns the trainable tensors of full training by optimizer group, in the model's order: decayed, then the rest.
+def _flat_groups(model: ModelFacts, *, ep: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Returns the trainable tensors of full training by optimizer group, in the model's order: decayed, then the rest,
+    then experts, if ranks share them.
 
-    Source: Transformers 5.23 trainer.py: get_decay_parameter_names (biases and norms are not decayed).
+    Source: Transformers 5.23 trainer.py: get_decay_parameter_names (biases and norms are not decayed);
+    dstrain/train/expert_parallel.py: part_experts.
     """
     layers = model.num_hidden_layers
     before = [(g, 0) for g in model.tensors if g.kind is Kind.EMBEDDING]
@@ -95,11 +105,13 @@ def _flat_groups(model: ModelFacts) -> tuple[tuple[int, ...], ...]:
     after = [g for g in model.tensors if g.kind is Kind.HEAD or (g.kind is Kind.NORM and not is_inside(g))]
     decayed: list[int] = []
     rest: list[int] = []
+    experts: list[int] = []
     middle = [(g, layer) for layer in range(layers) for g in inside if is_in_layer(g, layer, layers)]
     for group, layer in [*tower_tensors(model), *before, *middle, *((g, 0) for g in after)]:
         if trains_in_full(group, layer, layers):
-            (decayed if decays(group) else rest).append(group.numel)
-    return tuple(decayed), tuple(rest)
+            is_shared = ep > 1 and group.kind is Kind.EXPERT
+            (experts if is_shared else decayed if decays(group) else rest).append(group.numel)
+    return tuple(decayed), tuple(rest), tuple(experts)
 
 
 def decays(group: TensorGroup) -> bool:
@@ -184,11 +196,13 @@ def _shard(model: ModelFacts, tp: int) -> ModelFacts:
 def trained_on_rank(model: ModelFacts, configuration: Configuration) -> Trained:
     """Returns what trains and what does not, of the part that one tensor- or expert-parallel rank holds."""
     method, lora, parallel = configuration.model.method, configuration.model.lora, configuration.parallel
-    counts = trained(shard(model, parallel), method, lora)
+    sharded = shard(model, parallel)
+    counts = trained(sharded, method, lora)
     if parallel.ep == 1:
         return counts
     elsewhere = trained(model, method, lora).trainable - counts.trainable
-    return replace(counts, elsewhere=elsewhere, flat_groups=())
+    *groups, experts = _flat_groups(sharded, ep=parallel.ep) if method is Method.FULL else ((),)
+    return replace(counts, elsewhere=elsewhere, flat_groups=tuple(groups), expert_group=experts, ep=parallel.ep)
 
 
 @cache
@@ -206,7 +220,7 @@ def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
             largest_trainable=largest,
             matrices=sum(group.num_trained for group in matrices),
             muon_flops=sum(muon_flops(*group.shape[-2:]) * group.num_trained // group.numel for group in matrices),
-            flat_groups=_flat_groups(model),
+            flat_groups=_flat_groups(model)[:2],
         )
     copies = [group.numel for group in kept_whole(model, lora)]
     adapters = lora_params(model, lora) + sum(copies)

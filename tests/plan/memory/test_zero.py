@@ -1,11 +1,17 @@
-"""Model states against the textbook, by hand."""
+"""Model states against the textbook, by hand, and against the replayed engine."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 from dstrain.choices import Offload, Precision
+from dstrain.facts.model.families import from_config
 from dstrain.plan.configuration import DEFAULTS, changed
-from dstrain.plan.memory.params import Trained
+from dstrain.plan.memory.deepspeed import engine
+from dstrain.plan.memory.params import Trained, trained_on_rank
 from dstrain.plan.memory.zero import engine_buffers, pinned, states
+from tests.train.engine_cases import SPARSE
 
 P, N = 1_000_000_000, 8
 COUNTS = Trained(trainable=P, frozen=0, quantized=0, largest_trainable=50_000_000)
@@ -59,3 +65,21 @@ def test_a_smaller_sub_group_makes_the_step_smaller_under_zero_3() -> None:
 
 def test_pinned_memory_rounds_2_25_gib_up_to_4() -> None:
     assert pinned(2.25 * 2**30) == 4 * 2**30
+
+
+SHARED = {**SPARSE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 256}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("ep", "ranks"), [(1, 4), (2, 2), (2, 4), (4, 4), (2, 8), (4, 8)])
+@pytest.mark.parametrize("config", [SPARSE, SHARED], ids=["experts", "shared experts"])
+def test_states_under_expert_parallelism_are_the_engines(
+    config: Mapping[str, Any], ep: int, ranks: int, stage: int
+) -> None:
+    model = from_config(dict(config), name="model", source="model")
+    way = changed(DEFAULTS, zero_stage=stage, ep=ep, seq_len=64, reduce_bucket_size=1000)
+    played = engine.engine_of(model, way, ranks)
+    kept = played.resident.grads if stage == 3 else max(replay.kept for replay in played.replays)
+    found = states(trained_on_rank(model, way), way, ranks)
+    assert found.grads == pytest.approx(kept, rel=0.005)
+    assert found.device == pytest.approx(played.resident.params + played.resident.optimizer + kept, rel=0.005)
