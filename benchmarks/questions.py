@@ -71,7 +71,9 @@ QUESTIONS = (
     ),
     Question("--model qwen3-32b --gpus 8 --gpu h200", "plain ZeRO-3; every other layer fits without recomputation"),
     Question("--model qwen3-32b --gpus 16", "plain ZeRO-3 with checkpointing; hpZ gains nothing beyond the error"),
-    Question("--model qwen3-32b --gpus 16 --seq-len 32768", "with a fused loss 32 k fit without SP and offload"),
+    Question(
+        "--model qwen3-32b --gpus 16 --seq-len 32768", "with a fused loss and layers' inputs in RAM 32 k fit without SP"
+    ),
     Question(
         "--model qwen3-32b --gpus 32 --gpu h100-sxm --seq-len 131072", "SP inside the node, checkpointing, YaRN said"
     ),
@@ -93,7 +95,7 @@ QUESTIONS = (
     Question("--model mixtral-8x7b --gpus 16 --gpu h100-sxm", "plain ZeRO-3; EP would gain no more than the error"),
     Question(
         "--model qwen3-vl-30b-a3b --gpus 8 --gpu h200",
-        "ranks share experts, and need no recomputing: 7 % faster than gathering them for two rows",
+        "plain ZeRO-3 with checkpointing: sharing experts would gain 7 %, within the error, and take 38 GiB more",
     ),
     Question("--model qwen3-vl-8b --gpus 4 --gpu a100-80g --method lora", "frozen weights fit whole"),
     Question(

@@ -125,6 +125,10 @@ class Evaluator:
         """Returns the samples of a step."""
         return data_parallel_ranks(self.workload.cluster, candidate.way) * candidate.micro_batch * candidate.grad_accum
 
+    def live_bytes(self, candidate: Candidate) -> int:
+        """Returns the live bytes of a candidate on one GPU, as its estimate has them now."""
+        return self.estimate(candidate).memory.live_bytes_per_gpu
+
     def may_fit(self, candidate: Candidate) -> bool:
         """Returns whether the bound leaves room; an excluded candidate needs no estimate."""
         least, cluster = self.bound(candidate), self.workload.cluster

@@ -77,7 +77,7 @@ def _simpler(cluster: Cluster, chosen: Estimate, ranking: Ranking) -> tuple[Reas
     if not ranking.fits or gain is None or gain <= EQUAL_RATIO:
         return ()
     worth = percent(max(ranking.difference_error_ratio, TIE_RATIO))
-    gained = f"{percent(gain).removesuffix(' %')} ± {worth} faster"
+    gained = f"{percent(gain).removesuffix(' %')} ± {worth} faster, {_more_bytes(ranking.fastest, chosen)}"
     other = ranking.fastest.configuration
     text = f"{_advantage(chosen.configuration, other)} than {label(other)} ({gained})"
     return (Reason(topic=Topic.SIMPLER, text=text),)
@@ -177,7 +177,8 @@ def _speed(chosen: Estimate) -> list[Reason]:
 
 
 def _over(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> list[Reason]:
-    """Returns each choice with the alternative it beat and the margin, closest decisions first."""
+    """Returns each choice with the closest alternative that it beat and the margin, closest decisions first; a plan is
+    an alternative once."""
     said = []
     for neighbour in others:
         gain = gain_ratio(cluster, chosen, neighbour.best) if neighbour.best is not None else None
@@ -185,14 +186,16 @@ def _over(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> list[R
             continue
         memory = _more_bytes(chosen, neighbour.best)
         whole = "" if neighbour.is_only_difference else f" ({label(neighbour.best.configuration)})"
-        if gain > EQUAL_RATIO:
-            text = f"{neighbour.chosen} over {neighbour.other}{whole}: {faster(gain)}, {memory}"
-            said.append((gain, text, neighbour.topic, whole))
-        elif gain >= -EQUAL_RATIO:
-            text = f"{neighbour.chosen} over {neighbour.other}{whole}: as fast, {memory}"
+        is_smaller = chosen.memory.device_bytes_per_gpu < neighbour.best.memory.device_bytes_per_gpu
+        if gain >= -EQUAL_RATIO or is_smaller:
+            speed = faster(gain) if abs(gain) > EQUAL_RATIO else "as fast"
+            text = f"{neighbour.chosen} over {neighbour.other}{whole}: {speed}, {memory}"
             said.append((abs(gain), text, neighbour.topic, whole))
-    closest = {whole or text: Reason(topic=topic, text=text) for _, text, topic, whole in sorted(said, reverse=True)}
-    return list(closest.values())[::-1][:MOST_SENTENCES]
+    closest: dict[str, Reason] = {}
+    for _, text, topic, whole in sorted(said):
+        if topic not in {reason.topic for reason in closest.values()}:
+            closest.setdefault(whole or text, Reason(topic=topic, text=text))
+    return list(closest.values())
 
 
 def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> list[Reason]:

@@ -190,15 +190,16 @@ def _ranked(
     """Returns the best of candidates in the order of time that seem to fit, one per strategy, and the fastest of all.
 
     Those that are slower than the fastest by no more than the prediction is worth (`_is_tie`) are as good as it, and
-    the simplest of them comes first; then those of the fastest that is left. Times tell what is as good, so that of
-    these only the simplest are estimated.
+    the simplest of them comes first, unless it needs both more time and more memory than another (`_saving_both`); then
+    those of the fastest that is left. Times tell what is as good, so that of these only the simplest are estimated.
     """
     ranked: dict[tuple[object, ...], Candidate] = {}
+    alike: set[tuple[object, ...]] = set()
     fastest: Candidate | None = None
     entries = iter(ordered)
     waiting: list[_Tied] = []
     while len(ranked) < top:
-        first = _first_that_fits(waiting, entries, ranked, seems_to_fit)
+        first = _first_that_fits(waiting, entries, ranked.keys() | alike, seems_to_fit)
         if first is None:
             break
         fastest = fastest or first.candidate
@@ -210,11 +211,53 @@ def _ranked(
         for tie in sorted(ties, key=lambda tie: tie[:4]):
             if len(ranked) == top:
                 break
-            if tie.strategy not in ranked and seems_to_fit(tie.candidate):
-                better = (other.candidate for other in waiting if _is_better(other, tie))
-                if not any(map(seems_to_fit, better)):
-                    ranked[tie.strategy] = tie.candidate
+            if tie.strategy in ranked.keys() | alike or not seems_to_fit(tie.candidate):
+                continue
+            better = (other.candidate for other in waiting if _is_better(other, tie))
+            if any(map(seems_to_fit, better)):
+                continue
+            simpler = (other.candidate for other in waiting if ranked and _brings_nothing(evaluator, tie, other))
+            if any(map(seems_to_fit, simpler)):
+                alike.add(tie.strategy)
+                continue
+            best = tie if ranked else _saving_both(evaluator, tie, waiting, seems_to_fit)
+            ranked[best.strategy] = best.candidate
     return list(ranked.values()), fastest
+
+
+def _saving_both(
+    evaluator: Evaluator, slow: _Tied, others: list[_Tied], seems_to_fit: Callable[[Candidate], bool]
+) -> _Tied:
+    """Returns the simplest plan that needs less time and less memory than one, or that has the same advantage over
+    that; the plan itself if there is none.
+
+    Simplicity may cost time that the prediction cannot tell, or memory, but not both.
+    """
+    for other in sorted(others, key=lambda tie: tie[:4]):
+        is_faster = len(slow.key) == 1 and other.key[0] * (1 + EQUAL_RATIO) < slow.key[0]
+        if is_faster and _is_smaller(evaluator, other.candidate, slow.candidate) and seems_to_fit(other.candidate):
+            return _saving_both(evaluator, other, others, seems_to_fit)
+    return slow
+
+
+def _is_smaller(evaluator: Evaluator, one: Candidate, other: Candidate) -> bool:
+    """Returns whether a plan leaves more of the GPU than another, by EQUAL_RATIO of its memory, and no less of the RAM:
+    bytes that are offloaded are not saved."""
+    if evaluator.host_bytes(one) > evaluator.host_bytes(other):
+        return False
+    allowed = evaluator.live_bytes(other) - EQUAL_RATIO * evaluator.workload.cluster.gpu.memory_bytes
+    least = evaluator.bound(one).device_bytes(one.micro_batch, one.grad_accum)
+    return least < allowed and evaluator.live_bytes(one) < allowed
+
+
+def _brings_nothing(evaluator: Evaluator, tie: _Tied, other: _Tied) -> bool:
+    """Returns whether a plan on one GPU, which shares nothing, is a simpler one with more mechanisms: no faster and no
+    smaller, with the same micro-batch and checkpointing."""
+    one, simple = tie.candidate, other.candidate
+    is_alone = evaluator.workload.cluster.num_gpus == 1
+    is_more = is_alone and other.complexity < tie.complexity and other.key <= tie.key
+    is_alike = one.micro_batch == simple.micro_batch and one.way.checkpointing == simple.way.checkpointing
+    return is_more and is_alike and not _is_smaller(evaluator, one, simple)
 
 
 def _first_that_fits(

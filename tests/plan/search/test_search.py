@@ -25,7 +25,7 @@ from dstrain.plan.search.evaluator import Evaluator, least_bytes, usable_ratio
 from dstrain.plan.search.infeasible import ways_that_fit
 from dstrain.plan.search.nearest import _bound
 from dstrain.plan.search.notes import _tower_note
-from dstrain.plan.search.search import MOST_TIE_RATIO, TIE_RATIO, Ranking, least_plan, search
+from dstrain.plan.search.search import EQUAL_RATIO, MOST_TIE_RATIO, TIE_RATIO, Ranking, least_plan, search
 from dstrain.plan.search.search_space import global_batch, mechanisms, space, strategy_key
 from dstrain.plan.search.slowdown_order import lost_speed
 from dstrain.units import GIB
@@ -114,6 +114,35 @@ def test_a_gain_that_may_be_an_error_is_not_worth_a_mechanism() -> None:
     assert (first.parallel.sp, first.zero.offload, first.checkpointing.period) == (1, Offload.NONE, 1)
     assert (fastest.parallel.sp, fastest.zero.offload, fastest.checkpointing.period) == (8, Offload.PARAMS, 2)
     assert 0.05 < found.difference_error_ratio < 0.15
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"model": "qwen3-0.6b", "gpus": 8, "gpu": "h100", "seq_len": 2048},
+        {"model": "qwen3-vl-30b-a3b", "gpus": 32, "gpu": "a100-80g"},
+    ],
+    ids=lambda options: options["model"],
+)
+def test_simplicity_does_not_cost_both_time_and_memory(options: dict[str, Any]) -> None:
+    asked, request = everything(**options)
+    found = search(asked.workload, request, top=3)
+    first = found.plans[0]
+    assert first.speed is not None
+    room = EQUAL_RATIO * asked.workload.cluster.gpu.memory_bytes
+    for other in found.plans[1:]:
+        assert other.speed is not None
+        is_faster = other.speed.tokens_per_s_per_gpu > (1 + EQUAL_RATIO) * first.speed.tokens_per_s_per_gpu
+        is_smaller = other.memory.live_bytes_per_gpu < first.memory.live_bytes_per_gpu - room
+        is_offloaded = other.memory.host_bytes_per_node > first.memory.host_bytes_per_node
+        assert not is_faster or not is_smaller or is_offloaded
+
+
+def test_one_gpu_lists_no_stage_that_shares_nothing() -> None:
+    asked, request = everything(model="qwen3-0.6b", gpus=1, gpu="4090", seq_len=2048)
+    listed = [plan.configuration.zero for plan in search(asked.workload, request, top=3).plans]
+    assert listed[0].stage == 0
+    assert not [zero for zero in listed if zero.stage in (1, 2) and not zero.is_offloaded]
 
 
 def test_each_way_is_listed_once() -> None:
