@@ -167,11 +167,9 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
     if tokenizer is None:
         return _without_tokenizer(job, model)
     rows = max(_FEWEST_ROWS, SAMPLED_ROWS // len(sources))
-    image_tokens = None
-    if job.image_patches and model.vision is not None:
-        image_tokens = model.vision.num_tokens(job.image_patches)
-    options: dict[str, Any] = {"sampled_rows": rows, "loss_on": job.loss_on, "image_tokens": image_tokens}
-    options["sees"] = eye_of(model.source, hub, max_pixels=job.max_pixels, min_pixels=job.min_pixels)
+    image_tokens = model.vision.num_tokens(job.image_patches) if job.image_patches and model.vision else None
+    sees = eye_of(model.source, hub, max_pixels=job.max_pixels, min_pixels=job.min_pixels)
+    options: dict[str, Any] = {"sampled_rows": rows, "loss_on": job.loss_on, "image_tokens": image_tokens, "sees": sees}
     options |= {"hears": _hearing(model, job), "measure": measure_of(job, model.source, hub, tokenizer)}
     for source in sources:
         reading = reading_for(source, job)

@@ -159,10 +159,7 @@ def read_lengths(
         samples += [sides for _, sides in usable]
     if not texts:
         raise InvalidConfig(f"{data}: none of {rows:,} sampled rows is usable", hint="dstrain run names the problems.")
-    every = [text for sides in texts for side in sides for text in side]
-    encoded = encoder.encode_batch_fast([text.text for text in every], add_special_tokens=False)
-    left = iter([len(encoding.ids) + text.around for encoding, text in zip(encoded, every, strict=True)])
-    sides = [_size([(next(left), text) for text in side]) for row in texts for side in row]
+    sides = _sizes(encoder, [side for row in texts for side in row])
     if measure is not None:
         sides = rendered([one for row in samples for one in row], sides, measure)
     each, more = iter(sides), count_rows(uncounted)
@@ -171,7 +168,7 @@ def read_lengths(
         num_samples=counted + more.number,
         estimate=joined([(counted, None), (more.number, more.estimate)]),
         target_share=sum(side.learned for side in sides) / max(1, sum(side.tokens for side in sides)),
-        has_media=any(text.is_media for text in every),
+        has_media=any(text.is_media for row in texts for side in row for text in side),
     )
 
 
@@ -260,6 +257,14 @@ def _texts(sample: Conversation | str, loss_on: LossOn, media_tokens: int) -> li
         tools = json.dumps(list(sample.tools), ensure_ascii=False)
         texts.append(Text(tools, is_learned=loss_on is LossOn.ALL, is_tools=True))
     return texts
+
+
+def _sizes(encoder: Any, samples: Sequence[Sequence[Text]]) -> list[Size]:
+    """Returns the size of each sample, given its texts."""
+    every = [text for texts in samples for text in texts]
+    encoded = encoder.encode_batch_fast([text.text for text in every], add_special_tokens=False)
+    left = iter([len(encoding.ids) + text.around for encoding, text in zip(encoded, every, strict=True)])
+    return [_size([(next(left), text) for text in texts]) for texts in samples]
 
 
 def _size(texts: Sequence[tuple[int, Text]]) -> Size:
