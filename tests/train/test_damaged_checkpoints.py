@@ -66,13 +66,17 @@ def test_the_older_one_is_taken_and_the_losses_are_those_of_before(runs: Path, e
     run = shutil.copytree(runs / "zero1", runs / "zero1-again")
     shutil.copy(f"{runs / 'zero1'}.codes", f"{run}.codes")
     change_job(run, output_dir=str(run))
-    for shard in (run / "checkpoint-4" / "global_step4").glob("*_optim_states.pt"):  # so that each rank finds one
-        HARMS["4,000 bytes"](shard)
-    for _ in range(2):
-        engine.train(run)
-    assert codes(run)[1:] == [[3, 3], [0, 0]]
+    HARMS["4,000 bytes"](run / "checkpoint-4" / "global_step4" / "mp_rank_00_model_states.pt")
+    logs = [Path(f"{run}.log.{rank}") for rank in (0, 1)]
+
+    def has_failed() -> bool:  # then launchers end the other ranks
+        return any("Error: " in log.read_text() for log in logs if log.exists())
+
+    assert 3 in engine.run("dstrain.train", run, log=Path(f"{run}.log"), is_over=has_failed)
+    engine.train(run)
+    assert codes(run)[-1] == [0, 0]
     text = said(run) + said(run, rank=1)
-    assert "_optim_states.pt has another checksum" in text
+    assert "mp_rank_00_model_states.pt has another checksum" in text
     assert "put aside as checkpoint-4.damaged" in text
     assert "resume check: a loss of " in text
     assert "(difference 0)" in text
