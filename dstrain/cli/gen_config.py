@@ -208,7 +208,7 @@ def _has_errors(out: Path) -> bool:
     from dstrain.launch.prepare.lint_job import lint_job
 
     try:
-        job = read_job(out / "job.yaml")
+        job = read_job(out / "job.yaml", is_only_read=True)
         return bool(engine.errors(lint_job(job, Path(job.job.ds_config)).findings))
     except DstrainError:
         return True

@@ -31,7 +31,11 @@ def counted_patches(options: Mapping[str, Any]) -> tuple[int, str | None]:
     if not data:
         return 0, None
     try:
-        job = read_job(Path(data)).job if data.endswith((".yaml", ".yml")) else Job(model="", output_dir="", data=data)
+        job = (
+            read_job(Path(data), is_only_read=True).job
+            if data.endswith((".yaml", ".yml"))
+            else Job(model="", output_dir="", data=data)
+        )
         sees = eye_of(_source(options), options["hub"], max_pixels=job.max_pixels, min_pixels=job.min_pixels)
         return (job.image_patches, None) if sees is None or job.image_patches else _most(job, options, sees)
     except (DstrainError, OSError):
