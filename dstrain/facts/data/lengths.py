@@ -140,35 +140,31 @@ def read_lengths(
 ) -> Lengths:
     """Returns the lengths of the samples of a data file or a glob; `tokenizer` is the model's tokenizer.json.
 
-    `measure` renders some with the chat template; without it a template's share is the role's name and `MARKS` for each
-    message. A pair of answers counts as the longer of its two samples; images of a sample count as `sees` says, or else
-    with videos `image_tokens`, audios as `hears` says. Unusable rows are left out, which `dstrain run` names. Raises
-    InvalidConfig if no row is usable, one has media whose tokens are not known, or the tokenizer cannot be read.
+    `measure` renders some with the chat template, whose share is else the role's name and `MARKS` for each message. A
+    pair counts as the longer of its samples; images as `sees` says, or else with videos `image_tokens`, audios as
+    `hears` says. Raises InvalidConfig if no row is usable, or if the tokens of media are not known.
     """
     encoder, files = encoder_of(tokenizer), files_of(data)
     rows, counted, uncounted = 0, 0, list[Path]()
-    samples: list[Sequence[Conversation | str]] = []
-    texts: list[list[list[Text]]] = []
+    usable: list[tuple[str, Sequence[Conversation | str]]] = []
     count = partial(_media_tokens, image_tokens=image_tokens, sees=sees, hears=hears)
     for file in files:
         sampled, number = spread(file, -(-sampled_rows // len(files)))
         counted, uncounted = counted + (number or 0), uncounted + ([file] if number is None else [])
         rows += len(sampled)
-        usable = usable_rows(file, sampled, reading)
-        texts += [[_texts(side, loss_on, count(side, where)) for side in sides] for where, sides in usable]
-        samples += [sides for _, sides in usable]
-    if not texts:
+        usable += usable_rows(file, sampled, reading)
+    if not usable:
         raise InvalidConfig(f"{data}: none of {rows:,} sampled rows is usable", hint="dstrain run names the problems.")
-    sides = _sizes(encoder, [side for row in texts for side in row])
-    if measure is not None:
-        sides = rendered([one for row in samples for one in row], sides, measure)
-    each, more = iter(sides), count_rows(uncounted)
+    samples = [(side, where) for where, sides in usable for side in sides]
+    sizes = _sizes(encoder, [_texts(side, loss_on, count(side, where)) for side, where in samples])
+    sizes = sizes if measure is None else rendered([side for side, _ in samples], sizes, measure)
+    each, more = iter(sizes), count_rows(uncounted)
     return Lengths(
-        tokens=tuple(sorted(max(next(each).tokens for _ in row) for row in texts)),
+        tokens=tuple(sorted(max(next(each).tokens for _ in sides) for _, sides in usable)),
         num_samples=counted + more.number,
         estimate=joined([(counted, None), (more.number, more.estimate)]),
-        target_share=sum(side.learned for side in sides) / max(1, sum(side.tokens for side in sides)),
-        has_media=any(text.is_media for row in texts for side in row for text in side),
+        target_share=sum(size.learned for size in sizes) / max(1, sum(size.tokens for size in sizes)),
+        has_media=any(not isinstance(side, str) and side.has_media for side, _ in samples),
     )
 
 
