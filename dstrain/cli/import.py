@@ -27,6 +27,8 @@ from dstrain.config.imports.environment import launch_variables
 from dstrain.config.imports.read import TOOLS, import_file
 from dstrain.config.imports.strategy import runs_deepspeed
 from dstrain.config.imports.walk import Imported, Note
+from dstrain.config.lint import engine
+from dstrain.config.lint.finding import Finding
 from dstrain.config.lint.rules.releases import past_faults
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import InvalidConfig
@@ -39,6 +41,7 @@ from dstrain.paths import alone
 from dstrain.plan.estimate import estimate
 from dstrain.plan.estimate_records import Estimate, Plan
 from dstrain.plan.search.decide import plan_of, survey
+from dstrain.units import counted
 
 
 @click.command("import")
@@ -85,11 +88,32 @@ def command(file: Path, out: Path, force: bool, dry_run: bool, as_json: bool, **
             answer_json(report_document(made.report, made.files))
         else:
             answer("\n".join(report_lines(made.report)))
+        if made.errors:
+            raise _faulty(made, file)
         if not dry_run:
             _write(out, made, force=force)
     if not dry_run:
-        for line in next_lines(out, made.files, inputs.facts, made.plan):
+        for line in _next(out, made, inputs):
             say(line)
+
+
+def _faulty(made: _Made, file: Path) -> InvalidConfig:
+    """Returns the error for settings at which lint finds errors, so that no run would start with them."""
+    rules = ", ".join(dict.fromkeys(finding.rule for finding in made.errors))
+    problem = (
+        f"{counted(len(made.errors), 'error')} above ({rules}), at which dstrain run stops, so nothing was written"
+    )
+    return InvalidConfig(f"{file}: {problem}", hint="Mend the lines that they name, and import it again.")
+
+
+def _next(out: Path, made: _Made, inputs: ImportInputs) -> list[str]:
+    """Returns what to type next; not the run where it would stop at errors of the job or its data."""
+    theirs = made.report.theirs
+    fits = {"fits": theirs is None or theirs.fits}
+    lines = next_lines(out, made.files, inputs.facts, made.plan, with_edits=fits)
+    if not engine.errors(made.report.findings):
+        return lines
+    return [*lines[:-1], f"next: mend the errors above, at which dstrain run stops, in {out / 'job.yaml'}"]
 
 
 def _imported(file: Path, options: dict[str, Any]) -> Imported:
@@ -109,6 +133,8 @@ class _Made:
     """The same with the imported values."""
     plan: Plan
     report: ImportReport
+    errors: list[Finding]
+    """What lint finds in the settings themselves."""
 
 
 def _stopped(imported: Imported) -> InvalidConfig:
@@ -155,7 +181,7 @@ def _made(inputs: ImportInputs, out: Path) -> _Made:
         findings=[*linted.findings, *job_checks.findings(job, _context(inputs, job))],
         past_faults=past_faults(linted.subject) if linted.subject and runs_deepspeed(inputs.imported.source) else [],
     )
-    return _Made(lock=lock, files=files, plan=plan, report=report)
+    return _Made(lock=lock, files=files, plan=plan, report=report, errors=engine.errors(linted.findings))
 
 
 _FREE: Mapping[str, Any] = {

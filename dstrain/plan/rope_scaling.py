@@ -67,16 +67,25 @@ def chosen(model: ModelFacts, wish: RopeScaling | RopeType | None, seq_len: int)
     return scaling
 
 
-def _too_long(model: ModelFacts, seq_len: int) -> InvalidConfig:
+class TooLong(InvalidConfig):
+    """A model was not made for samples of a length."""
+
+    def __init__(self, problem: str, *, hint: str, why: str, longest: int) -> None:
+        """`why` is the end of a sentence that begins with the length, and `longest` the longest one that trains."""
+        self.why, self.longest = why, longest
+        super().__init__(problem, hint=hint)
+
+
+def _too_long(model: ModelFacts, seq_len: int) -> TooLong:
     own = model.max_position_embeddings
-    problem = f"--seq-len {seq_len} is longer than {model.name} was made for ({own})"
+    why, longest = f"is longer than {model.name} was made for ({own})", own
     hint = f"Write --seq-len {own} or less"
     if _is_documented(model):
-        hint = f"Write --seq-len {_QWEN3_LONGEST} or less, which YaRN was validated for"
+        longest, hint = _QWEN3_LONGEST, f"Write --seq-len {_QWEN3_LONGEST} or less, which YaRN was validated for"
     scaling = reaching(model, RopeType.YARN, seq_len)
     if scaling is not None and fault(model, scaling, seq_len) is None:
         hint += f", or add --rope-scaling yarn, which stretches its positions (factor {scaling.factor:g})"
-    return InvalidConfig(problem, hint=f"{hint}.")
+    return TooLong(f"--seq-len {seq_len} {why}", hint=f"{hint}.", why=why, longest=longest)
 
 
 def notes(model: ModelFacts, wish: RopeScaling | RopeType | None, scaling: RopeScaling) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -259,3 +261,43 @@ def test_a_file_without_a_model_asks_for_one(dstrain: Type, tmp_path: Path) -> N
     assert (done.returncode, "Add --model NAME." in done.stderr) == (3, True)
     assert dstrain("import", "ds.json", *MACHINE, "--model", "qwen3-8b").returncode == 0
     assert "train_batch_size" in (tmp_path / "ds_config.json").read_text()
+
+
+def test_settings_at_which_a_run_stops_are_not_written(dstrain: Type, tmp_path: Path) -> None:
+    wrong = {**ZERO, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    (tmp_path / "ds.json").write_text(json.dumps(wrong))
+    done = dstrain("import", "ds.json", "--model", "qwen3-8b", "--gpus", "4", "--gpu", "h100", "-o", "job")
+    assert (done.returncode, (tmp_path / "job" / "job.yaml").exists()) == (3, False)
+    assert "at which dstrain run stops, so nothing was written" in done.stderr
+    assert "next:" not in done.stderr
+
+
+HINTS = {
+    "long.yaml": "base_model: Qwen/Qwen3-8B\nsequence_len: 500000\nmicro_batch_size: 1\n",
+    "stop.yaml": f"{TRAIN}use_dora: true\nlora_thing: 3\n",
+    "half.yaml": f"{TRAIN}optim: adamw_bnb_8bit\nbf16: false\nfp16: true\n",
+    "bare.json": json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}),
+    "none.sh": "echo hello\n",
+    "shell.sh": "deepspeed train.py --model_name_or_path $MODEL --bf16\n",
+    "other.sh": "llamafactory-cli train a.yaml\n",
+    "rows.sh": "deepspeed train.py --model_name_or_path Qwen/Qwen3-8B --bf16 --data_path none.jsonl --lora_r 8\n",
+}
+"""Files at which an import ends, or says what to do."""
+
+
+def test_every_option_that_an_import_advises_is_one_that_it_has(dstrain: Type, tmp_path: Path) -> None:
+    command = import_module("dstrain.cli.import").command
+    own = {name for parameter in command.params for name in parameter.opts}
+    foreign, texts = {}, {}
+    for name, text in HINTS.items():
+        (tmp_path / name).write_text(text)
+        done = dstrain("import", name, *MACHINE, "-n")
+        texts[name] = done.stderr
+        advised = [word for line in done.stderr.splitlines() for word in re.findall(r"(?<![\w-])--[a-z][a-z-]+", line)]
+        foreign[name] = [
+            word for word in advised if word not in own and word[2:] not in text and "add --lora" not in word
+        ]
+    allowed = {"rows.sh": ["--lora"]}  # options of the script itself
+    assert {name: words for name, words in foreign.items() if set(words) - set(allowed.get(name, ()))} == {}
+    assert "`sequence_len: 500000` (long.yaml:2:1) is longer than qwen3-8b" in texts["long.yaml"]
+    assert "--ignore use_dora --ignore lora_thing" in texts["stop.yaml"]

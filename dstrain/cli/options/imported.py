@@ -26,6 +26,7 @@ from dstrain.plan.estimate import effective
 from dstrain.plan.memory.adapters import named_targets
 from dstrain.plan.memory.layers.kernels import LIGER
 from dstrain.plan.request import Request
+from dstrain.plan.rope_scaling import TooLong
 from dstrain.plan.search.contradictions import Terms, Unsatisfiable
 
 _REQUESTED = (
@@ -109,6 +110,9 @@ def _whole(plan: Mapping[str, Any], facts: PlanInputs) -> dict[str, Any]:
 def of_file(error: InvalidConfig, inputs: ImportInputs) -> InvalidConfig:
     """Returns the error of a request that no way satisfies, in the keys of the file that made the request."""
     path = inputs.imported.source.path
+    if isinstance(error, TooLong) and (key := _key_of("seq_len", inputs)) is not None:
+        name = inputs.imported.values["seq_len"].key
+        return InvalidConfig(f"{path}: {key} {error.why}", hint=f"Write `{name}` {error.longest} or less.")
     keys = {name: _key_of(name, inputs) for name in error.names} if isinstance(error, Unsatisfiable) else {}
     if not isinstance(error, Unsatisfiable) or not any(keys.values()):
         return InvalidConfig(f"{path}: {error.problem}", hint=error.hint)

@@ -12,6 +12,7 @@ from dstrain.config.imports.strategy import runs_deepspeed
 from dstrain.config.imports.walk import Imported, Note, Value
 from dstrain.config.lint.advisory import Advisory
 from dstrain.config.lint.finding import Finding, count_text, lines, printable
+from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import flat
 from dstrain.plan.estimate_records import Estimate
@@ -74,9 +75,18 @@ def _cost_lines(report: ImportReport) -> list[str]:
     end = [*_without_stage(report), verdict]
     if not _is_other(report.theirs, ours.estimate):
         return [*table_lines(_survey(report, theirs)), *end, "dstrain would choose the same"]
-    fits = "" if report.ours.fits else ", which does not fit either"
-    which = f"1 is the file, 2 what dstrain would choose{fits}"
-    return [*table_lines(_survey(report, theirs, ours)), *end, which]
+    fits = (
+        "" if report.ours.fits else f", which does not fit either: it needs {ours.estimate.shortage}{_assumed(report)}"
+    )
+    which = wrapped(f"1 is the file, 2 what dstrain would choose{fits}").splitlines()
+    return [*table_lines(_survey(report, theirs, ours)), *end, *which]
+
+
+def _assumed(report: ImportReport) -> str:
+    """Returns the option that says how much host RAM there is, where too little is assumed."""
+    cluster, estimate = report.workload.cluster, report.ours.proposals[0].estimate
+    is_short = estimate.fits_gpu and cluster.host_memory_origin is Origin.ASSUMED
+    return ", which is assumed; say what a node has: --host-memory SIZE" if is_short else ""
 
 
 def _without_stage(report: ImportReport) -> list[str]:

@@ -177,6 +177,9 @@ def optimizer(value: Any, source: Source) -> Any:
         plain = "adamw_8bit" if "8bit" in name else "adamw"
         note = "without paging to host RAM; for that, offload the optimizer in ds_config.json"
         return Converted(values={"optimizer": plain}, note=f"`{plain}` is written, {note}")
+    if name == "adamw_torch_4bit":
+        note = "`adamw_8bit` is written: moments have 8 bits, not 4"
+        return Converted(values={"optimizer": "adamw_8bit"}, note=note)
     if name not in OPTIMIZERS:
         raise OtherTraining(f"`{value}`: dstrain trains with adamw, adamw_8bit, adamw_bf16 and muon")
     if OPTIMIZERS[name] == "adamw" and is_pure_bf16(source):

@@ -207,7 +207,7 @@ def _of_section(key: str) -> Any:
     """Returns the converter of `bf16` or `fp16`."""
 
     def converted(value: Any, _: Source) -> Any:
-        return key if isinstance(value, Mapping) and value.get("enabled") is True else ABSENT
+        return key if isinstance(value, Mapping) and value.get("enabled") is True else READ
 
     return converted
 
@@ -222,7 +222,7 @@ def _optimizer(value: Any, source: Source) -> Any:
     name = str(value).lower()
     if name not in ("adam", "adamw"):
         raise Unmatched(f"`{value}` stays in ds_config.json, and dstrain's figures are for AdamW")
-    return ABSENT
+    return READ
 
 
 DEEPSPEED_ROWS = table(
@@ -232,6 +232,14 @@ DEEPSPEED_ROWS = table(
     to("bf16", "precision", _of_section("bf16")),
     to("fp16", "precision", _of_section("fp16")),
     to("optimizer.type", "", _optimizer),
+    to("scheduler.params.warmup_num_steps", "warmup_steps", convert.number_unless_auto),
+    to("scheduler.params.warmup_max_lr", "learning_rate", convert.number_unless_auto),
+    to(
+        "scheduler.params.total_num_steps",
+        "max_steps",
+        convert.number_unless_auto,
+        note="the run has the length of its schedule, as the Trainer asks for",
+    ),
     to("optimizer.params.lr", "learning_rate", convert.number_unless_auto),
     to("optimizer.params.betas", "", _betas),
     to("optimizer.params.eps", "adam_epsilon", convert.number_unless_auto),

@@ -53,6 +53,8 @@ class Subject(JobContext):
     """Package → the version that will run it; without those that are not known."""
     estimate: Estimate | None = None
     """Its estimated needs; None also if it cannot be estimated."""
+    counted_steps: int | None = None
+    """Steps of a job without max_steps, by the rows of its data; None if they cannot be counted."""
     free_disk_bytes: int | None = None
     """Free bytes in the folder of the job's checkpoints."""
     free_nvme_bytes: int | None = None

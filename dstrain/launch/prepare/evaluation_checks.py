@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from dstrain.choices import Interval
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data import datafile
 from dstrain.facts.data.mixture import held_out_counts
-from dstrain.facts.data.row_counts import count_rows
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
+from dstrain.launch.prepare.job_context import sizes_of
 
 _DATA = "Set eval_data to the evaluation data or val_split to a share of data"
 
@@ -48,16 +46,9 @@ def _without_split(job: Job, val_split: float) -> InvalidConfig | None:
     """Returns why no sample is held out or none is left, even if all rows are usable; None if it is not known here."""
     if job.streaming and val_split < 1:
         return None  # a limit of streaming says it
-    sizes = []
-    for source in job.train_sources:
-        files = [Path(path) for path in datafile.found(source.path)]
-        if not files or not all(path.is_file() for path in files):
-            return None
-        try:
-            rows = count_rows(files).most
-        except InvalidConfig:  # an error of the data
-            return None
-        sizes.append(min(rows, source.max_samples or rows))
+    sizes = sizes_of(job)
+    if sizes is None:
+        return None
     try:
         held_out_counts(sizes, val_split)
     except InvalidConfig as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection
 from contextlib import suppress
@@ -19,7 +20,10 @@ from dstrain.facts.cluster.gpus import CPU
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.links import Link
 from dstrain.facts.cluster.machines import is_local, resolve_gpu, resolve_hosts
+from dstrain.facts.data import datafile
+from dstrain.facts.data.mixture import held_out_counts
 from dstrain.facts.data.row_contents import RowContents
+from dstrain.facts.data.row_counts import count_rows
 from dstrain.facts.model.model_facts import ModelFacts, with_head_of
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.facts.this_machine import trains_on_cpu
@@ -109,6 +113,37 @@ def describe(
         host_memory_origin=memory_origin,
     )
     return measured_cluster(cluster, hosts)
+
+
+def sizes_of(job: Job) -> list[int] | None:
+    """Returns the most samples that each data set of a job may have; None if one is not in files that are here."""
+    sizes = []
+    for source in job.train_sources:
+        files = [Path(path) for path in datafile.found(source.path)]
+        if not files or not all(path.is_file() for path in files):
+            return None
+        try:
+            rows = count_rows(files).most
+        except InvalidConfig:  # an error of the data
+            return None
+        sizes.append(min(rows, source.max_samples or job.max_samples or rows))
+    return sizes
+
+
+def counted_steps(context: JobContext) -> int | None:
+    """Returns the steps of a job that says epochs, by the rows of its data, each of which is a sample; None if they are
+    not known before it runs."""
+    job = context.asked
+    if job is None or context.hosts is None or job.max_steps or job.streaming or job.packing:
+        return None
+    sizes = sizes_of(job)
+    if not sizes or any(source.weight is not None for source in job.train_sources):
+        return None
+    with suppress(InvalidConfig):  # of a val_split, which has an error of its own
+        held_out = held_out_counts(sizes, job.val_split) if job.val_split is not None else ()
+        per_epoch = math.ceil((sum(sizes) - sum(held_out)) / job.samples_per_step(context.hosts.num_slots))
+        return math.ceil(per_epoch * job.num_train_epochs)
+    return None
 
 
 def workload_of(context: JobContext) -> Workload | None:

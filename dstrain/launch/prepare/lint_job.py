@@ -21,7 +21,7 @@ from dstrain.facts.this_machine import versions
 from dstrain.job.file import JobFile
 from dstrain.launch.prepare import hostfile_findings, job_checks
 from dstrain.launch.prepare.hostfile_findings import OUTSIDE
-from dstrain.launch.prepare.job_context import job_context, request_of, workload_of
+from dstrain.launch.prepare.job_context import counted_steps, job_context, request_of, workload_of
 from dstrain.launch.prepare.preflight import existing
 from dstrain.paths import shown
 
@@ -98,6 +98,7 @@ def lint_text(
         hosts=context.hosts,
         model=context.model,
         cluster=context.cluster,
+        counted_steps=counted_steps(context) if "scheduler" in document.value else None,
     )
     if is_trainers is None and context.job is None:
         subject = replace(subject, is_trainers=any(_is_filled(*item) for item in subject.walk()))

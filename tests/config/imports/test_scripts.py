@@ -207,3 +207,10 @@ def test_the_settings_of_a_script_may_be_in_a_file() -> None:
     Path("lf.yaml").write_text("model_name_or_path: a\nstage: sft\nfinetuning_type: lora\n")
     with pytest.raises(InvalidConfig, match="a file of LLaMA-Factory"):
         imported("accelerate launch src/train.py lf.yaml\n")
+
+
+def test_lengths_of_a_schedule_that_the_trainer_compares_are_those_of_the_job() -> None:
+    params = '"warmup_num_steps": 500, "total_num_steps": 2000, "warmup_max_lr": 0.0003'
+    text = f'{{"zero_optimization": {{"stage": 2}}, "scheduler": {{"type": "WarmupDecayLR", "params": {{{params}}}}}}}'
+    found = values(imported(text, "ds_config.json"))
+    assert (found["warmup_steps"], found["max_steps"], found["learning_rate"]) == (500, 2000, 0.0003)

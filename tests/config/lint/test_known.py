@@ -13,20 +13,21 @@ import pytest
 from dstrain.choices import Task
 from dstrain.config.lint.engine import check, read
 from dstrain.config.lint.finding import Finding, Severity
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.subject import JobContext, Subject
 from dstrain.errors import InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, hostfile
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.cpu import CPU_LIMITS, OFFLOADED, CpuLimit
+from dstrain.facts.cluster.hostfile import parse
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile, read_job
 from dstrain.job.task_limits import LIMITS, WITH_ADAPTERS, TaskLimit
 from dstrain.launch.prepare import hostfile_findings
 from dstrain.launch.prepare.hostfile_findings import of_hostfile, of_hosts
-from dstrain.launch.prepare.job_context import job_context, request_of
+from dstrain.launch.prepare.job_context import counted_steps, job_context, request_of
 from dstrain.plan.estimate import estimate
 
 HEAD = (
@@ -488,6 +489,24 @@ def test_steps_that_the_trainer_counts_otherwise_are_told_and_offered_to_be_fill
     assert "max_steps is 50 (warmup_ratio 0.1) makes it 5" in said.problem
     fitting = found(head + rest, job=job(tmp_path, "max_steps: 50\nwarmup_ratio: 0.06\n"))
     assert "DS421" not in [each.rule for each in fitting]
+
+
+def test_a_warm_up_of_another_length_is_told_by_the_rows_of_the_data(tmp_path: Path) -> None:
+    body = (
+        ' "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},\n "scheduler": {"type": "WarmupLR", "params": '
+        '{"warmup_num_steps": 500}},\n' + ZERO2
+    )
+    (tmp_path / "rows.jsonl").write_text('{"instruction": "a", "output": "b"}\n' * 200)
+    file = job(tmp_path, "data: rows.jsonl\nval_split: 0.2\nnum_train_epochs: 10\n")
+    steps = counted_steps(JobContext(job=file, hosts=parse("localhost slots=2\n", "hosts")))
+    said = one("DS421", found(body, job=file, counted_steps=steps))
+    assert steps == 10 * 10  # 160 rows, 2 ranks × 2 × 4
+    assert said.problem.endswith("data has rows for 100 steps (warmup_ratio 0.03) makes it 3")
+    assert said.fix == 'write "auto" here, or warmup_steps: 500 into job.yaml'
+    fitting = found(body, job=job(tmp_path, "data: rows.jsonl\nwarmup_steps: 500\n"))
+    assert "DS421" not in [each.rule for each in fitting]
+    wrong = one("DS421", found(body, job=job(tmp_path, "warmup_steps: 5\n")))
+    assert "warmup_steps makes it 5" in wrong.problem
 
 
 def test_a_schedule_of_torch_that_ends_before_the_run_is_told(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.table import key_of
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
-from dstrain.config.lint.rules.batch import FOLLOW_JOB, TRAINER_STOPS
+from dstrain.config.lint.rules.batch import TRAINER_STOPS
 from dstrain.config.lint.subject import Subject, is_count, is_number, params_of, type_of
 from dstrain.config.resolve_auto import filled
 from dstrain.units import counted
@@ -92,37 +92,42 @@ def _is_taken(subject: Subject, outer: Pointer, names: list[str]) -> bool:
 
 
 def _longer_than_the_run(subject: Subject) -> Iterator[Fault]:
-    """Reports lengths of a schedule that contradict max_steps of the job; the Trainer compares two of them."""
-    if subject.job is None or subject.job.job.max_steps is None:
+    """Reports lengths of a schedule that contradict the steps of the job; the Trainer compares two of them."""
+    if subject.job is None:
         return
-    steps, place = subject.job.job.max_steps, subject.job.locate(("max_steps",))
-    name, params = type_of(subject, "scheduler") or "", params_of(subject, "scheduler")
-    ratio, given = subject.job.job.warmup_ratio, subject.job.job.warmup_steps
-    warmup = max(1, math.ceil(steps * ratio)) if given is None else given
-    says = f" (warmup_ratio {ratio:g})" if given is None else f" (warmup_steps {given})"
-    counts = {"warmup_num_steps": warmup, "total_num_steps": steps}
-    for key, count in counts.items():
+    job, locate = subject.job.job, subject.job.locate
+    steps, says = job.max_steps, f"{locate(('max_steps',))}: max_steps is {job.max_steps}"
+    if steps is None and subject.counted_steps is not None:
+        steps, says = subject.counted_steps, f"{locate(('data',))}: data has rows for {subject.counted_steps} steps"
+    params = params_of(subject, "scheduler")
+    warmup, reason = job.warmup_steps, f"{locate(('warmup_steps',))}: warmup_steps"
+    if warmup is None and steps is not None:
+        warmup, reason = math.ceil(steps * job.warmup_ratio), f"{says} (warmup_ratio {job.warmup_ratio:g})"
+    counts = {"warmup_num_steps": (warmup, reason), "total_num_steps": (steps, says)}
+    for key, (count, source) in counts.items():
         value = params.get(key)
-        if is_count(value) and value != count and subject.is_trainers:
-            source = f"{place}: max_steps is {steps}" + (says if key[0] == "w" else "")
+        if count is not None and is_count(value) and value != max(1, count) and subject.is_trainers:
             yield Fault(
                 pointer=("scheduler", "params", key),
-                problem=f"{key} is {value}, but {source} makes it {count}",
+                problem=f"{key} is {value}, but {source} makes it {max(1, count)}",
                 effect=TRAINER_STOPS,
-                fix=FOLLOW_JOB,
+                fix=f'write "auto" here, or {_JOB_KEYS[key]}: {value} into job.yaml',
             )
+    name = type_of(subject, "scheduler") or ""
     key = _LENGTHS.get(name, "")
     length = params.get(key)
-    if length is not None and is_count(length) and length < steps:
+    if steps is not None and length is not None and is_count(length) and length < steps:
         yield Fault(
             pointer=("scheduler", "params", key),
             severity=Severity.WARNING if name == "CosineAnnealingLR" else None,
-            problem=f"{name} ends after {counted(length, 'step')}, but {place}: max_steps is {steps}",
+            problem=f"{name} ends after {counted(length, 'step')}, but {says}",
             effect=_AFTER_END.get(name, "the learning rate is then 0"),
             fix=f"write {steps}",
         )
 
 
+_JOB_KEYS = {"warmup_num_steps": "warmup_steps", "total_num_steps": "max_steps"}
+"""Lengths that the Trainer compares → the key of the job."""
 _CURVES = "deepspeed 0.19.8 runtime/lr_schedules.py; torch 2.13 optim/lr_scheduler.py"
 
 # fmt: off
