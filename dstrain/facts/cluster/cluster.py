@@ -28,7 +28,9 @@ ASSUMED_INTER_LINKS: Mapping[str, str] = MappingProxyType(
         "infinity-fabric": "roce400",  # MI300X platforms: eight adapters of 400 Gbit/s
         "infinity-fabric-4": "roce400",
         "pcie5": "roce100",
+        "pcie5x8": "eth25",
         "pcie4": "eth25",
+        "pcie4x8": "eth25",
         "pcie3": "eth25",
         "loopback": "eth10",
     }

@@ -28,7 +28,7 @@ class Link:
     """Time of the smallest all-reduce of all ranks over it; None if it was not measured. Plans do not use it."""
 
 
-_PCIE = "PCI-SIG: {0} GT/s × 16 lanes × 128/130 / 8 bits"
+_PCIE = "PCI-SIG: {0} GT/s × {1} lanes × 128/130 / 8 bits"
 _ADAPTER = "line rate of {0} Gbit/s / 8 bits, one adapter for each GPU"
 
 # fmt: off
@@ -41,9 +41,11 @@ _ROWS = (
     Link(name="nvlink5", bytes_per_s=900e9, source="https://resources.nvidia.com/en-us-blackwell-architecture: 18 links × 50 GB/s in each direction"),
     Link(name="infinity-fabric", bytes_per_s=448e9, source="https://www.amd.com/en/products/accelerators/instinct/mi300/mi300x.html: 7 links × 64 GB/s in each direction"),
     Link(name="infinity-fabric-4", bytes_per_s=537.6e9, source="https://www.amd.com/en/products/accelerators/instinct/mi350/mi355x.html: 7 links × 76.8 GB/s in each direction"),
-    Link(name="pcie3", bytes_per_s=15.75e9, source=_PCIE.format(8)),
-    Link(name="pcie4", bytes_per_s=31.5e9, source=_PCIE.format(16)),
-    Link(name="pcie5", bytes_per_s=63e9, source=_PCIE.format(32)),
+    Link(name="pcie3", bytes_per_s=15.75e9, source=_PCIE.format(8, 16)),
+    Link(name="pcie4x8", bytes_per_s=15.75e9, source=_PCIE.format(16, 8)),
+    Link(name="pcie4", bytes_per_s=31.5e9, source=_PCIE.format(16, 16)),
+    Link(name="pcie5x8", bytes_per_s=31.5e9, source=_PCIE.format(32, 8)),
+    Link(name="pcie5", bytes_per_s=63e9, source=_PCIE.format(32, 16)),
     Link(name="loopback", bytes_per_s=2e9, source="gloo over 127.0.0.1: a rough figure, for trying things out without a GPU"),
     Link(name="ib100", bytes_per_s=12.5e9, source=_ADAPTER.format(100)),
     Link(name="ib200", bytes_per_s=25e9, source=_ADAPTER.format(200)),

@@ -169,6 +169,7 @@ def test_a_strange_gpu_gets_all_of_them(typed: str) -> None:
         ("Tesla T4", "t4"),
         ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", "rtx-4090-laptop"),
+        ("NVIDIA GeForce RTX 3050 6GB Laptop GPU", "rtx-3050-laptop-6g"),
         ("NVIDIA GeForce RTX 2070 with Max-Q Design", "rtx-2070-max-q"),
         ("NVIDIA RTX A2000 12GB", "rtx-a2000-12g"),
         ("NVIDIA RTX 4000 Ada Generation", "rtx-4000-ada"),

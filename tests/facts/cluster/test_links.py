@@ -31,6 +31,11 @@ def test_each_nvlink_generation_is_faster_than_the_one_before() -> None:
     assert rates == sorted(rates)
 
 
+def test_half_the_lanes_of_a_pcie_generation_carry_half() -> None:
+    for generation in (4, 5):
+        assert 2 * link(f"pcie{generation}x8").bytes_per_s == link(f"pcie{generation}").bytes_per_s
+
+
 def test_case_and_blanks_are_forgiven() -> None:
     assert link(" IB400 ") is LINKS["ib400"]
 

@@ -47,7 +47,10 @@ def test_every_rate_that_was_measured_replaces_its_prior() -> None:
 
 @pytest.mark.parametrize(
     ("gpu", "link"),
-    [("a100-80g", "pcie4"), ("h100-sxm", "pcie5"), ("gh200", "nvlink4"), ("v100-32g", "pcie3"), ("rtx-4090", "pcie4")],
+    [
+        *(("a100-80g", "pcie4"), ("h100-sxm", "pcie5"), ("gh200", "nvlink4"), ("v100-32g", "pcie3")),
+        *(("rtx-4090", "pcie4"), ("rtx-4060-ti", "pcie4x8"), ("rtx-5060-ti", "pcie5x8")),
+    ],
 )
 def test_a_gpu_reaches_its_host_by_its_generations_link(gpu: str, link: str) -> None:
     assert host_link(gpus.gpu(gpu)).name == link
