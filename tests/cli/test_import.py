@@ -264,12 +264,22 @@ def test_a_file_without_a_model_asks_for_one(dstrain: Type, tmp_path: Path) -> N
 
 
 def test_settings_at_which_a_run_stops_are_not_written(dstrain: Type, tmp_path: Path) -> None:
-    wrong = {**ZERO, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
+    zero = {"zero_optimization": {"stage": 3}}
+    wrong = {**zero, "train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 4}
     (tmp_path / "ds.json").write_text(json.dumps(wrong))
     done = dstrain("import", "ds.json", "--model", "qwen3-8b", "--gpus", "4", "--gpu", "h100", "-o", "job")
     assert (done.returncode, (tmp_path / "job" / "job.yaml").exists()) == (3, False)
     assert "at which dstrain run stops, so nothing was written" in done.stderr
     assert "next:" not in done.stderr
+
+
+def test_settings_that_do_not_fit_are_written_and_said(dstrain: Type, tmp_path: Path) -> None:
+    large = {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 64}
+    (tmp_path / "ds.json").write_text(json.dumps(large))
+    done = dstrain("import", "ds.json", "--model", "qwen3-8b", "--gpus", "4", "--gpu", "h100", "-o", "job")
+    assert (done.returncode, "as it is, it does not fit" in done.stdout) == (0, True), done.stderr
+    assert '"train_micro_batch_size_per_gpu": 64' in (tmp_path / "job" / "ds_config.json").read_text()
+    assert done.stderr.splitlines()[-1].endswith(": dstrain diff job")
 
 
 HINTS = {

@@ -161,6 +161,8 @@ def _is_a_guess(subject: Subject) -> bool:
     return cluster.gpu.is_cpu and cluster.host_memory_origin == "assumed"
 
 
+FITS = frozenset({"DS802", "DS803", "DS807"})
+"""Rules that find a run too large for its machines: its settings are legal, and fit others."""
 # fmt: off
 RULES = (
     Rule(id="DS801", severity=Severity.ERROR, title="group that does not divide the GPUs", find=_divides,
