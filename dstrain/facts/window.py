@@ -27,6 +27,7 @@ TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "tokenizers": ("0.23.3",),
         "torch": ("2.13.0",),
         "transformers": ("5.23.0", "5.24.0"),
+        "xxhash": ("4.1.0",),
     }
 )
 """Package → the releases that tests ran: first that of constraints.txt, with all tests, then those of .ci/matrix."""

@@ -77,6 +77,7 @@ def main() -> None:
     batch = from_data(Questions, data, locate=lambda place: "/".join(map(str, place)))
     answers = Answers(answers=tuple(answer(question) for question in batch.questions))
     json.dump(to_data(answers), out)
+    out.flush()  # Python flushes sys.stdout at its end, which is another stream now
 
 
 if __name__ == "__main__":

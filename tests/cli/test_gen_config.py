@@ -330,7 +330,7 @@ def test_edits_that_do_not_fit_are_named_with_what_they_need(dstrain: Type, tmp_
     done = dstrain("gen-config", "--json")
     found = json.loads(done.stdout)["with_edits"]
     assert (found["fits"], "seq_len is -1" in found["problem"]) == (None, True)
-    assert done.stderr.endswith("dstrain diff\n")
+    assert done.stderr.endswith("dstrain lint\n")
 
 
 def test_a_key_you_deleted_stays_deleted(dstrain: Type, tmp_path: Path) -> None:

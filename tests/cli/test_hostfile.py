@@ -63,7 +63,7 @@ def test_check_names_every_fault(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("a slot=8\nb: slots=8\nc slots=0\nd slots=8 # eight\n")
     done = dstrain("hostfile", "check")
     assert done.returncode == 3
-    for line, fix in ((1, "`a slots=8`"), (2, "`b slots=N`"), (3, "no slots"), (4, "line of its own")):
+    for line, fix in ((1, "`a slots=8`"), (2, "`b slots=8`"), (3, "no slots"), (4, "line of its own")):
         assert any(f"hostfile:{line}:" in each and fix in each for each in done.stderr.splitlines())
 
 

@@ -256,11 +256,13 @@ def test_other_files_are_not_overwritten_without_force(dstrain: Type, tmp_path: 
 
 
 def test_a_file_without_a_model_asks_for_one(dstrain: Type, tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}))
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "communication_data_type": "fp32"})
+    )
     done = dstrain("import", "ds.json", *MACHINE)
     assert (done.returncode, "Add --model NAME." in done.stderr) == (3, True)
     assert dstrain("import", "ds.json", *MACHINE, "--model", "qwen3-8b").returncode == 0
-    assert "train_batch_size" in (tmp_path / "ds_config.json").read_text()
+    assert "communication_data_type" in (tmp_path / "ds_config.json").read_text()
 
 
 def test_settings_at_which_a_run_stops_are_not_written(dstrain: Type, tmp_path: Path) -> None:

@@ -77,7 +77,12 @@ def test_a_gpu_that_is_not_in_the_table_is_planned_for_by_every_verb(said: Said,
     planning = ("gen-config", *PLANNED, "--data", "train.jsonl")
     if verb not in ("gen-config", "plan"):
         assert said(*planning)[0] == 0
-    words = {"gen-config": planning, "plan": ("plan", *PLANNED), "run": ("run", "-n"), "script": ("script", "slurm")}
+    words = {
+        "gen-config": planning,
+        "plan": ("plan", *PLANNED),
+        "run": ("run", "-n", "--no-doctor"),
+        "script": ("script", "slurm"),
+    }
 
     ended, text = said(*words.get(verb, (verb,)))
 

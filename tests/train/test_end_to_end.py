@@ -181,7 +181,9 @@ def test_a_checkpoint_is_marked_whole_and_old_ones_go(runs: Path) -> None:
     assert [step for step, _ in checkpoints] == [2, 3]
     folder = checkpoints[-1][1]
     record = json.loads((folder / "complete.json").read_text())
-    files, data = record.pop("files"), record.pop("data")
+    files, data, checksums = record.pop("files"), record.pop("data"), record.pop("checksums")
+    assert checksums.keys() == files.keys()
+    assert isinstance(record.pop("crc32"), int)
     assert record == {
         "step": 3,
         "world_size": 2,
@@ -264,7 +266,7 @@ def test_steps_in_a_row_without_finite_gradients_end_the_run(runs: Path) -> None
     assert codes(runs / "steep") == [[1, 1]]
     assert "the gradients of 3 steps in a row" in said(runs / "steep")
     stop = [line for line in read_jsonl(runs / "steep" / "health.jsonl") if line["action"] == "stop"]
-    assert [(line["rule"], line["since"]) for line in stop] == [("stop_on_nonfinite", 0)]
+    assert [(line["rule"], line["since"]) for line in stop] == [("stop_on_nonfinite", 1)]
     assert "Traceback" not in said(runs / "steep") + said(runs / "steep", rank=1)
 
 
@@ -323,7 +325,7 @@ def test_the_report_of_a_run_says_what_its_ranks_did(runs: Path) -> None:
     }
     ends = {name: (one.stage, one.step) for name, one in reports.items()}
     assert ends.pop("steep")[0] == "unknown"  # these runs have no launcher, which alone says that one failed
-    assert ends == {"zero2": ("ended", 3), "nan": ("ended", 3), "stopped": ("unknown", 1), "again": ("ended", 3)}
+    assert ends == {"zero2": ("ended", 3), "nan": ("unknown", 3), "stopped": ("unknown", 1), "again": ("ended", 3)}
     assert [mark.rule for mark in reports["stopped"].marks] == ["first_loss"]
     assert {"nonfinite_loss", "nonfinite_grad_norm"} & {mark.rule for mark in reports["nan"].marks}
     assert not reports["nan"].losses

@@ -166,7 +166,6 @@ QUESTIONS = {
     "tower 4": tower(4),
     "audio": of(QWEN2_AUDIO),
     "aligner": of(LLAVA, wanted=Wanted.DESCRIPTION),
-    "qlora": of(LLAMA, method=Method.QLORA),
     "unknown": of({"model_type": "nobody"}),
     "wrong": of(LLAMA | {"num_attention_heads": 7}),
     "images": of(LLAMA, image_patches=64),
@@ -333,7 +332,6 @@ def test_packed_rows_of_a_family_whose_attention_gets_no_positions_have_masks(tr
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("qlora", "4-bit weights cannot be traced"),
         ("unknown", 'no code for model_type "nobody"'),
         ("wrong", "Transformers cannot read the config"),
         ("images", "images of llama cannot be traced"),
@@ -351,10 +349,10 @@ def test_what_cannot_be_traced_is_said(answers: dict[str, Answer], name: str, sa
 
 
 def test_only_the_answers_are_on_standard_output() -> None:
-    asked = json.dumps(to_data(Questions(questions=(QUESTIONS["qlora"],))))
+    asked = json.dumps(to_data(Questions(questions=(QUESTIONS["images"],))))
     program = [sys.executable, "-m", "dstrain.train.trace"]
     done = subprocess.run(program, input=asked, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["answers"][0]["hint"] == "Use method lora."
+    assert json.loads(done.stdout)["answers"][0]["problem"] == "images of llama cannot be traced"
 
 
 RNG_STATE_BYTES = 5056 + 64

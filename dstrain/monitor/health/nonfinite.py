@@ -104,7 +104,8 @@ class Nonfinite:
             self._end(steps, self._count, since=step - self._num_steps)
 
     def _end(self, steps: str, count: int, *, since: int) -> None:
-        since, limit = max(0, since), f"({STOP_RULE}: {self._limit})"
+        since = max(0, since - 1)  # the update after the last finite gradients may be what broke the weights
+        limit = f"({STOP_RULE}: {self._limit})"
         problem = f"the {self._quantity} of {steps}, up to step {self._step}, are not finite {limit}"
         options: dict[str, Any] = {"action": HealthAction.STOP, "since": since}
         self._tell([Finding(rule=STOP_RULE, step=self._step, value=str(count), message=problem, **options)])

@@ -9,7 +9,7 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration, Parallel, flat
 from dstrain.plan.estimate_records import Estimate, Reason, Topic
-from dstrain.plan.labels import OPTIMIZER_WORDS, label
+from dstrain.plan.labels import OPTIMIZER_WORDS, label, short_label
 from dstrain.plan.memory.memory import waiting_bytes
 from dstrain.plan.memory.params import trained
 from dstrain.plan.request import Request
@@ -79,7 +79,7 @@ def _simpler(cluster: Cluster, chosen: Estimate, ranking: Ranking) -> tuple[Reas
     worth = percent(max(ranking.difference_error_ratio, TIE_RATIO))
     gained = f"{percent(gain).removesuffix(' %')} ± {worth} faster, {_more_bytes(ranking.fastest, chosen)}"
     other = ranking.fastest.configuration
-    text = f"{_advantage(chosen.configuration, other)} than {label(other)} ({gained})"
+    text = f"{_advantage(chosen.configuration, other)} than {short_label(other)} ({gained})"
     return (Reason(topic=Topic.SIMPLER, text=text),)
 
 

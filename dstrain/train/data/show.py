@@ -185,6 +185,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     json.dump(to_data(ShowAnswer(data=tuple(data))), out)
+    out.flush()  # Python flushes sys.stdout at its end, which is another stream now
     return 0
 
 
