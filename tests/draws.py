@@ -14,6 +14,7 @@ CASES = {
     "tests/plan/search/test_search.py::test_bounds_lose_nothing": 16,
     "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 16,
     "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 12,
+    "tests/plan/memory/deepspeed/test_allocations.py::test_candidates_of_a_question_have_one_peak": 16,
     "tests/train/test_engine_memory.py": 48,
     "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 48,
     "tests/train/test_space.py::test_shared_experts_train_as_one_rank_does": 16,
