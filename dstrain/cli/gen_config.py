@@ -209,7 +209,7 @@ def _has_errors(out: Path) -> bool:
 
     try:
         job = read_job(out / "job.yaml", is_only_read=True)
-        return bool(engine.errors(lint_job(job, Path(job.job.ds_config)).findings))
+        return bool(engine.errors_of_settings(lint_job(job, Path(job.job.ds_config)).findings))
     except DstrainError:
         return True
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,6 @@ from dstrain.config.imports.strategy import runs_deepspeed
 from dstrain.config.imports.walk import Imported, Note
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Finding
-from dstrain.config.lint.rules.machines import FITS
 from dstrain.config.lint.rules.releases import past_faults
 from dstrain.config.lint.subject import JobContext
 from dstrain.errors import InvalidConfig
@@ -112,14 +111,9 @@ def _next(out: Path, made: _Made, inputs: ImportInputs) -> list[str]:
     theirs = made.report.theirs
     fits = {"fits": theirs is None or theirs.fits}
     lines = next_lines(out, made.files, inputs.facts, made.plan, with_edits=fits)
-    if not _of_settings(made.report.findings):
+    if not engine.errors_of_settings(made.report.findings):
         return lines
     return [*lines[:-1], f"next: mend the errors above, at which dstrain run stops, in {out / 'job.yaml'}"]
-
-
-def _of_settings(findings: Sequence[Finding]) -> list[Finding]:
-    """Returns errors in the settings themselves; one that does not fit these machines is imported, and says so."""
-    return [finding for finding in engine.errors(findings) if finding.rule not in FITS]
 
 
 def _imported(file: Path, options: dict[str, Any]) -> Imported:
@@ -187,7 +181,7 @@ def _made(inputs: ImportInputs, out: Path) -> _Made:
         findings=[*linted.findings, *job_checks.findings(job, _context(inputs, job))],
         past_faults=past_faults(linted.subject) if linted.subject and runs_deepspeed(inputs.imported.source) else [],
     )
-    return _Made(lock=lock, files=files, plan=plan, report=report, errors=_of_settings(linted.findings))
+    return _Made(lock=lock, files=files, plan=plan, report=report, errors=engine.errors_of_settings(linted.findings))
 
 
 _FREE: Mapping[str, Any] = {

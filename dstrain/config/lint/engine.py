@@ -124,6 +124,11 @@ def errors(findings: Sequence[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.severity is Severity.ERROR]
 
 
+def errors_of_settings(findings: Sequence[Finding]) -> list[Finding]:
+    """Returns errors in the settings themselves, without those that find a run too large for its machines."""
+    return [finding for finding in errors(findings) if finding.rule not in machines.FITS]
+
+
 def fixed(subject: Subject, *, ignored: Sequence[str] = ()) -> tuple[Subject, list[Finding]]:
     """Returns the configuration with every safe fix applied, and the findings that were fixed.
 

@@ -256,7 +256,7 @@ def test_a_plan_that_is_passed_over_is_compared_with_the_choice_as_it_is_refined
     assert found.first.configuration.zero.offload_ratio == 0.35
     assert found.first.speed is not None and named.speed is not None
     gain = named.speed.tokens_per_s_per_gpu / found.first.speed.tokens_per_s_per_gpu - 1
-    (reason,) = said(found, "^with larger engine buffers than .*offload of 25 %")
+    (reason,) = said(found, "^with larger engine buffers than .*opt25%")
     assert f"({100 * gain:.0f} ± " in reason
 
 
