@@ -16,14 +16,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import transformers.modeling_utils as writer
+import transformers.modeling_utils
 import xxhash
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (  # type: ignore[import-untyped]
+    TorchCheckpointEngine,
+)
 
 from dstrain.checksums import checksum
 from dstrain.train.checkpoints.finite import nonfinite_weights
 from dstrain.train.checkpoints.read_back import reading_back
 from dstrain.units import GIB
+
+writer: Any = transformers.modeling_utils
 
 _BLOCK = 2**22
 
@@ -42,7 +46,7 @@ def read(path: Path, update: Callable[[Any], object]) -> None:
     """Reads a file in blocks, as `dstrain.checksums` does."""
     block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):  # type: ignore[attr-defined]
+        while count := file.readinto(block):
             update(block[:count])
 
 

@@ -95,7 +95,7 @@ BESIDE_CLUSTER = (
     "tests/test_measure.py",
 )
 """Tests of the engine on the worker of a cluster, so that both take as long; three at a time slow each other down."""
-COLLECTED = pytest.StashKey[list[str]]()
+COLLECTED: pytest.StashKey[list[str]] = pytest.StashKey()
 """The node ids of all tests, before any is left out."""
 
 pytest_plugins = ["tests.launch.fixtures"]

@@ -20,7 +20,8 @@ SOME = ("tests/cli/test_bombs.py", "tests/facts/model/test_families.py")
 @pytest.mark.parametrize("is_fast", [False, True])
 def test_every_test_is_in_one_part_of_those_of_its_sweep(is_fast: bool, request: pytest.FixtureRequest) -> None:
     made = {f"{place}[{number}]" for place in (*CASES, *TESTS, *PLACES) for number in range(200)}
-    for name in made | set(request.config.stash[COLLECTED]):
+    collected: list[str] = request.config.stash[COLLECTED]
+    for name in made | {*collected}:
         place = part_of(name, is_whole=True, is_fast=is_fast)
         runs = [part for part in range(NUM_PARTS) if Draw(part=part).has(place)]
         parts = place[1] if place else 1

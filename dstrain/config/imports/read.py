@@ -12,6 +12,7 @@ from typing import Any
 
 from dstrain.config import jsonc
 from dstrain.config.imports import accelerate, axolotl, llamafactory, preferences, scripts, shell, swift, trainer
+from dstrain.config.imports.shell_words import Word
 from dstrain.config.imports.source import Computed, Setting, Source, Tool, settings_of
 from dstrain.config.imports.walk import Imported, walk
 from dstrain.errors import InvalidConfig, Place, located
@@ -262,7 +263,7 @@ def _of_launcher(path: Path, command: shell.Command, start: int, at: int) -> Sou
     return replace(source, settings={**_of_named(path, named, "accelerate").settings, **source.settings})
 
 
-def _positional(behind: Sequence[shell.Word]) -> Setting | None:
+def _positional(behind: Sequence[Word]) -> Setting | None:
     """Returns the file of settings behind a program, which stands before all options."""
     if not behind or behind[0].text.startswith("-"):
         return None
@@ -330,7 +331,7 @@ def _environment(command: shell.Command) -> dict[str, Setting]:
 _INTEGER, _FLOAT = re.compile(r"[-+]?\d+"), re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 
 
-def _options(words: Sequence[shell.Word]) -> dict[str, Setting]:
+def _options(words: Sequence[Word]) -> dict[str, Setting]:
     """Returns the options of a command: `--key value`, `--key=value`, `--key` for true, `--key a b` for a list."""
     settings: dict[str, Setting] = {}
     values: list[Any] = []

@@ -130,7 +130,7 @@ _FATES = {"missing": lacks, "stops": stops}
 
 
 def _converter(name: str) -> Convert:
-    return _CONVERTERS[name] if name in _CONVERTERS else getattr(convert, name)  # type: ignore[no-any-return]
+    return _CONVERTERS[name] if name in _CONVERTERS else getattr(convert, name)
 
 
 def _rows(section: Mapping[str, Any], base: Mapping[str, Row]) -> Mapping[str, Row]:

@@ -57,7 +57,9 @@ def commands(text: str, name: str, given: Mapping[str, str] | None = None) -> It
     >>> [command.texts for command in commands("A=1\\ntrain --n $((A + 1)) \\\\\\n  'x#1' # why", "run.sh")]
     [['train', '--n', '2', 'x#1']]
     """
-    known = {key: (Word(text=value, place=Place(file=name)),) for key, value in (given or {}).items()}
+    known: dict[str, tuple[Word, ...]] = {
+        key: (Word(text=value, place=Place(file=name)),) for key, value in (given or {}).items()
+    }
     yield from _Reader(tokens=tuple(_tokens(text, name)), values=Values(known=known, script=name)).run(True)
 
 
