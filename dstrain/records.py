@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from dstrain.errors import InvalidConfig, Place, nearest
@@ -70,12 +71,18 @@ def json_schema(record: type[Any]) -> dict[str, Any]:
 
 
 def from_data(
-    record: type[T], data: Any, *, locate: Callable[[Keys], Place | str], synonyms: Mapping[str, str] | None = None
+    record: type[T],
+    data: Any,
+    *,
+    locate: Callable[[Keys], Place | str],
+    synonyms: Mapping[str, str] = MappingProxyType({}),
+    removed: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
     """Returns `data` as a record of the given type.
 
     Raises InvalidConfig with one problem per line, each with its place; for an unknown key with the closest legal one
-    or that in `synonyms`, which maps names of other tools to ours.
+    or that in `synonyms`, which maps names of other tools to ours. `removed` maps keys and values of earlier versions
+    to the way that remains: `kto`, `monitor.notify`, `task=kto`.
     """
     from pydantic import ValidationError
 
@@ -85,7 +92,10 @@ def from_data(
         return validated
     except ValidationError as error:
         faults = _faults(error.errors(include_url=False), data)
-        problems = [_describe(record, keys, fault, locate, synonyms or {}) for keys, fault in faults.items()]
+        problems = [
+            _gone(keys, fault, locate, removed) or _describe(record, keys, fault, locate, synonyms)
+            for keys, fault in faults.items()
+        ]
         raise InvalidConfig("\n".join(dict.fromkeys(problems))) from None
 
 
@@ -113,6 +123,16 @@ def _keys(fault: Any, data: Any) -> Keys:
             keys.append(part)
             data = data[part]
     return (*keys, fault["loc"][-1]) if fault["type"] in _MISSING else tuple(keys)
+
+
+def _gone(keys: Keys, fault: Any, locate: Callable[[Keys], Place | str], removed: Mapping[str, str]) -> str | None:
+    """Returns the problem of a key or value of an earlier version; None: it is none."""
+    key = ".".join(part for part in keys if isinstance(part, str))
+    if key in removed:
+        return f'{locate(keys)}: "{_key(keys)}" is gone; {removed[key]}'
+    if (way := removed.get(f"{key}={fault['input']}")) is not None:
+        return f'{locate(keys)}: {_key(keys)} "{fault["input"]}" is gone; {way}'
+    return None
 
 
 def _describe(

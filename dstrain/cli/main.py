@@ -15,7 +15,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from dstrain import __version__
-from dstrain.cli.group import Group
+from dstrain.cli.group import Group, explained
 from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.garbage import collect_seldom
 
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.flush()  # a reader that is gone is noticed here, not at exit
         sys.exit(code if isinstance(code, int) else 0)
     except click.ClickException as error:
-        error.show()
+        explained(error).show()
         sys.exit(error.exit_code)
     except DstrainError as error:
         _complain(error)

@@ -10,6 +10,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from dstrain import removed
 from dstrain.errors import InvalidConfig, nearest
 from dstrain.units import parse_bytes
 
@@ -59,6 +60,10 @@ class Choice(click.ParamType[Enum]):
             return value
         if (member := self.choices.get(str(value).lower())) is not None:
             return member
+        if ctx is not None and param is not None:
+            path = f"{' '.join(ctx.command_path.split()[1:])} {param.opts[0]}={value}"
+            if path in removed.COMMANDS:
+                return self.fail(f'"{value}" is gone. {removed.COMMANDS[path]}', param, ctx)
         near = nearest(str(value), list(self.choices))
         legal = ", ".join(self.choices)
         return self.fail(f'"{value}": {f"did you mean {near}?" if near else f"legal: {legal}"}', param, ctx)

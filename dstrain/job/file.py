@@ -18,6 +18,7 @@ from dstrain.job.schema import Job
 from dstrain.job.synonyms import SYNONYMS
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Keys, Locator, from_data, to_data
+from dstrain.removed import JOB
 
 TEXTS = frozenset({"env"})
 """Keys whose values are mappings of text: `4` is "4"."""
@@ -72,7 +73,7 @@ def job_of(data: dict[str, Any], locate_in_file: Locator, folder: Path, override
                 return Place(file=f"--set {'.'.join(map(str, option))}")
         return locate_in_file(keys)
 
-    job = _absolute(from_data(Job, data, locate=locate, synonyms=SYNONYMS), folder, locate)
+    job = _absolute(from_data(Job, data, locate=locate, synonyms=SYNONYMS, removed=JOB), folder, locate)
     _require_patterns(job, locate)
     return JobFile(job=_with_shape(job, data, locate), locate=locate)
 
