@@ -21,7 +21,7 @@ from pathlib import Path
 
 from dstrain.cli.main import cli
 from dstrain.config.imports.read import import_file
-from dstrain.config.imports.rows import Fate
+from dstrain.config.imports.source import Fate
 from dstrain.config.imports.walk import Note
 from dstrain.errors import DstrainError
 

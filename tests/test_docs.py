@@ -28,8 +28,9 @@ from benchmarks.questions import asked
 from docs import model_pages, pictures
 from dstrain.choices import Method
 from dstrain.cli.main import cli
-from dstrain.config.imports import accelerate, huggingface, read, scripts
-from dstrain.config.imports.rows import ABSENT, Fate, Row
+from dstrain.config.imports import accelerate, read, trainer
+from dstrain.config.imports.shared import TRAINING_ARGUMENTS
+from dstrain.config.imports.source import ABSENT, Fate, Row
 from dstrain.facts.cluster.cpu import CPU_LIMITS
 from dstrain.facts.model import families
 from dstrain.monitor.curves import CURVES
@@ -251,14 +252,14 @@ def exam_results() -> list[Result]:
 
 def import_tables() -> str:
     """Returns the keys of each tool and what becomes of them; those that it passes on to Transformers stand once."""
-    passed_on = huggingface.ROWS
+    passed_on = TRAINING_ARGUMENTS
     parts = [("Transformers' TrainingArguments", dict(passed_on))]
     for tool in read.TOOLS.values():
         own = {key: row for key, row in tool.rows.items() if passed_on.get(key) is not row}
-        shared = accelerate.ROWS if tool is scripts.TOOL else {}
+        shared = accelerate.ROWS if tool is trainer.TOOL else {}
         parts.append((tool.title, {key: row for key, row in own.items() if shared.get(key) is not row}))
-    for script in scripts.SCRIPTS:
-        own = {key: row for key, row in script.tool.rows.items() if scripts.TOOL.rows.get(key) is not row}
+    for script in trainer.SCRIPTS:
+        own = {key: row for key, row in script.tool.rows.items() if trainer.TOOL.rows.get(key) is not row}
         parts.append((script.tool.title, own))
     return "\n\n".join(f"### {title}\n\n{_import_table(rows)}" for title, rows in parts)
 

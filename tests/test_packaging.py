@@ -29,7 +29,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tree() -> set[str]:
     """Returns the files that a wheel must hold, by their names inside it."""
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "dstrain").rglob("*.py")}
-    code |= {"dstrain/py.typed", "dstrain/facts/model/aliases.json", "dstrain/config/imports/scripts.toml"}
+    code |= {"dstrain/py.typed", "dstrain/facts/model/aliases.json"}
+    code |= {str(path.relative_to(ROOT)) for path in (ROOT / "dstrain/config/imports").glob("*.toml")}
     pages = (path for path in (ROOT / "dstrain/cli/output").glob("page.*") if path.suffix != ".py")
     code |= {str(path.relative_to(ROOT)) for path in pages}
     data = {f"dstrain/_data/{path.relative_to(ROOT)}" for folder in DATA for path in (ROOT / folder).iterdir()}

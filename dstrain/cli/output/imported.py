@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dstrain.cli.output.plan import subject_lines, table_lines, table_row
-from dstrain.config.imports.rows import Fate
+from dstrain.config.imports.source import Fate
 from dstrain.config.imports.strategy import runs_deepspeed
 from dstrain.config.imports.walk import Imported, Note, Value
 from dstrain.config.lint.advisory import Advisory

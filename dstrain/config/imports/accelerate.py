@@ -8,22 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports.rows import (
+from dstrain.config.imports.source import (
     ABSENT,
     READ,
     Convert,
     Converted,
     OtherTraining,
+    Source,
+    Tool,
     Unmatched,
-    inside,
-    lacks,
-    needless,
-    stops,
-    table,
-    to,
 )
-from dstrain.config.imports.source import Source, Tool
 from dstrain.config.imports.strategy import ds_config, fully_sharded, offload, offload_params, sharding
+from dstrain.config.imports.tables import rows_of
 
 _KINDS = {"DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO"}
 
@@ -99,99 +95,22 @@ def _stage(value: Any, source: Source) -> Any:
 _FSDP = "ZeRO takes the place of FSDP"
 _NODES = "`dstrain run` starts the ranks over ssh or the scheduler's hosts; see the hostfile"
 
-ROWS = table(
-    to("distributed_type", "machines.gpu", _kind),
-    to("mixed_precision", "precision", _precision),
-    to("num_processes", "machines.gpus", convert.count),
-    to("num_machines", "machines.nodes", convert.count),
-    to("use_cpu", "machines.gpu", convert.always("cpu")),
-    to("gradient_accumulation_steps", "grad_accum", convert.count),
-    to("deepspeed_config.deepspeed_config_file", "plan.ds_config", _of("DEEPSPEED", ds_config)),
-    to("deepspeed_config.zero_stage", "plan.zero_stage", _of("DEEPSPEED", _stage)),
-    to("deepspeed_config.offload_optimizer_device", "plan.offload", _of("DEEPSPEED", offload)),
-    to("deepspeed_config.offload_param_device", "plan.offload", _of("DEEPSPEED", offload_params)),
-    to(
-        "deepspeed_config.gradient_accumulation_steps",
-        "grad_accum",
-        _of("DEEPSPEED", convert.number_unless_auto),
-    ),
-    to("deepspeed_config.gradient_clipping", "max_grad_norm", _of("DEEPSPEED", convert.number_unless_auto)),
-    to("deepspeed_config.deepspeed_hostfile", "machines.hostfile", convert.file),
-    to("fsdp_config.fsdp_sharding_strategy", "plan.zero_stage", _of("FSDP", sharding)),
-    to("fsdp_config.fsdp_reshard_after_forward", "plan.zero_stage", _of("FSDP", sharding)),
-    to("fsdp_config.fsdp_offload_params", "", _fsdp_offload),
-    to("use_fsdp", "", _switch("FSDP")),
-    to("use_deepspeed", "", _switch("DEEPSPEED")),
-    to("fsdp_config.fsdp_activation_checkpointing", "grad_ckpt", _of("FSDP", convert.flag)),
-    to("parallelism_config.parallelism_config_sp_size", "sp", convert.count),
-    needless(
-        """
-        compute_environment debug downcast_bf16 enable_cpu_affinity main_training_function same_network
-        rdzv_backend rdzv_conf use_env machine_rank main_process_ip main_process_port gpu_ids tpu_env
-        tpu_use_cluster tpu_use_sudo tpu_name tpu_zone command_file commands fsdp_config.fsdp_version
-        config_file multi_gpu module mpirun_config max_restarts monitor_interval tee
-        num_cpu_threads_per_process ipex_config megatron_lm_config
-        """,
-        _NODES,
-    ),
-    needless(
-        """
-        deepspeed_config.zero3_init_flag deepspeed_config.zero3_save_16bit_model
-        deepspeed_config.deepspeed_multinode_launcher deepspeed_config.deepspeed_inclusion_filter
-        deepspeed_config.deepspeed_exclusion_filter deepspeed_config.offload_optimizer_nvme_path
-        deepspeed_config.offload_param_nvme_path deepspeed_config.deepspeed_moe_layer_cls_names
-        """,
-        "`dstrain run` loads, saves and launches by itself; name NVMe with --nvme",
-    ),
-    needless(
-        inside(
-            "fsdp_config",
-            """
-        fsdp_auto_wrap_policy fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params
-        fsdp_state_dict_type fsdp_cpu_ram_efficient_loading fsdp_sync_module_states
-        fsdp_use_orig_params fsdp_backward_prefetch fsdp_backward_prefetch_policy
-        fsdp_forward_prefetch fsdp_limit_all_gathers
-        """,
-        ),
-        _FSDP,
-    ),
-    needless(
-        inside(
-            "parallelism_config",
-            """
-        parallelism_config_dp_replicate_size parallelism_config_dp_shard_size
-        parallelism_config_sp_backend parallelism_config_sp_seq_length
-        parallelism_config_sp_seq_length_is_variable parallelism_config_sp_attn_implementation
-        parallelism_config_cp_comm_strategy parallelism_config_cp_backend
-        """,
-        ),
-        "the ranks left by sp are data-parallel",
-    ),
-    lacks(
-        """
-        parallelism_config.parallelism_config_tp_size parallelism_config.parallelism_config_cp_size
-        """,
-        "set sp or tp in job.yaml",
-        unless=(1,),
-    ),
-    to("dynamo_config.dynamo_backend", "torch_compile", _compiled, note="layers are compiled, not the whole model"),
-    lacks(
-        inside(
-            "dynamo_config",
-            "dynamo_mode dynamo_use_dynamic dynamo_use_fullgraph dynamo_use_regional_compilation",
-        ),
-        "torch_compile: true compiles layers with inductor's default mode",
-        unless=("default", False),
-    ),
-    stops("fp8_config fp8", "fp8", unless=({}, None)),
-    stops(
-        """
-        image_uri ec2_instance_type iam_role_name sagemaker_inputs_file profile
-        """,
-        "it is for SageMaker",
-        unless=(None,),
-    ),
-)
+_CONVERTERS = {
+    "compiled": _compiled,
+    "deepspeed_file": _of("DEEPSPEED", ds_config),
+    "deepspeed_number": _of("DEEPSPEED", convert.number_unless_auto),
+    "deepspeed_offload": _of("DEEPSPEED", offload),
+    "deepspeed_offload_params": _of("DEEPSPEED", offload_params),
+    "deepspeed_stage": _of("DEEPSPEED", _stage),
+    "fsdp_flag": _of("FSDP", convert.flag),
+    "fsdp_offload": _fsdp_offload,
+    "fsdp_sharding": _of("FSDP", sharding),
+    "kind": _kind,
+    "precision": _precision,
+    "use_deepspeed": _switch("DEEPSPEED"),
+    "use_fsdp": _switch("FSDP"),
+}
+ROWS = rows_of("accelerate", _CONVERTERS)
 """The keys of its file; its options on a command line have the same names."""
 
 SECTIONS = ("deepspeed_config", "fsdp_config", "parallelism_config", "dynamo_config")

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Attention, Method, Schedule, SinkName
-from dstrain.config.imports.rows import ABSENT, Convert, Converted, OtherTraining, Unmatched
-from dstrain.config.imports.source import Source
+from dstrain.config.imports.source import ABSENT, Convert, Converted, OtherTraining, Source, Unmatched
 from dstrain.errors import InvalidConfig
 from dstrain.job.model_changes import ALL_LINEAR
 from dstrain.plan.labels import bf16_losses

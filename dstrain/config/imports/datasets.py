@@ -12,8 +12,7 @@ from dstrain.choices import Task
 from dstrain.config import jsonc
 from dstrain.config.imports.converters import listed, names
 from dstrain.config.imports.preferences import preference_task
-from dstrain.config.imports.rows import ABSENT, READ, Convert, Converted, OtherTraining, Unmatched
-from dstrain.config.imports.source import Source
+from dstrain.config.imports.source import ABSENT, READ, Convert, Converted, OtherTraining, Source, Unmatched
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.sample_formats import LABELS, SIDES
 

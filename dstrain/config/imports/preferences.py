@@ -9,8 +9,7 @@ from typing import Any
 
 from dstrain.choices import DpoLoss, Task
 from dstrain.config.imports.converters import names, number
-from dstrain.config.imports.rows import ABSENT, Convert, Converted, OtherTraining
-from dstrain.config.imports.source import Source
+from dstrain.config.imports.source import ABSENT, Convert, Converted, OtherTraining, Source
 
 _TASKS = {"dpo": Task.DPO, "ipo": Task.DPO, "kto": Task.KTO, "rm": Task.REWARD}
 """What tools train on preferences (`stage`, `rlhf_type`, `rl`) → our task."""

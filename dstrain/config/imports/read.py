@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.config import jsonc
-from dstrain.config.imports import accelerate, axolotl, llamafactory, preferences, scripts, shell, swift, trainer
+from dstrain.config.imports import accelerate, axolotl, llamafactory, preferences, shell, swift, trainer
 from dstrain.config.imports.shell_words import Word
 from dstrain.config.imports.source import Computed, Setting, Source, Tool, settings_of
 from dstrain.config.imports.walk import Imported, walk
@@ -19,7 +19,7 @@ from dstrain.errors import InvalidConfig, Place, located
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Locator
 
-_ALL = (llamafactory.TOOL, swift.TOOL, axolotl.TOOL, accelerate.TOOL, scripts.TOOL, trainer.DEEPSPEED)
+_ALL = (llamafactory.TOOL, swift.TOOL, axolotl.TOOL, accelerate.TOOL, trainer.TOOL, trainer.DEEPSPEED)
 TOOLS = MappingProxyType({tool.name: tool for tool in _ALL})
 """Tools by name."""
 
@@ -106,10 +106,10 @@ def _of_mapping(path: Path, text: str, tool: str | None) -> Source:
     known = TOOLS[tool or _recognized(path, data)]
     is_deepspeed = known is trainer.DEEPSPEED
     settings = _literals(data, locate) if is_deepspeed else settings_of(data, locate, known.sections)
-    if known is scripts.TOOL:
+    if known is trainer.TOOL:
         names = [path.name, path.resolve().parent.name]
         settings["script_name"] = Setting(value=names, place=Place(file=str(path)))
-        known = scripts.tool_of("", settings)
+        known = trainer.tool_of("", settings)
     return Source(path=path, tool=known, settings=settings)
 
 
@@ -198,7 +198,7 @@ def _of_any(path: Path, command: shell.Command, tool: str | None) -> Source | No
             length = 2 if program.fullmatch(pair) else 1 if program.fullmatch(words[at].text) else 0
             if length and (tool in (None, name)):
                 return _of_command(path, TOOLS[name], command, at + length)
-    if tool not in (None, scripts.TOOL.name):
+    if tool not in (None, trainer.TOOL.name):
         return None
     start = _script_word(command)
     return None if start is None else _of_launcher(path, command, *start)
@@ -243,7 +243,7 @@ def _of_launcher(path: Path, command: shell.Command, start: int, at: int) -> Sou
     launcher = {accelerate.flat(key): setting for key, setting in _options(command.words[start + 1 : at]).items()}
     options = _options(behind)
     file = options.pop("config", None) or _positional(behind)
-    given = _of_named(path, file, scripts.TOOL.name).settings if file else {}
+    given = _of_named(path, file, trainer.TOOL.name).settings if file else {}
     names = [
         program,
         *([str(file.value)] if file else []),
@@ -253,7 +253,7 @@ def _of_launcher(path: Path, command: shell.Command, start: int, at: int) -> Sou
     ]
     script = {"script_name": Setting(value=names, place=word.place)}
     settings = {**launcher, **given, **options, **script}
-    tool = scripts.tool_of(program, settings)
+    tool = trainer.tool_of(program, settings)
     settings = {_plain(key, tool): _negated(key, setting, tool) for key, setting in settings.items()}
     unread = {} if options or file else {program: Setting(value=_WITHOUT, place=word.place)}
     source = Source(path=path, tool=tool, settings=settings, environment=_environment(command), unread=unread)
@@ -295,7 +295,7 @@ def _tool_of_mapping(path: Path) -> str | None:
 
 
 def _found(path: Path, name: str) -> Path:
-    return Source(path=path, tool=scripts.TOOL, settings={}).find(name)
+    return Source(path=path, tool=trainer.TOOL, settings={}).find(name)
 
 
 def _plain(key: str, tool: Tool) -> str:

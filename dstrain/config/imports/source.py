@@ -1,17 +1,95 @@
-"""The settings of another tool's file, each with its place."""
+"""The settings of another tool's file, each with its place, and the rows of its table: what becomes of a key."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from dstrain.config.imports.rows import ABSENT, Row
+from dstrain.config.document import REMOVED
 from dstrain.errors import InvalidConfig, Place
 from dstrain.paths import shown
 from dstrain.records import Locator
+
+ABSENT: Any = REMOVED
+"""In place of a value: nothing is given, or nothing is to be written."""
+
+
+class Fate(StrEnum):
+    """What becomes of a key."""
+
+    WRITTEN = "written"
+    """It has a counterpart, which is written."""
+    NEEDLESS = "needless"
+    """dstrain does without it: the training is the same."""
+    MISSING = "missing"
+    """It has no counterpart; the training is the same except for this."""
+    OTHER_TRAINING = "other training"
+    """It has no counterpart, and without it something else would be trained: the import stops."""
+    CHANGED = "changed"
+    """It has a counterpart that differs in something."""
+    UNKNOWN = "unknown"
+    """The table has no such key."""
+    UNREAD = "not read"
+    """It is in the file, and not part of what is imported."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What a converter returns if one value alone does not say it."""
+
+    values: Mapping[str, Any]
+    """Target → value."""
+    note: str = ""
+    """How the counterpart differs, and what to do."""
+
+
+READ = Converted(values={})
+"""What a converter returns for a value that is no key of its own: another key is written by it, or nothing need be."""
+
+
+class Unmatched(Exception):
+    """A value without counterpart; the text says what to do."""
+
+    fate = Fate.MISSING
+
+
+class OtherTraining(Unmatched):
+    """A value without which something else would be trained."""
+
+    fate = Fate.OTHER_TRAINING
+
+
+Convert = Callable[[Any, "Source"], Any]
+"""Takes a value and all settings; returns the value for the target, `Converted`, READ, or ABSENT to write nothing,
+which the page says of a value that asks for something. Raises Unmatched, or InvalidConfig for a value that the tool
+itself would refuse."""
+
+
+def same(value: Any, _: Source) -> Any:
+    """Returns the value as it is."""
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One key of another tool."""
+
+    key: str
+    """Its name there; `section.key` inside a section."""
+    fate: Fate
+    target: str = ""
+    """A key of job.yaml (`lora.rank` reaches inside), `plan.X` for a choice of gen-config, or `machines.X`."""
+    convert: Convert = same
+    default: Any = ABSENT
+    """What the tool takes if the key is absent, in its own terms."""
+    note: str = ""
+    """What to do instead, or why nothing is needed."""
+    unless: tuple[Any, ...] = (False,)
+    """Values that mean the same as an absent key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

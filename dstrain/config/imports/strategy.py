@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports.rows import ABSENT, READ, Converted, OtherTraining
-from dstrain.config.imports.source import Source
+from dstrain.config.imports.source import ABSENT, READ, Converted, OtherTraining, Source
 
 PRESETS = {
     "zero0": (0, "none"),

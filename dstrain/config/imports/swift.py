@@ -8,22 +8,17 @@ from typing import Any
 
 from dstrain.choices import Task
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports import datasets, huggingface, preferences
-from dstrain.config.imports.environment import RANKS
-from dstrain.config.imports.rows import (
+from dstrain.config.imports import preferences
+from dstrain.config.imports.shared import RANKS, TRAINING_ARGUMENTS
+from dstrain.config.imports.source import (
     ABSENT,
     Converted,
     OtherTraining,
+    Source,
+    Tool,
     Unmatched,
-    lacks,
-    needless,
-    read_with,
-    stops,
-    table,
-    to,
 )
-from dstrain.config.imports.source import Source, Tool
-from dstrain.config.imports.strategy import fsdp
+from dstrain.config.imports.tables import rows_of
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _LEARNING_RATE = {"full": 1e-5}
@@ -99,160 +94,25 @@ def _loss(value: Any, source: Source) -> Any:
     return ABSENT
 
 
-ROWS = table(
-    tuple(huggingface.ROWS.values()),
-    to("model", "model"),
-    to("dataset", "data", datasets.swift("data")),
-    to("val_dataset", "eval_data", datasets.swift("eval_data")),
-    to("split_dataset_ratio", "val_split", convert.split),
-    to("use_hf", "hub", _hub, default=False),
-    to("tuner_type", "method", _method, default="lora"),
-    to("train_type", "method", _method, note="`tuner_type` since ms-swift 4"),
-    to("sft_type", "method", _method, note="`tuner_type` since ms-swift 4"),
-    read_with("quant_bits quant_method", "tuner_type"),
-    needless("bnb_4bit_compute_dtype", "QLoRA computes in precision"),
-    to("router_aux_loss_coef", "router_aux_loss_coef", convert.number),
-    to("lora_rank", "lora.rank", convert.count, default=8),
-    to("lora_alpha", "lora.alpha", convert.count, default=32),
-    to("lora_dropout", "lora.dropout", convert.number, default=0.05),
-    to("target_modules", "lora.targets", convert.names, default="all-linear"),
-    to("torch_dtype", "precision", convert.one_of(_DTYPES, "bf16 is written")),
-    to("bf16", "precision", convert.always("bf16")),
-    to("fp16", "precision", convert.always("fp16")),
-    to("attn_impl", "attn", convert.attention),
-    to("max_length", "seq_len", _length, default=None),
-    to("truncation_strategy", "on_long_sample", convert.drops, default="delete"),
-    to("packing", "packing", convert.flag, default=False),
-    to("loss_scale", "loss_on", _loss_scale, default="default"),
-    to("enable_thinking", "thinking", convert.thinking),
-    to("per_device_train_batch_size", "micro_batch", convert.count, default=1),
-    to("gradient_accumulation_steps", "grad_accum", _accumulation, default=None),
-    to("gradient_checkpointing", "grad_ckpt", convert.flag, default=True),
-    to("learning_rate", "learning_rate", _learning_rate, default=None),
-    to("lr_scheduler_type", "lr_scheduler_type", convert.schedule, default="cosine"),
-    to("weight_decay", "weight_decay", convert.number, default=0.1),
-    to("adam_beta2", "adam_beta2", convert.number, default=0.95),
-    to("logging_steps", "logging_steps", convert.count, default=5),
-    to("max_epochs", "num_train_epochs", convert.number),
-    to("dataloader_num_workers", "dataloader_num_workers", default=1),
-    to("report_to", "monitor.sinks", convert.sinks, default="tensorboard"),
-    to("swanlab_project", "monitor.project"),
-    to("swanlab_exp_name", "monitor.name"),
-    to(
-        "swanlab_mode",
-        "monitor.mode",
-        convert.one_of({"cloud": "online", "local": "local"}, "its modes are cloud and local"),
-    ),
-    to("sequence_parallel_size", "sp", convert.count),
-    to("deepspeed_autotp_size", "tp", convert.count),
-    to("fsdp", "plan.zero_stage", fsdp),
-    to("rope_scaling", "", convert.rope_scaling),
-    needless(
-        """
-        dataset_num_proc load_from_cache_file lazy_tokenize download_mode dataset_shuffle
-        train_dataloader_shuffle packing_num_proc
-        """,
-        "dstrain tokenizes with all cores, keeps a cache, and shuffles",
-    ),
-    needless("padding_free", "`packing: true` has no padding; without it padding is left out of attention"),
-    needless(
-        """
-        add_version create_checkpoint_symlink check_model ignore_args_error load_args use_logits_to_keep
-        acc_strategy safe_serialization max_shard_size experts_impl
-        """,
-        "`dstrain run` has its own run directory and checks",
-    ),
-    needless("model_type template template_backend use_chat_template", "read from the model's own files"),
-    needless("model_author model_name", "it is for ms-swift's data set of self-cognition"),
-    needless("bnb_4bit_quant_type bnb_4bit_use_double_quant", "QLoRA is nf4 with double quantization"),
-    needless("max_new_tokens temperature top_k top_p stop_words", "it is for inference"),
-    to("freeze_vit", "freeze_vision_tower", convert.flag),
-    to("freeze_aligner", "freeze_multi_modal_projector", convert.flag),
-    to("freeze_llm", "freeze_language_model", convert.flag),
-    to("max_pixels", "max_pixels", convert.count),
-    needless("vit_gradient_checkpointing", "grad_ckpt recomputes the tower too"),
-    lacks("zero_hpz_partition_size", "write it into ds_config.json", unless=()),
-    lacks("data_seed", "seed shuffles the data, too", unless=(42,)),
-    to("system", "system"),
-    to("streaming", "streaming", convert.set_flag, note="it needs max_steps"),
-    to("shuffle_buffer_size", "shuffle_buffer", convert.of_streaming),
-    lacks("interleave_prob stopping_strategy", "give each data set of `data` a weight", unless=()),
-    lacks("cached_dataset cached_val_dataset", "tokens of ms-swift; name the text as data", unless=()),
-    lacks("columns", "rename the columns in the file", unless=()),
-    lacks(
-        """
-        custom_dataset_info custom_register_path external_plugins strict
-        """,
-        "code and tables of ms-swift are not read",
-        unless=(False,),
-    ),
-    lacks("agent_template response_prefix", "the model's own chat template is used", unless=()),
-    lacks("add_non_thinking_prefix", "the model's own chat template is used", unless=(True,)),
-    lacks("preserve_thinking", "thinking: all keeps them"),
-    lacks(
-        """
-        max_model_len eval_use_evalscope eval_dataset eval_dataset_args eval_limit
-        predict_with_generate
-        """,
-        "not in a job",
-        unless=(False,),
-    ),
-    to("early_stop_interval", "early_stopping", convert.optional_count),
-    lacks("callbacks", "not in a job", unless=()),
-    lacks("new_special_tokens", "add the tokens to the saved model first", unless=()),
-    stops(
-        """
-        task_type num_labels problem_type
-        """,
-        "not a causal language model's loss",
-        unless=("causal_lm", None),
-    ),
-    to("rlhf_type", "", preferences.task),
-    to("beta", "", preferences.of_task("beta", Task.DPO, Task.KTO)),
-    to("desirable_weight", "", preferences.of_task("desirable_weight", Task.KTO)),
-    to("undesirable_weight", "", preferences.of_task("undesirable_weight", Task.KTO)),
-    to("center_rewards_coefficient", "", preferences.of_task("center_rewards_coefficient", Task.REWARD)),
-    to("loss_type", "dpo.loss_type", _loss),
-    to("rpo_alpha", "dpo.sft_weight", preferences.of_dpo(_sft_weight)),
-    stops("label_smoothing ld_alpha loss_weights", "another loss of preferences", unless=(0, 0.0, None)),
-    stops("ref_model ref_adapters", "the reference is another model than the one before training", unless=(None,)),
-    to("adapters", "adapter", convert.adapter),
-    to("freeze_parameters", "freeze", _frozen),
-    to("freeze_parameters_regex", "freeze", _frozen),
-    to("target_parameters", "lora.target_parameters", convert.names),
-    to("modules_to_save", "lora.modules_to_save", convert.names),
-    stops("resume_only_model", "a checkpoint of ms-swift: name its weights as `model` or `adapter`"),
-    stops(
-        """
-        freeze_parameters_ratio trainable_parameters trainable_parameters_regex target_regex
-        """,
-        "other weights are trained",
-        unless=(False, 0, 0.0),
-    ),
-    stops("use_dora use_rslora", "another adapter"),
-    stops("lorap_lr_ratio init_weights lora_bias", "another adapter", unless=(False, None, "none", "true", True)),
-    stops(
-        """
-        use_galore galore_quantization galore_optim_per_parameter lisa_activated_layers
-        llamapro_num_new_blocks reft_intervention_type optimizer optim_args vit_lr aligner_lr
-        """,
-        "another optimizer",
-        unless=(False, 0),
-    ),
-    stops("enable_dft_loss enable_channel_loss", "another loss"),
-    stops("tuner_backend", "unsloth", unless=("peft",)),
-)
+_CONVERTERS = {
+    "accumulation": _accumulation,
+    "dtype": convert.one_of(_DTYPES, "bf16 is written"),
+    "frozen": _frozen,
+    "hub": _hub,
+    "learning_rate": _learning_rate,
+    "length": _length,
+    "loss": _loss,
+    "loss_scale": _loss_scale,
+    "method": _method,
+    "mode": convert.one_of({"cloud": "online", "local": "local"}, "its modes are cloud and local"),
+    "pixels": _pixels,
+    "sft_weight": preferences.of_dpo(_sft_weight),
+}
+ROWS = rows_of("swift", _CONVERTERS, base=TRAINING_ARGUMENTS)
 """Its own keys, and those of Transformers, which it passes on."""
 
 _TOKEN = "a token is counted as 32 × 32 pixels, as in Qwen3-VL; in Qwen2.5-VL it has 28 × 28"
-_MEDIA = table(
-    to("MAX_PIXELS", "max_pixels", convert.count),
-    to("IMAGE_MAX_TOKEN_NUM", "max_pixels", _pixels, note=_TOKEN),
-    to("VIDEO_MAX_PIXELS", "video_max_pixels", convert.count),
-    to("VIDEO_MAX_TOKEN_NUM", "video_max_pixels", _pixels, note=_TOKEN),
-    to("FPS", "video_fps", convert.number),
-    to("FPS_MAX_FRAMES", "video_maxlen", convert.count),
-)
+_MEDIA = rows_of("swift_variables", _CONVERTERS)
 """Variables that its templates read, for qwen-vl-utils. They have no defaults of ms-swift's own: those of qwen-vl-utils
 are the limits of the models' processors. Source: ms-swift 4.4 swift/model/models/qwen.py: patch_qwen_vl_utils."""
 

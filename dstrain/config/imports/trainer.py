@@ -6,29 +6,27 @@ SFTConfig and DPOConfig.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dstrain.choices import Task
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports import datasets, huggingface, preferences
+from dstrain.config.imports import preferences
 from dstrain.config.imports.accelerate import ROWS as ACCELERATE
-from dstrain.config.imports.environment import LAUNCHERS
-from dstrain.config.imports.rows import (
+from dstrain.config.imports.shared import LAUNCHERS, RANKS, TRAINING_ARGUMENTS
+from dstrain.config.imports.source import (
     ABSENT,
     READ,
     Convert,
     Converted,
     OtherTraining,
+    Row,
+    Source,
+    Tool,
     Unmatched,
-    lacks,
-    needless,
-    read_with,
-    stops,
-    table,
-    to,
 )
-from dstrain.config.imports.source import Source, Tool
+from dstrain.config.imports.tables import read_table, rows_of
 from dstrain.job.model_changes import ALL_LINEAR
 
 _SWITCHES = ("use_peft", "use_lora", "lora_enable", "enable_lora")
@@ -143,66 +141,6 @@ def _bf16(value: Any, source: Source) -> Any:
     )
 
 
-ROWS = table(
-    tuple(ACCELERATE.values()),
-    tuple(LAUNCHERS.values()),
-    tuple(huggingface.ROWS.values()),
-    to("model_name_or_path", "model"),
-    to("model", "model"),
-    to("base_model", "model"),
-    to("trust_remote_code", "trust_remote_code", convert.flag),
-    to("dataset_name", "data", datasets.on_hub),
-    read_with(
-        "dataset_config dataset_config_name dataset_train_split dataset_train_name dataset_split", "dataset_name"
-    ),
-    to("dataset", "data"),
-    to("train_file", "data", convert.file),
-    to("validation_file", "eval_data", convert.file),
-    to("max_seq_length", "seq_len", convert.count),
-    to("max_length", "seq_len", convert.count),
-    to("block_size", "seq_len", convert.count),
-    to("packing", "packing", convert.flag),
-    to("attn_implementation", "attn", convert.attention),
-    to("use_peft", "method", method, default=False),
-    read_with("load_in_4bit load_in_8bit", "use_peft"),
-    to("lora_r", "lora.rank", rank, default=None),
-    to("lora_alpha", "lora.alpha", _alpha, default=None),
-    to("lora_dropout", "lora.dropout", convert.number, default=0.05),
-    to("lora_target_modules", "lora.targets", layers, default=None),
-    to("mixed_precision", "precision", _mixed),
-    to("bf16", "precision", _bf16, default=False),
-    needless(
-        """
-        tokenizer_name config_name use_fast_tokenizer cache_dir overwrite_cache preprocessing_num_workers
-        dataset_num_proc dtype torch_dtype low_cpu_mem_usage model_revision
-        """,
-        "read from the model's own files, or chosen by dstrain",
-    ),
-    lacks(
-        """
-        dataset_text_field max_train_samples max_eval_samples validation_split_percentage
-        chat_template_path
-        """,
-        "choose and rename rows and columns in the file",
-        unless=(False,),
-    ),
-    to("streaming", "streaming", convert.set_flag, note="it needs max_steps"),
-    to("lora_target_parameters", "lora.target_parameters", convert.names),
-    to("lora_modules_to_save", "lora.modules_to_save", convert.names),
-    stops("use_dora use_rslora", "another adapter", unless=(False, None)),
-    to("script_name", "", _named),
-    to("beta", "", _preference(preferences.of_task("beta", Task.DPO, Task.KTO))),
-    to("desirable_weight", "", _preference(preferences.of_task("desirable_weight", Task.KTO))),
-    to("undesirable_weight", "", _preference(preferences.of_task("undesirable_weight", Task.KTO))),
-    to("center_rewards_coefficient", "", preferences.of_task("center_rewards_coefficient", Task.REWARD)),
-    to("loss_type", "dpo.loss_type", _loss_type),
-    to("rpo_alpha", "dpo.sft_weight", preferences.of_dpo(_sft_weight)),
-    stops("label_smoothing ld_alpha loss_weights f_divergence_type", "another loss", unless=(0, 0.0, None)),
-    stops("ref_model_init_kwargs ref_model reference_free sync_ref_model", "another reference", unless=(False, None)),
-)
-"""Options of launchers, of Transformers and of its usual scripts."""
-
-
 def _of_section(key: str) -> Any:
     """Returns the converter of `bf16` or `fp16`."""
 
@@ -225,26 +163,147 @@ def _optimizer(value: Any, source: Source) -> Any:
     return READ
 
 
-DEEPSPEED_ROWS = table(
-    to("train_micro_batch_size_per_gpu", "micro_batch", convert.number_unless_auto),
-    to("gradient_accumulation_steps", "grad_accum", convert.number_unless_auto),
-    to("gradient_clipping", "max_grad_norm", convert.number_unless_auto),
-    to("bf16", "precision", _of_section("bf16")),
-    to("fp16", "precision", _of_section("fp16")),
-    to("optimizer.type", "", _optimizer),
-    to("scheduler.params.warmup_num_steps", "warmup_steps", convert.number_unless_auto),
-    to("scheduler.params.warmup_max_lr", "learning_rate", convert.number_unless_auto),
-    to(
-        "scheduler.params.total_num_steps",
-        "max_steps",
-        convert.number_unless_auto,
-        note="the run has the length of its schedule, as the Trainer asks for",
-    ),
-    to("optimizer.params.lr", "learning_rate", convert.number_unless_auto),
-    to("optimizer.params.betas", "", _betas),
-    to("optimizer.params.eps", "adam_epsilon", convert.number_unless_auto),
-    to("optimizer.params.weight_decay", "weight_decay", convert.number_unless_auto),
-)
+def _flash(value: Any, source: Source) -> Any:
+    """Returns the attention of a switch, or of a name."""
+    if str(value).lower() in ("true", "false"):
+        return "flash_attention_2" if convert.flag(value, source) else ABSENT
+    return convert.attention(value, source)
+
+
+def _no_flash(value: Any, source: Source) -> Any:
+    return "sdpa" if convert.flag(value, source) else "flash_attention_2"
+
+
+def _both_lengths(_: Any, source: Source) -> Any:
+    """Returns the limit of a prompt and an answer together."""
+    return sum(convert.count(source.value(key, 512), source) for key in ("max_source_length", "max_target_length"))
+
+
+def _same_rate(value: Any, source: Source) -> Any:
+    """Returns nothing for a part of the model that has the learning rate of all others."""
+    if value is None or value == source.value("learning_rate"):
+        return READ
+    raise OtherTraining(f"`{value}`: a part of the model with a learning rate of its own")
+
+
+def _bits(value: Any, source: Source) -> Any:
+    return READ if value in (16, 32) or is_adapter(source) else convert.method("full", bits=value, source=source)
+
+
+def _no_bias(value: Any, _: Source) -> Any:
+    if value != "none":
+        raise OtherTraining(f"`{value}`: biases stay as they are beside an adapter")
+    return READ
+
+
+def _answers(value: Any, source: Source) -> Any:
+    """Returns what the loss is on; TRL's switch is off by default, which its chats and its completions take apart."""
+    if preferences.preference_task(source) is not None:
+        return READ
+    if convert.flag(value, source):
+        return "answer"
+    note = "on every token of a chat, as TRL's is; of completions to prompts TRL learns the completion: loss_on: answer"
+    return Converted(values={"loss_on": "all"}, note=note)
+
+
+def _clipping(value: Any, source: Source) -> Any:
+    number = convert.number(value, source)
+    return number if number > 0 else 0.0
+
+
+def _nothing_inside(value: Any, _: Source) -> Any:
+    if not value:
+        return READ
+    raise OtherTraining(f"`{value}`: the model is loaded by its own config.json")
+
+
+def _limit_unless_none(value: Any, source: Source) -> Any:
+    return ABSENT if value is None or convert.number(value, source) < 1 else convert.count(value, source)
+
+
+def _qwen_lora(value: Any, source: Source) -> Any:
+    """Returns the adapter of Qwen's finetune.py, which trains embedding and head of a base model whole beside it."""
+    found = method(value, source)
+    if found == "qlora":
+        note = "the script loads a base model that GPTQ has quantized; dstrain quantizes it with bitsandbytes"
+        return Converted(values={"method": found}, note=note)
+    is_base = found == "lora" and "chat" not in str(source.value("model_name_or_path")).lower()
+    return Converted(values={"method": found} | ({"lora.modules_to_save": ["wte", "lm_head"]} if is_base else {}))
+
+
+def _loss_of_pairs(value: Any, source: Source) -> Any:
+    return ABSENT if preferences.preference_task(source) is None else preferences.dpo_loss(value, source)
+
+
+_CONVERTERS: Mapping[str, Convert] = {
+    "all_tokens": convert.always("all"),
+    "alpha": _alpha,
+    "answers": _answers,
+    "beta": _preference(preferences.of_task("beta", Task.DPO, Task.KTO)),
+    "bf16": _bf16,
+    "bits": _bits,
+    "both_lengths": _both_lengths,
+    "clipping": _clipping,
+    "desirable_weight": _preference(preferences.of_task("desirable_weight", Task.KTO)),
+    "dpo_loss": preferences.of_dpo(preferences.dpo_loss),
+    "flash": _flash,
+    "layers": layers,
+    "limit_unless_none": _limit_unless_none,
+    "loss_of_pairs": _loss_of_pairs,
+    "loss_type": _loss_type,
+    "method": method,
+    "mixed": _mixed,
+    "named": _named,
+    "no_bias": _no_bias,
+    "no_flash": _no_flash,
+    "nothing_inside": _nothing_inside,
+    "qwen_lora": _qwen_lora,
+    "rank": rank,
+    "read_with_mixer": lambda _, source: ABSENT if source.value("dataset_mixer") is None else READ,
+    "same_rate": _same_rate,
+    "sft_weight": preferences.of_dpo(_sft_weight),
+    "undesirable_weight": _preference(preferences.of_task("undesirable_weight", Task.KTO)),
+}
+ROWS = rows_of("trainer", _CONVERTERS, base={**ACCELERATE, **LAUNCHERS, **TRAINING_ARGUMENTS})
+"""Options of launchers, of Transformers and of its usual scripts."""
+
+DEEPSPEED_ROWS = rows_of("deepspeed", {"betas": _betas, "of_section": _of_section, "optimizer": _optimizer})
 """The literals of a DeepSpeed configuration that belong into job.yaml; every other key stays where it is."""
 
 DEEPSPEED = Tool(name="deepspeed", title="DeepSpeed", rows=DEEPSPEED_ROWS, sections=("optimizer",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Script:
+    """One script, or those of one repository."""
+
+    tool: Tool
+    paths: tuple[str, ...]
+    """Parts of the paths of its programs."""
+    marks: tuple[frozenset[str], ...]
+    """Options, or sets of options, that only it has."""
+
+
+def _scripts() -> Iterator[Script]:
+    rows: Mapping[str, Row] = ROWS
+    for name, section in read_table("scripts").items():
+        made = rows_of(section, _CONVERTERS, base=rows)
+        rows = made if name == "common" else rows
+        yield Script(
+            tool=Tool(name="trainer", title=section["title"], rows=made, environment=RANKS),
+            paths=tuple(section.get("paths", ())),
+            marks=tuple(frozenset(mark.split("+")) for mark in section.get("marks", "").split()),
+        )
+
+
+COMMON, *SCRIPTS = _scripts()
+TOOL = COMMON.tool
+"""The table of a script that is not recognized."""
+
+
+def tool_of(program: str, options: Mapping[str, Any]) -> Tool:
+    """Returns the table for a program with these options: that of the longest part of its path, or of a mark."""
+    found = [(len(path), script.tool) for script in SCRIPTS for path in script.paths if path in program]
+    if found:
+        return max(found, key=lambda pair: pair[0])[1]
+    return next((script.tool for script in SCRIPTS if any(mark <= options.keys() for mark in script.marks)), TOOL)

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from dstrain.config.imports.read import TOOLS
-from dstrain.config.imports.rows import Fate
-from dstrain.config.imports.scripts import SCRIPTS
-from dstrain.config.imports.source import Setting, Source, Tool
+from dstrain.config.imports.source import Fate, Setting, Source, Tool
+from dstrain.config.imports.trainer import SCRIPTS
 from dstrain.config.imports.walk import Imported, walk
 from dstrain.errors import InvalidConfig, Place
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.config.imports.environment import launch_variables
 from dstrain.config.imports.read import import_file
-from dstrain.config.imports.rows import Fate
+from dstrain.config.imports.shared import launch_variables
+from dstrain.config.imports.source import Fate
 from dstrain.config.imports.walk import Imported
 from dstrain.errors import InvalidConfig
 

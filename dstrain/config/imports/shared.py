@@ -1,4 +1,4 @@
-"""Variables and launchers' options that say where training runs."""
+"""Tables that several tools share: launchers' variables and options, and keys of Transformers' TrainingArguments."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports.rows import ABSENT, Converted, needless, table, to
-from dstrain.config.imports.source import Source
+from dstrain.config.imports.source import ABSENT, Converted, Source
+from dstrain.config.imports.tables import rows_of
 
 
 def _visible(value: Any, source: Source) -> Any:
@@ -22,7 +22,7 @@ def _per_node(value: Any, source: Source) -> Any:
     return convert.count(value, source)
 
 
-def _hub(name: str, *, otherwise: str) -> Any:
+def _hub(name: str, otherwise: str) -> Any:
     def converted(value: Any, _: Source) -> str:
         return name if str(value).lower() in ("1", "true") else otherwise
 
@@ -53,30 +53,40 @@ def launch_variables(
     return found | dict.fromkeys((*_NODES, *(["WORLD_SIZE"] if counts_nodes else [])), str(nodes))
 
 
-RANKS = table(
-    to("CUDA_VISIBLE_DEVICES", "machines.visible", _visible),
-    to("ASCEND_RT_VISIBLE_DEVICES", "machines.visible", _visible),
-    to("NPROC_PER_NODE", "machines.gpus_per_node", _per_node),
-    to("NNODES", "machines.nodes", convert.count),
-    to("USE_MODELSCOPE_HUB", "hub", _hub("modelscope", otherwise="hf")),
-    to("USE_HF", "hub", _hub("hf", otherwise="modelscope")),
-    to("DS_ACCELERATOR", "", _cpu),
-)
+RANKS = rows_of("variables", {"cpu": _cpu, "hub": _hub, "per_node": _per_node, "visible": _visible})
 """Variables that launchers and tools read."""
 
-LAUNCHERS = table(
-    to("nproc_per_node", "machines.gpus_per_node", _per_node),
-    to("nnodes", "machines.nodes", convert.count),
-    to("num_gpus", "machines.gpus_per_node", convert.count),
-    to("num_nodes", "machines.nodes", convert.count),
-    to("hostfile", "machines.hostfile", convert.file),
-    needless(
-        """
-        master_addr master_port node_rank rdzv_id rdzv_backend rdzv_endpoint rdzv_conf standalone
-        max_restarts local_ranks_filter log_dir tee redirects launcher launcher_args ssh_port no_local_rank
-        include exclude enable_each_rank_log bind_cores_to_rank
-        """,
-        "`dstrain run` starts the ranks",
-    ),
-)
+LAUNCHERS = rows_of("launchers", {"per_node": _per_node})
 """Options of torchrun and deepspeed."""
+
+
+def _max_steps(value: Any, source: Source) -> Any:
+    return ABSENT if convert.number(value, source) < 1 else convert.count(value, source)
+
+
+def _run_name(value: Any, _: Source) -> Any:
+    return str(value) if value else ABSENT
+
+
+def _kwargs(value: Any, _: Source) -> Any:
+    return value or ABSENT
+
+
+def _checkpointing_kwargs(value: Any, _: Source) -> Any:
+    return Converted(values={}, note="chosen by the method: non-reentrant, except for adapters under ZeRO-3")
+
+
+_MONITORING = "`metrics.jsonl` and the sinks have it"
+_LOADER = "the ranks' own loader; dataloader_num_workers is its one setting"
+_DDP = "DeepSpeed in place of DDP has no such setting"
+
+TRAINING_ARGUMENTS = rows_of(
+    "huggingface",
+    {
+        "checkpointing_kwargs": _checkpointing_kwargs,
+        "kwargs": _kwargs,
+        "max_steps": _max_steps,
+        "run_name": _run_name,
+    },
+)
+"""Keys of Transformers' TrainingArguments, which several tools pass on, with their defaults."""
