@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dstrain.cli.console import answer, answer_json, say_unread_links
-from dstrain.config.find_key import NoKey, named
+from dstrain.config.keys.table import NoKey, named
 from dstrain.errors import DstrainError, InvalidConfig, nearest
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.generate import lock_of
-from dstrain.cli.options import data_lengths, proposals, remembered
+from dstrain.cli.options import data_lengths, remembered
 from dstrain.cli.options.planning import DATA, HTML, facts_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs, uses_last
 from dstrain.cli.options.remembered import ResolvedOptions
@@ -152,7 +152,7 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
     surveyed = survey(facts.workload, facts.request)
     question = plan_page.Question(verb="gen-config", typed=asked.inputs, inputs=facts)
     if not surveyed.fits:
-        ways = proposals.ways(asked.options, facts, data, last=last)
+        ways = data_lengths.ways(asked.options, facts, data, last=last)
         if html is not None:
             page.write(html, plan_page.page(surveyed, question, ways, name=html.name))
         raise does_not_fit(facts.workload, facts.request, surveyed.first, ways)

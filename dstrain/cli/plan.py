@@ -11,7 +11,7 @@ import click
 from rich.text import Text
 
 from dstrain.cli.console import PlainConsole, answer_json, say_lines, width
-from dstrain.cli.options import data_lengths, proposals
+from dstrain.cli.options import data_lengths
 from dstrain.cli.options.planning import DATA, HTML, is_generated, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.options.typed import spelled, typed
@@ -53,7 +53,7 @@ def command(top: int, verbose: bool, html: Path | None, as_json: bool, **options
     data = data_lengths.read(options, inputs.workload.model)
     inputs = data.decide(inputs)
     plans = survey(inputs.workload, inputs.request, top=top)
-    ways = () if plans.fits else proposals.ways(options, inputs, data)
+    ways = () if plans.fits else data_lengths.ways(options, inputs, data)
     trained = data.run_time(inputs.workload, plans.first)
     if as_json:
         answer_json({**plan_document(plans, inputs.workload), **data.document(trained)})

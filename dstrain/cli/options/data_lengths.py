@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Hub
-from dstrain.cli.options.question import PlanInputs
+from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.errors import DstrainError
+from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.data.datafile import files_of, is_file_name
 from dstrain.facts.data.image_patches import eye_of
 from dstrain.facts.data.job_reading import reading_for
@@ -28,6 +29,8 @@ from dstrain.paths import shown
 from dstrain.plan import run_time
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.run_time import RunTime
+from dstrain.plan.search.decide import choice
+from dstrain.plan.search.infeasible import Way, ways_that_fit
 from dstrain.plan.search.search_space import row_tokens
 from dstrain.train.data.measured_rows import measure_of
 
@@ -243,3 +246,19 @@ def _eval_samples(job: Job) -> int:
         rows = count_rows(files).number
         total += rows if source.max_samples is None else min(rows, source.max_samples)
     return total
+
+
+def ways(
+    options: Mapping[str, Any], inputs: PlanInputs, data: TrainingData, *, last: Cluster | None = None
+) -> tuple[Way, ...]:
+    """Returns changes of a command's options that fit; each is asked and answered as if it were typed.
+
+    `last` is the cluster of the last run (`plan_inputs`).
+    """
+
+    def judge(changes: Mapping[str, Any], *_: object) -> Estimate:
+        again = data.decide(plan_inputs({**options, **changes}, last=last, is_first=False))
+        return choice(again.workload, again.request)
+
+    hosts = {name: options[name] for name in ("hosts", "hostfile") if options[name]}
+    return ways_that_fit(inputs.workload, inputs.request, judge, hosts=hosts)

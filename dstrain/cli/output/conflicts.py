@@ -13,8 +13,7 @@ import click
 from dstrain.cli.console import say
 from dstrain.config.document import REMOVED, dotted, same
 from dstrain.config.edits.manual_edits import values
-from dstrain.config.edits.merge import Clash
-from dstrain.config.edits.regenerate import Conflicting, Decide, Decision
+from dstrain.config.edits.regenerate import Clash, Conflicting, Decide, Decision
 
 _WIDTH = 24
 """Characters of one value in the table; longer ones are cut."""

@@ -10,7 +10,7 @@ from typing import Any
 from dstrain.config.document import REMOVED, dotted, lookup
 from dstrain.config.edits import edit
 from dstrain.config.edits.lock import Lock, read_lock, standing
-from dstrain.config.edits.merge import merge
+from dstrain.config.edits.regenerate import merge
 from dstrain.config.jsonc import Pointer
 
 

@@ -13,8 +13,7 @@ from dstrain.config.document import Change, dotted
 from dstrain.config.edits import edit
 from dstrain.config.edits.lock import LOCK, Lock, backups, read_lock, standing, write_files
 from dstrain.config.edits.manual_edits import edits_in
-from dstrain.config.edits.merge import merge
-from dstrain.config.edits.regenerate import Decision, Regenerated, Standing, regenerate
+from dstrain.config.edits.regenerate import Decision, Regenerated, Standing, merge, regenerate
 from dstrain.config.templates.templates import render_json, template_hash
 from dstrain.config.templates.values import config_values, template_of
 from dstrain.errors import Conflict

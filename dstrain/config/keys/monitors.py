@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from dstrain.config.keys.key import BOOL, INT, LIST, NUMBER, TEXT, Key, Names, flag, row, section, switch
+from dstrain.config.keys.key import (
+    BOOL,
+    INT,
+    LIST,
+    NUMBER,
+    OBJECT,
+    TEXT,
+    Key,
+    Names,
+    flag,
+    row,
+    section,
+    switch,
+    within,
+)
 
 TENSORBOARD = "monitor/config.py: TensorBoardConfig"
 WANDB = "monitor/config.py: WandbConfig"
@@ -86,6 +100,109 @@ MONITORS: tuple[Key, ...] = (
             is_nullable=True),
         flag("synchronize_checkpoint_boundary", "Synchronizes the GPU at each checkpoint."),
         flag("profile", "Logs the forward and backward time of each checkpoint."),
+    ),
+)
+# fmt: on
+
+
+COMPILE = "compile/config.py: CompileConfig"
+HYBRID = "runtime/config.py: HybridEngineConfig"
+
+# fmt: off
+COMPILING: tuple[Key, ...] = (
+    *section("compile", COMPILE,
+        "DeepCompile; takes effect only if engine.compile() is called (Trainer: torch_compile).", since="0.16.6")(
+        flag("deepcompile", "Inserts ZeRO's communication into the compiled graph; stages 1 to 3."),
+        flag("autoep_non_moe", "AutoEP: compiles everything except the MoE layers, which stay eager.", since="0.19.8"),
+        flag("free_activation",
+            "Frees large activations in the graph as early as possible; incompatible with inductor."),
+        row("free_activation_threshold", INT, "Smallest tensor that free_activation frees, in bytes.",
+            default=10_485_760, since="0.18.0"),
+        flag("offload_activation",
+            "Moves saved activations of 5 MB and more to host memory; incompatible with offload_parameters and "
+            "offload_opt_states."),
+        row("offload_activation_pin_memory", BOOL, "Page-locks that host memory for faster copies.", default=True,
+            since="0.19.6"),
+        flag("offload_opt_states",
+            "Keeps optimizer states in host memory outside the step; for one accumulation step."),
+        row("double_buffer", BOOL, "Uses two buffers in reductions, so that filling and sending overlap.",
+            default=True),
+        flag("symmetric_memory", "Uses torch's symmetric memory for gathers."),
+        flag("debug_log", "Writes the graphs before and after each pass."),
+        flag("offload_parameters",
+            "Keeps parameters in host memory between uses; enabled automatically if both offload sections are "
+            "present."),
+        flag("sync_before_reduce", "Synchronizes before each reduction; for debugging."),
+        flag("sync_after_reduce", "Synchronizes after each reduction; for debugging."),
+        flag("sync_before_allgather", "Synchronizes before each gather; for debugging."),
+        flag("sync_after_allgather", "Synchronizes after each gather; for debugging."),
+        row("keep_int_input_tensors", BOOL,
+            "Keeps the real values of integer inputs for profiling, which index operations need.", default=True,
+            since="0.17.2"),
+        flag("keep_all_input_tensors", "Keeps the real values of all inputs for profiling; more memory.",
+            since="0.17.2"),
+    ),
+    *section("compile.passes", COMPILE,
+        "Passes to run instead of the stage's defaults; autotp cannot be combined with others.", kind=LIST,
+        is_nullable=True, since="0.18.9")(
+        row("*", TEXT, "One pass.", words=("z1", "z3", "autosp", "autotp")),
+    ),
+    *section("hybrid_engine", HYBRID, "Switches between training and fast generation, as RLHF needs.")(
+        switch(),
+        row("max_out_tokens", INT, "Tokens of prompt and answer that the cache is sized for.", default=512, least=1),
+        row("inference_tp_size", INT, "GPUs that split the model during generation.", default=1),
+        flag("release_inference_cache", "Frees the generation cache before training resumes; less memory, slower."),
+        row("pin_parameters", BOOL, "Keeps gathered parameters during a whole generation (stage 3).", default=True),
+        row("tp_gather_partition_size", INT, "Layers gathered at a time for generation (stage 3).", default=8),
+        flag("enable_cuda_graph", "Replays generation as a CUDA graph; incompatible with stage 3.", since="0.19.6"),
+    ),
+)
+# fmt: on
+
+
+CONFIG = "autotuning/config.py: DeepSpeedAutotuningConfig"
+MODEL = "autotuning/config.py: get_model_info_config"
+
+# fmt: off
+TUNING: tuple[Key, ...] = (
+    *section("autotuning", CONFIG, "Search for stage, micro-batch and bucket sizes, started by deepspeed --autotuning.",
+        names=Names.IGNORED)(
+        switch("Enables the section; set by the launcher in its experiments."),
+        row("fast", BOOL, "Tries micro-batches only, not the other settings of ZeRO.", default=True),
+        row("results_dir", TEXT, "Folder for results; must not be empty.", default="autotuning_results"),
+        row("exps_dir", TEXT, "Folder for the descriptions of experiments; must not be empty.",
+            default="autotuning_exps"),
+        row("overwrite", BOOL, "Deletes the previous contents of those folders.", default=True),
+        row("start_profile_step", INT, "Step at which measuring starts.", default=3),
+        row("end_profile_step", INT, "Step at which measuring and the experiment end.", default=5),
+        row("metric", TEXT, "What is optimized: samples per second, time per step, or FLOPS per GPU.",
+            default="throughput", words=("throughput", "latency", "flops")),
+        row("metric_path", TEXT, "File to which an experiment writes its metric; set by the autotuner.",
+            is_nullable=True),
+        row("tuner_type", TEXT, "Order in which experiments are tried.", default="gridsearch",
+            words=("gridsearch", "random", "model_based")),
+        row("tuner_early_stopping", INT, "Experiments without improvement before the search of a stage ends.",
+            default=5),
+        row("tuner_num_trials", INT, "Maximum experiments per stage.", default=50),
+        row("arg_mappings", OBJECT,
+            "Maps keys of this file to options of the training script, such as --per_device_train_batch_size.",
+            is_nullable=True, names=Names.FREE),
+    ),
+    *section("autotuning.model_info", MODEL, "Facts about the model that replace measurements.", is_nullable=True,
+        names=Names.IGNORED, own_source=CONFIG)(
+        flag("profile", "Measures them in a first run; set by the autotuner."),
+        row("num_params", INT, "Parameters of the model.", is_nullable=True),
+        row("hidden_size", INT, "Width of the model.", is_nullable=True),
+        row("num_layers", INT, "Layers of the model.", is_nullable=True),
+    ),
+    *within("autotuning", CONFIG)(
+        row("model_info_path", TEXT, "File with the measured facts; set by the autotuner.", is_nullable=True),
+        row("mp_size", INT, "GPUs over which the script splits the model.", default=1),
+        row("max_train_batch_size", INT, "Upper bound of train_batch_size.", default_note="no bound", is_nullable=True),
+        row("min_train_batch_size", INT, "Lower bound of train_batch_size.", default=1),
+        row("max_train_micro_batch_size_per_gpu", INT, "Upper bound of the micro-batch.", default=1024),
+        row("min_train_micro_batch_size_per_gpu", INT, "Lower bound of the micro-batch.", default=1),
+        row("num_tuning_micro_batch_sizes", INT, "Micro-batches tried per stage.", default=3),
     ),
 )
 # fmt: on

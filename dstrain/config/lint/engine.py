@@ -13,11 +13,9 @@ from dstrain.config.jsonc import Document, Pointer, SyntaxProblem
 from dstrain.config.lint.finding import Fault, Finding, Severity, json_pointer
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules import (
-    auto_values,
     batch,
     buffers,
     conflicts,
-    contradictions,
     job_keys,
     jobs,
     key_names,
@@ -28,11 +26,8 @@ from dstrain.config.lint.rules import (
     parallelism,
     releases,
     saving,
-    schedules,
     states,
-    syntax,
     tasks,
-    unread,
     values,
     zenflow,
 )
@@ -42,30 +37,26 @@ from dstrain.errors import Place
 if TYPE_CHECKING:
     from dstrain.facts.workload import Workload
 
-RULES: tuple[Rule, ...] = (
-    *syntax.RULES,
-    *key_names.RULES,
-    *values.RULES,
-    *auto_values.RULES,
-    *no_effect.RULES,
-    *unread.RULES,
-    *conflicts.RULES,
-    *states.RULES,
-    *zenflow.RULES,
-    *parallelism.RULES,
-    *batch.RULES,
-    *optimizers.RULES,
-    *schedules.RULES,
-    *contradictions.RULES,
-    *jobs.RULES,
-    *job_keys.RULES,
-    *tasks.RULES,
-    *saving.RULES,
-    *models.RULES,
-    *buffers.RULES,
-    *machines.RULES,
-    *releases.RULES,
+_MODULES = (
+    key_names,
+    values,
+    no_effect,
+    conflicts,
+    states,
+    zenflow,
+    parallelism,
+    batch,
+    optimizers,
+    jobs,
+    job_keys,
+    tasks,
+    saving,
+    models,
+    buffers,
+    machines,
+    releases,
 )
+RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 """Every rule, by id."""
 
 
@@ -74,12 +65,12 @@ def read(text: str, name: str) -> tuple[Document | None, list[Finding]]:
     try:
         document = jsonc.read(text, name)
     except SyntaxProblem as error:
-        return None, [_unreadable(syntax.SYNTAX, error.place or Place(file=name), error.text)]
+        return None, [_unreadable(key_names.SYNTAX, error.place or Place(file=name), error.text)]
     if isinstance(document.value, dict):
         return document, []
     problem = "a DeepSpeed configuration must be an object in braces"
     fix = 'write an object: {"zero_optimization": {"stage": 2}, …}'
-    return None, [_unreadable(syntax.NO_OBJECT, document.place(()), problem, fix)]
+    return None, [_unreadable(key_names.NO_OBJECT, document.place(()), problem, fix)]
 
 
 _CORRECT = "correct this place: JSON has double quotes, true, false, null, and commas between values"

@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from dstrain.config.lint.advisories import ADVISORIES
-from dstrain.config.lint.advisory import Effect
+from dstrain.config.lint.advisories import ADVISORIES, Effect
 from dstrain.doctor.facts import Facts, Software
 from dstrain.doctor.finding import Finding, Notes
 from dstrain.doctor.gpu_facts import Gpus

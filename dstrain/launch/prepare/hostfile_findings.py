@@ -6,7 +6,7 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from dstrain.config.lint.finding import Finding, Severity
-from dstrain.config.lint.rules.syntax import NO_OBJECT, SYNTAX
+from dstrain.config.lint.rules.key_names import NO_OBJECT, SYNTAX
 from dstrain.errors import DstrainError, InvalidConfig, Place
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.hostfile import Hosts

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dstrain.config.document import REMOVED, Change, Mark, applied
 from dstrain.config.edits import edit
-from dstrain.config.edits.merge import merge
+from dstrain.config.edits.regenerate import merge
 from dstrain.config.jsonc import read
 from dstrain.errors import InvalidConfig
 

@@ -9,8 +9,7 @@ import pytest
 from cases import ask
 
 from dstrain.config.edits.lock import LOCK, Lock, Unsettled, read_lock, standing, write_files
-from dstrain.config.edits.merge import Clash
-from dstrain.config.edits.regenerate import Decision, Regenerated, Standing, regenerate, replaced
+from dstrain.config.edits.regenerate import Clash, Decision, Regenerated, Standing, regenerate, replaced
 from dstrain.errors import Conflict, InvalidConfig
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.config.document import REMOVED, Change, applied, lookup, same
-from dstrain.config.edits.merge import merge, settled
+from dstrain.config.edits.regenerate import merge, settled
 
 _KEYS = st.sampled_from("abcd")
 _LEAVES = st.one_of(

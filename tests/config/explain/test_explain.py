@@ -18,10 +18,9 @@ from dstrain.config.document import Change, applied
 from dstrain.config.explain.file import sections
 from dstrain.config.explain.job_key import find, job_keys
 from dstrain.config.explain.key import COUNTED, OF_JOB, Chosen, Here, estimate_of, ways, why
-from dstrain.config.find_key import named
 from dstrain.config.key_bytes import Scale, cost
 from dstrain.config.keys.key import Kind
-from dstrain.config.keys.table import KEYS, ROWS
+from dstrain.config.keys.table import KEYS, ROWS, named
 from dstrain.config.lint.subject import JobContext
 from dstrain.config.templates.templates import reasons_in, template_names
 from dstrain.errors import InvalidConfig

@@ -14,9 +14,16 @@ from typing import Any
 import pytest
 
 from dstrain.config.keys.key import Kind, Names
-from dstrain.config.keys.optimizers import ENGINE_ADAM, OWN_OPTIMIZERS, TORCH_OPTIMIZERS, parameters
+from dstrain.config.keys.optimizers import (
+    ENGINE_ADAM,
+    OWN_OPTIMIZERS,
+    OWN_SCHEDULES,
+    PYTHON_SCHEDULES,
+    TORCH_OPTIMIZERS,
+    TORCH_SCHEDULES,
+    parameters,
+)
 from dstrain.config.keys.removed import REMOVED
-from dstrain.config.keys.schedulers import OWN_SCHEDULES, PYTHON_SCHEDULES, TORCH_SCHEDULES
 from dstrain.config.keys.table import KEYS, ROWS, children
 from tests.config.reading import Engine, Spy, import_engine
 

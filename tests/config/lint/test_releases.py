@@ -13,8 +13,7 @@ import pytest
 
 from benchmarks.advisories.report import results
 from benchmarks.advisories.run import CASES_IN_ORDER, Case
-from dstrain.config.lint.advisories import ADVISORIES
-from dstrain.config.lint.advisory import Advisory, Effect
+from dstrain.config.lint.advisories import ADVISORIES, Advisory, Effect
 from dstrain.config.lint.engine import check, read
 from dstrain.config.lint.finding import Finding, Severity
 from dstrain.config.lint.subject import Subject

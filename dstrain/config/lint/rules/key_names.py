@@ -1,4 +1,4 @@
-"""Rules about key names: misspelled, misplaced, unknown, removed, renamed."""
+"""Rules about the text and its key names: duplicate, misspelled, misplaced, unknown, removed, renamed."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from difflib import SequenceMatcher
 from types import MappingProxyType
 
 from dstrain.config.document import REMOVED, Change, dotted, lookup
-from dstrain.config.jsonc import Pointer
+from dstrain.config.jsonc import Pointer, place_of
 from dstrain.config.keys.key import Key, Kind, Names
 from dstrain.config.keys.table import KEYS, children, key_of
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import REFUSES, Rule
-from dstrain.config.lint.subject import ABSENT, Subject
+from dstrain.config.lint.subject import ABSENT, Subject, shown
 from dstrain.errors import nearest
 
 _REFUSES = "DeepSpeed refuses it when the engine starts, after loading the model"
@@ -273,6 +273,41 @@ def _alias(subject: Subject) -> Iterator[Fault]:
 _TABLE = "deepspeed 0.19.8, section by section: dstrain/config/keys"
 _E, _W = Severity.ERROR, Severity.WARNING
 
+
+SYNTAX, NO_OBJECT = "DS001", "DS003"
+"""Rules that `read` applies to files without a configuration."""
+
+
+def _repeated(subject: Subject) -> Iterator[Fault]:
+    document = subject.document
+    for key in document.repeated:
+        line = place_of(document.text, key.first, document.name).line
+        value = lookup(document.value, key.pointer)
+        last = "" if value is ABSENT else f", {shown(value)},"  # absent if an outer key is repeated too
+        yield Fault(
+            pointer=key.pointer,
+            at=key.at,
+            problem=f'"{key.pointer[-1]}" is repeated (first on line {line})',
+            effect=f"the Trainer uses the last value{last} without a warning; DeepSpeed itself refuses the file",
+            fix="keep one of them",
+        )
+
+
+def _extras(subject: Subject) -> Iterator[Fault]:
+    if subject.job is not None:
+        return
+    for what, offset in subject.document.extras.items():
+        yield Fault(
+            at=offset,
+            problem=f"{what} is not plain JSON",
+            effect="dstrain and DeepSpeed accept it; a Trainer that reads the file by its path stops",
+            fix="leave it for dstrain run; remove it for other tools",
+        )
+
+
+_JSON_LOAD = "accelerate 1.15 utils/deepspeed.py: HfDeepSpeedConfig (json.load)"
+
+
 # fmt: off
 RULES = (
     Rule(id="DS101", severity=_E, title="misspelled key", find=_misspelled, source=_TABLE),
@@ -283,6 +318,9 @@ RULES = (
     Rule(id="DS106", severity=_E, title="two names of one key", find=_twice_named, source=_TABLE),
     Rule(id="DS107", severity=_E, title="bfloat16 under the Trainer", find=_alias,
          source="accelerate 1.15 utils/dataclasses.py: DeepSpeedPlugin.set_mixed_precision"),
+    Rule(id="DS002", severity=Severity.ERROR, title="repeated key", find=_repeated,
+         source=_JSON_LOAD + "; deepspeed 0.19.8 runtime/config_utils.py: dict_raise_error_on_duplicate_keys"),
+    Rule(id="DS004", severity=Severity.INFO, title="comments, trailing commas, BOM", find=_extras, source=_JSON_LOAD),
 )
-"""Rules about names."""
+"""Rules about the text and names."""
 # fmt: on

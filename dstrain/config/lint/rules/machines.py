@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dstrain.choices import Precision
-from dstrain.config.lint.advisory import trains_in
+from dstrain.config.lint.advisories import trains_in
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import STOPS, Rule
 from dstrain.config.lint.rules.jobs import in_job

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.config.lint.advisories import ADVISORIES
-from dstrain.config.lint.advisory import Advisory, Effect, every
+from dstrain.config.lint.advisories import ADVISORIES, Advisory, Effect, every
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Find, Rule
 from dstrain.config.lint.subject import Subject

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.config.lint.advisory import accumulation
+from dstrain.config.lint.advisories import accumulation
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule, when
 from dstrain.config.lint.subject import Subject, has_zenflow
