@@ -9,15 +9,13 @@ from typing import Any
 
 from dstrain.choices import Offload
 from dstrain.config.document import REMOVED, Change, lookup
-from dstrain.config.resolve_auto import GATHERS
+from dstrain.config.resolve_auto import BATCH_KEYS, GATHERS
 from dstrain.oom import ProposedChange
 from dstrain.plan.configuration import Configuration, flat
 from dstrain.plan.search.out_of_memory import Fix
 
 _OF_ZERO = frozenset({"zero_stage", "offload"})
 """Choices that ds_config.json owns; the job owns all others."""
-_BATCH_KEYS = {"micro_batch": "train_micro_batch_size_per_gpu", "grad_accum": "gradient_accumulation_steps"}
-"""Key of the job → that of ds_config.json, in which it is usually "auto"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,7 @@ def remedy(fix: Fix, current: Configuration, ds_config: Mapping[str, Any], *, mo
     if "grad_ckpt_every_n_layers" in keys and "grad_ckpt" in keys and values["grad_ckpt_every_n_layers"] == 1:
         keys.remove("grad_ckpt_every_n_layers")
     literals = {
-        key: values[name] for name, key in _BATCH_KEYS.items() if name in keys and isinstance(ds_config.get(key), int)
+        key: values[name] for key, name in BATCH_KEYS.items() if name in keys and isinstance(ds_config.get(key), int)
     }
     zero = _zero_values(fix, current, after, ds_config, moe_block)
     return ProposedChange(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import Optimizer
@@ -17,6 +18,25 @@ if TYPE_CHECKING:
 _PRECISIONS = ("bf16", "fp16")
 GATHERS = "stage3_gather_16bit_weights_on_model_save"
 """Key of `zero_optimization`: accelerate gathers weights by it under ZeRO-3, and those of tensor-parallel ranks."""
+BATCH_KEYS: Mapping[str, str] = MappingProxyType(
+    {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "grad_accum"}
+)
+"""Keys of ds_config.json that repeat choices of the job, unless they are "auto" → the job's key."""
+JOB_KEYS: Mapping[Pointer, str] = MappingProxyType(
+    {
+        **{(key,): name for key, name in BATCH_KEYS.items()},
+        ("train_batch_size",): "micro_batch",
+        ("gradient_clipping",): "max_grad_norm",
+        ("bf16", "enabled"): "precision",
+        ("fp16", "enabled"): "precision",
+        ("optimizer", "params", "lr"): "learning_rate",
+        ("optimizer", "params", "betas"): "adam_beta1",
+        ("optimizer", "params", "weight_decay"): "weight_decay",
+        ("optimizer", "params", "eps"): "adam_epsilon",
+        ("scheduler", "params", "warmup_max_lr"): "learning_rate",
+    }
+)
+"""Keys that the Trainer compares with its arguments → the job's key."""
 
 
 def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *, num_ranks: int) -> dict[str, Any]:
@@ -26,7 +46,7 @@ def for_trainer(config: Mapping[str, Any], job: Job, model: ModelFacts | None, *
     depend on the number of steps stay "auto": only the ranks know the length of the data.
     """
     effective = {key: copy.deepcopy(value) for key, value in config.items() if not key.startswith(("$", "_", "x-"))}
-    for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"):
+    for key in (*BATCH_KEYS, "gradient_clipping"):
         effective.setdefault(key, "auto")
     for section in _PRECISIONS:
         given = effective.get(section, {} if section == job.precision else None)

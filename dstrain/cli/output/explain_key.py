@@ -17,8 +17,8 @@ from dstrain.config.key_text import default_text, kind_text, meaning
 from dstrain.config.keys.key import Key, Kind
 from dstrain.config.keys.table import children, is_read
 from dstrain.config.lint.finding import json_pointer
-from dstrain.config.lint.rules.batch import JOB_KEYS
 from dstrain.config.lint.subject import ABSENT
+from dstrain.config.resolve_auto import JOB_KEYS
 from dstrain.errors import DstrainError
 from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.effect import Effect

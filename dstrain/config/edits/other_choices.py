@@ -14,13 +14,14 @@ from dstrain.config.edits import edit
 from dstrain.config.edits.lock import LOCK, Lock, backups, read_lock, standing, write_files
 from dstrain.config.edits.manual_edits import edits_in
 from dstrain.config.edits.regenerate import Decision, Regenerated, Standing, merge, regenerate
+from dstrain.config.resolve_auto import BATCH_KEYS
 from dstrain.config.templates.templates import render_json, template_hash
 from dstrain.config.templates.values import config_values, template_of
 from dstrain.errors import Conflict
 from dstrain.facts.workload import Workload
 from dstrain.job.schema import Job
 from dstrain.paths import alone, write_together
-from dstrain.plan.configuration import Configuration, flat
+from dstrain.plan.configuration import DEFAULTS, Configuration, flat
 from dstrain.plan.estimate_records import Estimate, Plan
 from dstrain.plan.search.search_space import global_batch
 
@@ -30,8 +31,6 @@ _OF_JOB = (
     "torch_compile",
 )
 """Choices that the job file holds; ds_config.json holds those of ZeRO."""
-_LITERALS = {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "grad_accum"}
-"""Keys of ds_config.json that repeat choices of the job, unless they are "auto"."""
 _STRATEGY = frozenset({"stage", "offload_optimizer", "offload_param", "zero_hpz_partition_size"})
 """Keys of `zero_optimization` that decide how ZeRO works; the others are sizes and habits."""
 _CHOICE_OF_KEY = {"stage": "zero_stage", "offload_optimizer": "offload", "offload_param": "offload"}
@@ -166,7 +165,7 @@ def _config(
     In a file that dstrain did not generate, sizes and habits stay, and so does an offload that is the same.
     """
     values = flat(c)
-    literals = {key: values[name] for key, name in _LITERALS.items() if isinstance(config.get(key), int)}
+    literals = {key: values[name] for key, name in BATCH_KEYS.items() if isinstance(config.get(key), int)}
     section = dict(zero)
     if not is_generated:
         yours = config.get("zero_optimization") or {}
@@ -189,16 +188,9 @@ def inputs_of(estimate: Estimate, workload: Workload) -> dict[str, Any]:
     options["global_batch"] = global_batch(workload.cluster, estimate.configuration)
     if values["offload"] is not Offload.NONE:
         options["offload"] = values["offload"].value
-    for name, usual in (
-        ("grad_ckpt_every_n_layers", 1),
-        ("activation_offload", False),
-        ("tiled_mlp", False),
-        ("torch_compile", False),
-        ("sp", 1),
-    ):
-        if values[name] != usual:
-            options[name] = values[name]
-    return options
+    usual = flat(DEFAULTS)
+    names = ("grad_ckpt_every_n_layers", "activation_offload", "tiled_mlp", "torch_compile", "sp")
+    return options | {name: values[name] for name in names if values[name] != usual[name]}
 
 
 def write(files: JobFiles, chosen: OtherChoices, workload: Workload) -> list[Path]:

@@ -14,12 +14,13 @@ from dstrain.config.key_text import default_text, summary
 from dstrain.config.keys.key import Key
 from dstrain.config.keys.table import KEYS, is_read, key_of
 from dstrain.config.lint.subject import ABSENT
+from dstrain.config.resolve_auto import BATCH_KEYS
 from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.estimate_records import Estimate
 
 BATCH, PRECISION, ZERO, OTHER = "batch", "precision", "ZeRO", "other keys"
 _BATCH_KEYS = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("train_batch_size", *BATCH_KEYS, "gradient_clipping"),
     *("managed_gradient_accumulation", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
 )
 _PRECISION_KEYS = ("bf16", "bfloat16", "fp16", "torch_autocast", "data_types", "communication_data_type")

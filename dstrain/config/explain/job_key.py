@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.config.document import dotted
 from dstrain.config.key_text import listed
-from dstrain.config.lint.rules.batch import JOB_KEYS
+from dstrain.config.resolve_auto import JOB_KEYS
 from dstrain.config.schema import job_schema
 
 _KINDS = {"boolean": "true or false", "integer": "whole number", "number": "number", "string": "text"}

@@ -14,6 +14,7 @@ from dstrain.config.keys.key import Key, Kind
 from dstrain.config.keys.table import KEYS
 from dstrain.config.lint.engine import remarks
 from dstrain.config.lint.finding import Finding, Severity
+from dstrain.config.resolve_auto import BATCH_KEYS
 from dstrain.config.templates.templates import reasons_in, render_json
 from dstrain.config.templates.values import config_values, template_of
 from dstrain.errors import InvalidConfig
@@ -39,15 +40,14 @@ COUNTED = (
 )  # fmt: skip
 """Keys that the planner reads from a configuration."""
 OF_JOB = {
-    "train_micro_batch_size_per_gpu": "micro_batch",
-    "gradient_accumulation_steps": "grad_accum",
+    **BATCH_KEYS,
     "bf16.enabled": "precision",
     "fp16.enabled": "precision",
     "tensor_parallel.autotp_size": "tp",
     "expert_parallel.autoep_size": "ep",
 }
 """Keys that the planner takes from the job → the job's key."""
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_BATCH = ("train_batch_size", *BATCH_KEYS)
 _INSTEAD = {
     _ZERO + "offload_optimizer": _ZERO + "offload_optimizer.device",
     _ZERO + "offload_param": _ZERO + "offload_param.device",

@@ -16,10 +16,9 @@ from dstrain.config.lint.rule import REFUSES, Rule, when
 from dstrain.config.lint.rules.key_names import is_missing
 from dstrain.config.lint.rules.no_effect import above
 from dstrain.config.lint.subject import ABSENT, Subject, is_count, is_number, params_of, shown, type_of
-from dstrain.config.resolve_auto import filled
+from dstrain.config.resolve_auto import BATCH_KEYS, JOB_KEYS, filled
 from dstrain.units import counted
 
-_BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 TRAINER_STOPS = "the Trainer ends the run after loading the model"
 FOLLOW_JOB = 'write "auto" here to use the value of the job, or change the job'
 
@@ -89,10 +88,10 @@ def _identity(subject: Subject) -> Iterator[Fault]:
     because it checks before it creates the groups.
     """
     batch = subject.at("train_batch_size", None)
-    factors = [factor for factor in (subject.at(key, None) for key in _BATCH) if is_count(factor)]
+    factors = [factor for factor in (subject.at(key, None) for key in BATCH_KEYS) if is_count(factor)]
     if not is_count(batch) or not factors:
         return
-    ranks, is_complete = _data_ranks(subject), len(factors) == len(_BATCH)
+    ranks, is_complete = _data_ranks(subject), len(factors) == len(BATCH_KEYS)
     per_step = prod(factors) * (ranks or 1)
     if batch == per_step or (batch % per_step == 0 and (ranks is None or not is_complete)):
         return
@@ -117,24 +116,6 @@ def _data_ranks(subject: Subject) -> int | None:
 
 def _counts_tp_ranks(s: Subject) -> bool:
     return s.is_trainers and s.at("train_batch_size", None) == "auto" and above("tensor_parallel.autotp_size", 1)(s)
-
-
-JOB_KEYS: Mapping[Pointer, str] = MappingProxyType(
-    {
-        ("train_micro_batch_size_per_gpu",): "micro_batch",
-        ("gradient_accumulation_steps",): "grad_accum",
-        ("train_batch_size",): "micro_batch",
-        ("gradient_clipping",): "max_grad_norm",
-        ("bf16", "enabled"): "precision",
-        ("fp16", "enabled"): "precision",
-        ("optimizer", "params", "lr"): "learning_rate",
-        ("optimizer", "params", "betas"): "adam_beta1",
-        ("optimizer", "params", "weight_decay"): "weight_decay",
-        ("optimizer", "params", "eps"): "adam_epsilon",
-        ("scheduler", "params", "warmup_max_lr"): "learning_rate",
-    }
-)
-"""Keys that the Trainer compares with its arguments → the job's key."""
 
 
 def _disagreements(subject: Subject) -> Iterator[Fault]:

@@ -20,10 +20,10 @@ from dstrain.config.keys.optimizers import (
 )
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import STOPS, Rule
-from dstrain.config.lint.rules.batch import JOB_KEYS, agrees, auto_fix
+from dstrain.config.lint.rules.batch import agrees, auto_fix
 from dstrain.config.lint.rules.key_names import NEAR_ENOUGH, likeness, slip_of
 from dstrain.config.lint.subject import Subject, params_of, shown, type_of
-from dstrain.config.resolve_auto import filled
+from dstrain.config.resolve_auto import JOB_KEYS, filled
 from dstrain.errors import nearest
 from dstrain.job.schema import Job
 
