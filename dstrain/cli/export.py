@@ -15,7 +15,7 @@ from dstrain.cli.console import say
 from dstrain.cli.types import Choice
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model import hub_config
-from dstrain.job.adapter import CONFIG
+from dstrain.job.model_changes import CONFIG
 from dstrain.paths import python
 
 

@@ -11,9 +11,8 @@ from dstrain.cli.options.question import PlanInputs
 from dstrain.cli.options.remembered import ResolvedOptions
 from dstrain.config.edits import edit
 from dstrain.config.edits.lock import Lock
-from dstrain.config.templates.files import generated
+from dstrain.config.templates.files import generated, template_of
 from dstrain.config.templates.templates import template_hash
-from dstrain.config.templates.values import template_of
 from dstrain.facts.releases import installed
 from dstrain.job.task_limits import PARTS
 from dstrain.plan.estimate_records import Plan

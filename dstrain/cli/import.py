@@ -23,9 +23,9 @@ from dstrain.config import jsonc
 from dstrain.config.edits.lock import LOCK, Lock, differing, read_lock, standing, write_files
 from dstrain.config.edits.regenerate import Standing, replaced
 from dstrain.config.imports import job_text
+from dstrain.config.imports.converters import runs_deepspeed
 from dstrain.config.imports.read import TOOLS, import_file
 from dstrain.config.imports.shared import launch_variables
-from dstrain.config.imports.strategy import runs_deepspeed
 from dstrain.config.imports.walk import Imported, Note
 from dstrain.config.lint import engine
 from dstrain.config.lint.finding import Finding

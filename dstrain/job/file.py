@@ -11,9 +11,9 @@ from typing import Any
 
 from dstrain.choices import Method
 from dstrain.errors import InvalidConfig, Place, located
-from dstrain.job.adapter import shape_of_adapter
 from dstrain.job.code_variables import refuse_code
 from dstrain.job.data_source import with_paths
+from dstrain.job.model_changes import shape_of_adapter
 from dstrain.job.schema import Job
 from dstrain.job.synonyms import SYNONYMS
 from dstrain.job.yaml_source import parse_yaml

@@ -10,8 +10,7 @@ from torch.nn import Linear
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model import parts
-from dstrain.job.adapter import read_adapter, shape_of_adapter
-from dstrain.job.model_changes import ALL_EXPERTS, Lora
+from dstrain.job.model_changes import ALL_EXPERTS, Lora, read_adapter, shape_of_adapter
 from dstrain.job.schema import Job
 from dstrain.plan.named_parts import unknown_experts
 from dstrain.train import scoring

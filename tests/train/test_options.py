@@ -15,8 +15,7 @@ from dstrain.choices import Method
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import InvalidConfig
 from dstrain.facts.probe import read_model
-from dstrain.job.adapter import shape_of_adapter
-from dstrain.job.model_changes import Lora
+from dstrain.job.model_changes import Lora, shape_of_adapter
 from dstrain.job.schema import Job
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.plan.freezing import with_frozen

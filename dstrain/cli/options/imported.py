@@ -16,8 +16,8 @@ from dstrain.cli.options.remembered import ResolvedOptions, as_input, relative
 from dstrain.cli.options.typed import spelled
 from dstrain.config import jsonc
 from dstrain.config.document import REMOVED, lookup
+from dstrain.config.imports.converters import HYBRID
 from dstrain.config.imports.source import Fate
-from dstrain.config.imports.strategy import HYBRID
 from dstrain.config.imports.walk import Imported, Note, Value, is_full
 from dstrain.config.templates.files import config_text
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place

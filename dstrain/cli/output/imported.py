@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dstrain.cli.output.plan import subject_lines, table_lines, table_row
+from dstrain.config.imports.converters import runs_deepspeed
 from dstrain.config.imports.source import Fate
-from dstrain.config.imports.strategy import runs_deepspeed
 from dstrain.config.imports.walk import Imported, Note, Value
 from dstrain.config.lint.advisories import Advisory
 from dstrain.config.lint.finding import Finding, count_text, lines, printable

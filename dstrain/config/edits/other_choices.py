@@ -15,8 +15,8 @@ from dstrain.config.edits.lock import LOCK, Lock, backups, read_lock, standing, 
 from dstrain.config.edits.manual_edits import edits_in
 from dstrain.config.edits.regenerate import Decision, Regenerated, Standing, merge, regenerate
 from dstrain.config.resolve_auto import BATCH_KEYS
+from dstrain.config.templates.files import config_values, template_of
 from dstrain.config.templates.templates import render_json, template_hash
-from dstrain.config.templates.values import config_values, template_of
 from dstrain.errors import Conflict
 from dstrain.facts.workload import Workload
 from dstrain.job.schema import Job

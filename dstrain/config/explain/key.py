@@ -15,8 +15,8 @@ from dstrain.config.keys.table import KEYS
 from dstrain.config.lint.engine import remarks
 from dstrain.config.lint.finding import Finding, Severity
 from dstrain.config.resolve_auto import BATCH_KEYS
+from dstrain.config.templates.files import config_values, template_of
 from dstrain.config.templates.templates import reasons_in, render_json
-from dstrain.config.templates.values import config_values, template_of
 from dstrain.errors import InvalidConfig
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration, flat

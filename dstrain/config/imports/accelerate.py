@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from dstrain.config.imports import converters as convert
+from dstrain.config.imports.converters import ds_config, fully_sharded, offload, offload_params, sharding
 from dstrain.config.imports.source import (
     ABSENT,
     READ,
@@ -18,7 +19,6 @@ from dstrain.config.imports.source import (
     Tool,
     Unmatched,
 )
-from dstrain.config.imports.strategy import ds_config, fully_sharded, offload, offload_params, sharding
 from dstrain.config.imports.tables import rows_of
 
 _KINDS = {"DEEPSPEED", "FSDP", "MULTI_GPU", "MULTI_CPU", "NO"}

@@ -10,9 +10,9 @@ from dstrain.config import jsonc
 from dstrain.config.document import lookup
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import preferences
+from dstrain.config.imports.converters import ds_config
 from dstrain.config.imports.shared import RANKS, TRAINING_ARGUMENTS
 from dstrain.config.imports.source import ABSENT, READ, Converted, OtherTraining, Source, Tool, Unmatched
-from dstrain.config.imports.strategy import ds_config
 from dstrain.config.imports.tables import rows_of
 from dstrain.job.model_changes import ALL_LINEAR
 

@@ -20,10 +20,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.config.imports import converters, datasets, preferences, strategy
+from dstrain.config.imports import converters, datasets, preferences
 from dstrain.config.imports.source import ABSENT, READ, Convert, Fate, Row, Source, same
 
-_SHARED = (converters, preferences, strategy, datasets)
+_SHARED = (converters, preferences, datasets)
 _FATES = {"needless": Fate.NEEDLESS, "missing": Fate.MISSING, "stops": Fate.OTHER_TRAINING}
 _NONE: Mapping[str, Convert] = {}
 

@@ -25,11 +25,9 @@ from dstrain.config.lint.rules import (
     optimizers,
     parallelism,
     releases,
-    saving,
     states,
     tasks,
     values,
-    zenflow,
 )
 from dstrain.config.lint.subject import Subject
 from dstrain.errors import Place
@@ -43,14 +41,12 @@ _MODULES = (
     no_effect,
     conflicts,
     states,
-    zenflow,
     parallelism,
     batch,
     optimizers,
     jobs,
     job_keys,
     tasks,
-    saving,
     models,
     buffers,
     machines,

@@ -11,9 +11,9 @@ from dstrain.errors import InvalidConfig, located
 from dstrain.facts.data import datafile
 from dstrain.facts.data.rows import require_there
 from dstrain.facts.model import hub_config, model_files
-from dstrain.job.adapter import read_adapter
 from dstrain.job.data_source import DataSource
 from dstrain.job.file import JobFile, looks_local
+from dstrain.job.model_changes import read_adapter
 from dstrain.job.schema import Job
 from dstrain.paths import shown
 from dstrain.rundir import damage

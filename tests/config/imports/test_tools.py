@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from dstrain.config.imports.converters import HYBRID
 from dstrain.config.imports.read import TOOLS, import_file
 from dstrain.config.imports.source import Fate
-from dstrain.config.imports.strategy import HYBRID
 from dstrain.config.imports.walk import Imported
 from dstrain.errors import InvalidConfig
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from cases import CASES, Case, files, plan
 
+from dstrain.config.templates.files import template_of
 from dstrain.config.templates.templates import render_json, render_script, template_names
-from dstrain.config.templates.values import template_of
 from dstrain.errors import InvalidConfig
 
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

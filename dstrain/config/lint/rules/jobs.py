@@ -1,11 +1,11 @@
-"""Rules about features that dstrain's trainer does not support, and about a job's model, data and GPU."""
+"""Rules about features that dstrain's trainer does not support, and about a job's model, data, checkpoints and GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from dstrain.choices import Precision, RopeType, Schedule
+from dstrain.choices import Method, Precision, RopeType, Schedule
 from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Breaks, Rule, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
@@ -236,6 +236,17 @@ def _not_on_cpu(subject: Subject, job: Job) -> Iterator[Fault]:
         yield Fault(pointer=pointer, problem=problem, effect=effect, fix=fix, severity=severity)
 
 
+def _without_weights(subject: Subject) -> Iterator[Fault]:
+    """Reports checkpoints of the weights alone where the weights are not gathered."""
+    job = subject.asked
+    if job is None or not job.save_only_model or job.method is not Method.FULL or subject.stage != 3:
+        return
+    if not subject.is_true(_GATHER, default=True):
+        yield in_job(subject, "save_only_model", f"save_only_model is true, but {_GATHER} is false",
+                     "the run stops before it loads the model: its checkpoints would have no weights",
+                     f'write "{GATHERS}": true in ds_config.json')  # fmt: skip
+
+
 # fmt: off
 RULES = (
     Rule(id="DS221", severity=Severity.ERROR, title="feature that dstrain run does not support", find=_not_run,
@@ -262,6 +273,13 @@ RULES = (
          source="Transformers 5.23 modeling_rope_utils.py; dstrain/plan/rope_scaling.py"),
     Rule(id="DS906", severity=Severity.ERROR, title="parameter that the schedule does not take", find=_wrong_schedule,
          source="transformers 5.23 optimization.py: TYPE_TO_SCHEDULER_FUNCTION"),
+    Rule(
+        id="DS910",
+        severity=Severity.ERROR,
+        title="checkpoints without weights",
+        find=_without_weights,
+        source="dstrain/train/saving.py: require_weights",
+    ),
 )
 """Rules about the job."""
 # fmt: on
