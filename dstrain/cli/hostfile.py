@@ -13,7 +13,7 @@ from dstrain.cli.group import Group
 from dstrain.cli.options.trust import TRUST
 from dstrain.cli.types import Named
 from dstrain.config.document import REMOVED, Change
-from dstrain.config.edits import edit_hostfile
+from dstrain.config.edits import edit
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
 from dstrain.facts import probe
 from dstrain.facts.cluster import host_sources, hostfile
@@ -124,7 +124,7 @@ def _merged(out: Path, hosts: Hosts) -> str:
     gone = sorted(present - {host.name for host in hosts.hosts})
     changes = [Change(pointer=(name,), value=REMOVED) for name in gone]
     changes += [Change(pointer=(host.name,), value=host.slots) for host in hosts.hosts]
-    return edit_hostfile.apply(text, changes)
+    return edit.apply(text, "hostfile", changes)
 
 
 @command.command("check", short_help="Find all errors of a hostfile.")
