@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from benchmarks.published.training_code import Loss, with_loss
 from dstrain.choices import LossKernel, Method, Offload
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 
@@ -78,7 +79,8 @@ class Case:
             DEFAULTS,
             **fields,
             method=Method.LORA if self.lora else Method.FULL,
-            loss=LossKernel.LIGER if self.liger else LossKernel.FULL,
+            loss=LossKernel.FUSED if self.liger else LossKernel.FULL,
+            code=with_loss(DEFAULTS.code, Loss.LIGER) if self.liger else DEFAULTS.code,
             zero_stage=self.stage,
             overlap_comm=self.stage == 3,
             packing=True,

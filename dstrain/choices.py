@@ -117,16 +117,13 @@ class RopeType(StrEnum):
 
 
 class Optimizer(StrEnum):
-    """The optimizer, by the names of Transformers' `optim`; its states are what memory depends on.
+    """The optimizer, whose states memory depends on; `lion` and `sgd` are planned for a ds_config.json that names them.
 
-    Without DeepSpeed `adamw` is PyTorch's foreach implementation, whose temporaries are as large as the parameters;
-    `adamw_fused` has none. DeepSpeed keeps all of `adamw_bf16` in bf16, and steps only matrices of layers by `muon`."""
+    DeepSpeed keeps all of `adamw_bf16` in bf16, and steps only matrices of layers by `muon`."""
 
     ADAMW = "adamw"
-    ADAMW_FUSED = "adamw_fused"
     ADAMW_8BIT = "adamw_8bit"
     ADAMW_BF16 = "adamw_bf16"
-    ADAFACTOR = "adafactor"
     LION = "lion"
     SGD = "sgd"
     MUON = "muon"
@@ -147,16 +144,12 @@ class StateDtypes(StrEnum):
 class LossKernel(StrEnum):
     """How the loss gets from hidden states to a number.
 
-    All logits at once, and in fp32; in the training precision, with rows in fp32 a chunk at a time (DeepSpeed); at
-    once, with the gradient written over them (Unsloth); fused into the head, whose gradients are made in the forward
-    pass, a tile of tokens at a time (dstrain; Liger); in tiles that are all kept (torchtune)."""
+    All logits at once, and in fp32; in the training precision, with rows in fp32 a chunk at a time (DeepSpeed); fused
+    into the head, whose gradients are made in the forward pass, a tile of tokens at a time (dstrain)."""
 
     FULL = "full"
     CHUNKED = "chunked"
-    IN_PLACE = "in-place"
     FUSED = "fused"
-    LIGER = "liger"
-    TILED = "tiled"
 
 
 LOGITS_PER_TILE = 2**27

@@ -19,7 +19,7 @@ from benchmarks.published.rows import Basis, Outcome, Publisher, Row, parse, rea
 from benchmarks.published.scope import excluded, is_asked, scope
 from benchmarks.published.score import Score, confusion, score
 from benchmarks.published.shelf import find_cluster, find_gpu, find_model
-from benchmarks.published.training_code import TRANSFORMERS_4, TRANSFORMERS_4_45, UNSLOTH
+from benchmarks.published.training_code import TRANSFORMERS_4, TRANSFORMERS_4_45, UNSLOTH, Loss, OnTape
 from dstrain.choices import LossKernel, Method, StateDtypes
 from dstrain.facts.model.families import from_config
 from tests.draws import Draw
@@ -195,16 +195,17 @@ def test_fms_baseline_is_transformers_4_with_fp32_adapters_and_dropout() -> None
 @pytest.mark.parametrize(
     ("words", "unsloth", "loss"),
     [
-        ("fused ops and kernels (fused LoRA/CE/RoPE/RMSNorm)", True, LossKernel.IN_PLACE),
-        ("QLoRA bnb nf4 + fused kernels", True, LossKernel.IN_PLACE),
-        ("foak-fast-kernels-liger", True, LossKernel.LIGER),
-        ("accelerated-peft-bnb-foak-liger", True, LossKernel.LIGER),
-        ("QLoRA bnb nf4 accelerated", False, LossKernel.FULL),
+        ("fused ops and kernels (fused LoRA/CE/RoPE/RMSNorm)", True, Loss.IN_PLACE),
+        ("QLoRA bnb nf4 + fused kernels", True, Loss.IN_PLACE),
+        ("foak-fast-kernels-liger", True, Loss.LIGER),
+        ("accelerated-peft-bnb-foak-liger", True, Loss.LIGER),
+        ("QLoRA bnb nf4 accelerated", False, Loss.FULL),
     ],
 )
-def test_fms_kernels_are_told_by_the_notes(words: str, unsloth: bool, loss: LossKernel) -> None:
+def test_fms_kernels_are_told_by_the_notes(words: str, unsloth: bool, loss: Loss) -> None:
     asked = ask(made(notes=f"q=A; {words}")).configuration
-    assert (asked.code.fused == UNSLOTH, asked.kernels.loss, asked.kernels.liger) == (unsloth, loss, False)
+    assert isinstance(asked.code.loss, OnTape)
+    assert (asked.code.fused == UNSLOTH, asked.code.loss.loss, asked.kernels.liger) == (unsloth, loss, False)
 
 
 def test_fms_tables_of_2024_ran_transformers_4_45() -> None:

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
+from benchmarks.published.pytorch.estimate import assess
 from benchmarks.published.question import Question, ask
 from benchmarks.published.rows import Row
 from benchmarks.published.scope import is_asked
 from dstrain.errors import DstrainError
 from dstrain.facts.workload import Workload
-from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from benchmarks.published import variants
 from benchmarks.published.rows import Publisher, Row
 from benchmarks.published.shelf import find_cluster, find_model, folded, gpus_at_work
+from benchmarks.published.training_code import PLANNED
 from benchmarks.published.variants import Checkpointing, method, parallel
 from dstrain.choices import Attention, Method, Offload, Precision, StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
@@ -48,8 +49,7 @@ def ask(row: Row) -> Question:
     if shelf is None or kind is None or row.micro_batch is None:
         raise ValueError(f"{row.id} cannot be asked")
     model = shelf.model
-    liger, unsloth, loss = variants.kernels(row)
-    code = variants.code(row, unsloth=unsloth)
+    liger, _, loss = variants.kernels(row)
     configuration = changed(
         DEFAULTS,
         method=kind,
@@ -69,16 +69,15 @@ def ask(row: Row) -> Question:
         tp=parallel(row, "tp"),
         overlap_comm=row.publisher is Publisher.INTERNEVO or DEFAULTS.zero.overlap_comm,
         liger=liger,
-        loss=loss,
+        loss=PLANNED[loss],
         activation_offload=row.offload == "activations",
-        double_quant=_double_quant(row),
         expandable_segments=variants.grows_segments(row),
     )
     return Question(
         row=row,
         model=model,
         cluster=find_cluster(row),
-        configuration=replace(_like_the_trainer(configuration, row, model), code=code),
+        configuration=replace(_like_the_trainer(configuration, row, model), code=variants.code(row)),
         stands_for=shelf.stands_for,
     )
 
@@ -137,15 +136,6 @@ def _offload(row: Row) -> Offload:
     if "params" in row.offload:
         return Offload.PARAMS
     return Offload.OPTIMIZER if row.offload.startswith("cpu") else Offload.NONE
-
-
-def _double_quant(row: Row) -> bool:
-    """Returns whether scales are quantised too: FMS's plug-in and torchao do it, LitGPT where the name ends in `dq`.
-
-    Source: fms-acceleration accelerated-peft framework_plugin_bnb.py; torchao dtypes/nf4tensor.py; swift's argument
-    bnb_4bit_use_double_quant is true by default.
-    """
-    return row.publisher is not Publisher.LITGPT or row.method.endswith("-dq")
 
 
 def _lora(row: Row, model: ModelFacts) -> Lora:

@@ -2,41 +2,159 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from types import MappingProxyType
 
 from benchmarks.published import mixtral_loop
 from dstrain.choices import LossKernel
 from dstrain.plan.memory.layers import losses, ops
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.graph import Tensors
-from dstrain.plan.memory.layers.kernels import FusedParts
+from dstrain.plan.memory.layers.kernels import LIGER, FusedParts
 from dstrain.plan.memory.layers.tensor import Param, Part, Tensor
 from dstrain.plan.speed.kernel_costs import Cost
 from dstrain.plan.training_code import ExpertLoop, TrainingCode
 
 
-def shifted_logits(
-    run: Context, hidden: Tensor, head: Param, scales: bool, *, is_returned: bool, drops_last: bool
-) -> Tensor:
-    """Returns a shifted fp32 copy of the logits, beside those in the training precision if the model returns them.
+class Loss(StrEnum):
+    """How published runs get from hidden states to a number, where the planner has no such loss.
 
-    The copy has all but the last row of each sample (`drops_last`). Transformers 4.48's source drops it too, but the
-    published peaks of its own loss have every row, to 2 KiB (fms-acceleration a100_80gb.csv).
-    Source: Transformers 4.46 loss/loss_utils.py: ForCausalLMLoss; 4.45 modeling_llama.py.
+    With the gradient written over the logits (Unsloth, flash-attn); fused into the head (Liger); in tiles that are all
+    kept (torchtune, LitGPT)."""
+
+    FULL = "full"
+    IN_PLACE = "in-place"
+    LIGER = "liger"
+    TILED = "tiled"
+
+
+PLANNED: Mapping[Loss, LossKernel] = MappingProxyType(
+    {
+        Loss.FULL: LossKernel.FULL,
+        Loss.IN_PLACE: LossKernel.CHUNKED,
+        Loss.LIGER: LossKernel.FUSED,
+        Loss.TILED: LossKernel.FULL,
+    }
+)
+"""The planner's loss that moves as many bytes as another one."""
+TILES = 8
+"""Tiles of the tiled loss. Source: torchtune modules/loss/ce_chunked_output_loss.py: num_output_chunks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Losses:
+    """What differs in the losses of published code."""
+
+    shifts: bool = False
+    """Whether the logits are copied, shifted and in fp32, as up to Transformers 4."""
+    is_returned: bool = True
+    """Whether the model returns the logits in the training precision beside that copy."""
+    drops_last: bool = False
+    """Whether that copy has all but the last row of each sample. Transformers 4.48's source drops it too, but the
+    published peaks of its own loss have every row, to 2 KiB (fms-acceleration a100_80gb.csv)."""
+    widens_fused: bool = False
+    """Whether the fused loss casts its logits to fp32, as Liger up to 0.4 did."""
+    chunk_loss: Callable[[Context, Tensor], Tensor] | None = None
+    """The loss of one tile of logits; None: in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnTape:
+    """A published loss on the tape: `TrainingCode.loss`."""
+
+    loss: Loss
+    how: Losses
+
+    def __call__(self, run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
+        """Returns the loss of the last hidden states. Liger gives Granite, which scales logits, a loss in place, and
+        families that it does not know none."""
+        loss, family = self.loss, run.model.model_type
+        if loss is Loss.LIGER and run.variant.kernels.liger and (family == "granite" or family not in LIGER):
+            loss = Loss.IN_PLACE if family == "granite" else Loss.FULL
+        if loss is Loss.LIGER:
+            return _liger(run, hidden, head, widens=self.how.widens_fused)
+        if loss is Loss.TILED:
+            return _tiled(run, hidden, head, self.how.chunk_loss or _wide_cross_entropy)
+        read = losses.read_at_once if loss is Loss.IN_PLACE else losses.cross_entropy
+        return read(run, self._wide_logits(run, hidden, head, scales, is_in_place=self.loss is Loss.IN_PLACE))
+
+    def _wide_logits(self, run: Context, hidden: Tensor, head: Param, scales: bool, *, is_in_place: bool) -> Tensor:
+        """Returns the logits in fp32; those in the training precision, the model's output, live as long as the caller.
+
+        Source: Transformers 4.46 loss/loss_utils.py: ForCausalLMLoss; 4.45 modeling_llama.py.
+        """
+        tape, samples = run.tape, run.variant.batch.micro_batch
+        logits = losses.logits(run, hidden, head, scales)
+        if not self.how.shifts or self.how.is_returned:
+            run.kept_tensors.append(logits)
+        wide = ops.cast(tape, logits, ops.FP32)
+        del logits
+        if samples == 1 or not self.how.shifts:
+            return wide
+        run.kept_tensors.append(wide)
+        numel = run.rows * run.model.vocab_size
+        if self.how.drops_last or is_in_place:
+            numel -= samples * run.model.vocab_size
+        return ops.copy(tape, ops.cut(tape, wide, numel))
+
+
+def _liger(run: Context, hidden: Tensor, head: Param, *, widens: bool) -> Tensor:
+    """Liger's fused head and loss: as dstrain's, with the gradient written over the logits.
+
+    From 0.6 to 0.8.0 a second gradient of the head and one in fp32 stood beside the first, for a moment in each tile,
+    as they still do in fp32 training.
+    Source: liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward.
     """
-    tape, samples = run.tape, run.variant.batch.micro_batch
-    logits = losses.logits(run, hidden, head, scales)
-    wide = ops.cast(tape, logits, ops.FP32)
-    if is_returned:
-        run.kept_tensors.append(logits)
-    del logits
-    if samples == 1:
-        return wide
-    run.kept_tensors.append(wide)
-    numel = run.rows * run.model.vocab_size
-    if drops_last or run.variant.kernels.loss is LossKernel.IN_PLACE:
-        numel -= samples * run.model.vocab_size
-    return ops.copy(tape, ops.cut(tape, wide, numel))
+    tape, model, item = run.tape, run.model, run.variant.item
+    rows, width, vocabulary = run.rows, model.hidden_size, model.vocab_size // run.variant.parallel.tp
+    tape.ledger.enter("loss forward")
+    grad_input = tape.new(rows * width, item)
+    grad_weight = tape.grad(vocabulary * width, item) if head.trains else None
+    sums = tape.new(rows, ops.FP32)
+    whole = tape.gathered(vocabulary * width, item)
+    logits = tape.new(liger_tile_rows(rows, width, vocabulary) * vocabulary, item)
+    if widens:
+        logits = ops.cast(tape, logits, ops.FP32)
+    if head.trains and item == ops.FP32:
+        product = tape.grad(vocabulary * width, item)
+        del product
+    del logits, sums, whole
+    return losses.head_and_loss(run, hidden, head, grad_input, grad_weight)
+
+
+def liger_tile_rows(rows: int, width: int, vocabulary: int) -> int:
+    """Returns the tokens whose logits Liger's loss has at a time; `width` is that of hidden states.
+
+    >>> liger_tile_rows(4096, 4096, 151936)
+    128
+    """
+    tiles = -(-vocabulary // width)
+    return min(rows, 1 << (-(-rows // tiles) - 1).bit_length())
+
+
+def _tiled(run: Context, hidden: Tensor, head: Param, chunk_loss: Callable[[Context, Tensor], Tensor]) -> Tensor:
+    """The logits in the training precision, tile by tile, and the loss of each tile.
+
+    Torchtune compiles the loss, which then keeps nothing; LitGPT computes it in the training precision.
+    Source: torchtune 0.6 modules/transformer.py: chunked_output, modules/loss/ce_chunked_output_loss.py; litgpt
+    utils.py: chunkedcross_entropy.
+    """
+    tape = run.tape
+    sizes = [hidden.numel // TILES] * (TILES - 1)
+    pieces = ops.split(tape, hidden, (*sizes, hidden.numel - sum(sizes)))
+    chunks = [losses.headed(run, losses.product(run, piece, head)) for piece in pieces]
+    del pieces
+    parts = [chunk_loss(run, chunk) for chunk in chunks]
+    total = parts[0]
+    for part in parts[1:]:
+        total = ops.add(tape, total, part)
+    return total
+
+
+def _wide_cross_entropy(run: Context, logits: Tensor) -> Tensor:
+    return losses.cross_entropy(run, ops.cast(run.tape, logits, ops.FP32))
 
 
 def compiled_loss(run: Context, logits: Tensor) -> Tensor:
@@ -61,11 +179,13 @@ def compiled_loss(run: Context, logits: Tensor) -> Tensor:
 _EXPERT_LOOP = ExpertLoop(kernels=(11.0, 20.0), modules=3)
 """Kernels of an expert: choose, gather, three products, activation, two products of elements, add. Source:
 modeling_mixtral.py of Transformers 4.44."""
-_SHIFT = partial(shifted_logits, is_returned=True, drops_last=False)
 
-TRANSFORMERS_5 = TrainingCode(has_early_states=False, splits_packed_rows=False, masks_padding=True)
+TRANSFORMERS_5 = TrainingCode(
+    has_early_states=False, splits_packed_rows=False, masks_padding=True, loss=OnTape(Loss.FULL, Losses())
+)
 """What others run on Transformers 5."""
 TRANSFORMERS_4 = TrainingCode(
+    loss=OnTape(Loss.FULL, Losses(shifts=True, widens_fused=True)),
     has_early_states=False,
     stops_early=False,
     is_reentrant=True,
@@ -75,14 +195,13 @@ TRANSFORMERS_4 = TrainingCode(
     has_linear_experts=True,
     expert_loop=_EXPERT_LOOP,
     mixtral=mixtral_loop.mixtral,
-    wide_logits=_SHIFT,
-    widens_fused_logits=True,
     loss_bytes_per_logit=16.0,  # a shifted, contiguous fp32 copy, and back
 )
 """Transformers 4.46 to 4.52: checkpointing is reentrant unless told otherwise, the loss is that of a shifted copy, and
 experts are linear layers, one after the other. Source: modeling_llama.py of Transformers 4.44:
 LlamaForCausalLM.forward."""
 TRANSFORMERS_4_45 = TrainingCode(
+    loss=OnTape(Loss.FULL, Losses(shifts=True, is_returned=False, drops_last=True, widens_fused=True)),
     has_early_states=False,
     stops_early=False,
     is_reentrant=True,
@@ -93,13 +212,12 @@ TRANSFORMERS_4_45 = TrainingCode(
     has_linear_experts=True,
     expert_loop=_EXPERT_LOOP,
     mixtral=mixtral_loop.mixtral,
-    wide_logits=partial(shifted_logits, is_returned=False, drops_last=True),
-    widens_fused_logits=True,
     loss_bytes_per_logit=16.0,
 )
 """Transformers 4.45 and before: drops the logits in the training precision earlier, and repeats keys and values before
 flash attention. Source: its modeling_mistral.py, modeling_mixtral.py: …FlashAttention2.forward."""
 TORCHTUNE = TrainingCode(
+    loss=OnTape(Loss.FULL, Losses(shifts=True, widens_fused=True, chunk_loss=compiled_loss)),
     inputs_in_flight=3,  # two on their way out, and the last, which is needed first
     stops_early=False,
     has_peft=False,
@@ -108,12 +226,11 @@ TORCHTUNE = TrainingCode(
     masks_padding=True,
     has_linear_experts=True,
     mixtral=mixtral_loop.mixtral,
-    wide_logits=_SHIFT,
-    chunk_loss=compiled_loss,
-    widens_fused_logits=True,
 )
 """Torchtune and torchtitan, with layer code, adapters and losses of their own."""
 LITGPT = TrainingCode(
+    # litgpt utils.py: chunked_cross_entropy, in the training precision
+    loss=OnTape(Loss.FULL, Losses(shifts=True, widens_fused=True, chunk_loss=losses.cross_entropy)),
     stops_early=False,
     has_peft=False,
     splits_packed_rows=False,
@@ -122,46 +239,50 @@ LITGPT = TrainingCode(
     keeps_quantized_inputs=True,  # its bitsandbytes is older than 0.42
     has_linear_experts=True,
     mixtral=mixtral_loop.mixtral,
-    wide_logits=_SHIFT,
-    chunk_loss=losses.cross_entropy,  # litgpt utils.py: chunked_cross_entropy, in the training precision
-    widens_fused_logits=True,
 )
 """LitGPT, with layer code, adapters and losses of its own."""
 
 LLM_FOUNDRY = TrainingCode(
+    loss=OnTape(Loss.FULL, Losses(shifts=True)),
     splits_packed_rows=False,
     skips_packed_masks=True,
-    wide_logits=_SHIFT,
     attention_speed=0.6,
-    fused=FusedParts(loss=LossKernel.IN_PLACE),
+    fused=FusedParts(),
 )
 """MPT: one kernel for a norm in the training precision, no rotary embedding, GELU, a fused loss, and FlashAttention in
 Triton, which has 0.5 to 0.6 of FlashAttention-2's speed on an A100 (arXiv 2307.08691, figure 5, from memory; the A100s
 of 80 GB at 16k to 64k come to 0.6). Source: llm-foundry models/layers/norm.py: LPLayerNorm; models/mpt."""
 INTERNEVO = TrainingCode(
+    loss=OnTape(Loss.FULL, Losses(shifts=True)),
     has_early_states=False,
     stops_early=False,
     is_reentrant=True,
     splits_packed_rows=False,
     skips_packed_masks=True,
     has_linear_experts=True,
-    wide_logits=_SHIFT,
     attention_speed=0.5,
-    fused=FusedParts(loss=LossKernel.IN_PLACE),
+    fused=FusedParts(),
 )
 """InternEvo: Apex's RMSNorm, flash-attn's rotary embedding and loss, SiLU and product scripted into one kernel. Of
 the ranks that share the states (`zero1`), each broadcasts its part. Its tables of throughput are of July 2023, when
 doc/en/install.md asked for flash-attention 1.0.5, which FlashAttention-2 doubles (arXiv 2307.08691, abstract). Source:
 internlm/solver/optimizer/hybrid_zero_optim.py: broadcast_params; configs/7B_sft.py (overlap_sync_grad)."""
 
-COMPILED = FusedParts(loss=LossKernel.FULL)
+
+def with_loss(code: TrainingCode, loss: Loss) -> TrainingCode:
+    """Returns training code with another of its losses."""
+    how = code.loss.how if isinstance(code.loss, OnTape) else Losses()
+    return replace(code, loss=OnTape(loss, how), tile_rows=liger_tile_rows if loss is Loss.LIGER else None)
+
+
+COMPILED = FusedParts()
 """What torch.compile makes of a layer: one kernel each for norm, rotary embedding, and activation with product."""
 COMPILED_ADAPTER_COSTS = (
     Cost(forward=2, backward=6, forward_kernels=2, backward_kernels=4),
     Cost(forward=6, backward=4, forward_kernels=1, backward_kernels=0),
 )
 """Adapters whose output is scaled and summed by one kernel: both products read, sum written."""
-UNSLOTH = FusedParts(mlp=False, loss=LossKernel.FULL)
+UNSLOTH = FusedParts(mlp=False)
 """Unsloth's norms and rotary embedding, as fms-acceleration patches them into any model."""
 UNSLOTH_ADAPTER_COSTS = (
     Cost(forward=2, backward=6, forward_kernels=2, backward_kernels=4),

@@ -19,8 +19,11 @@ from benchmarks.published.training_code import (
     TRANSFORMERS_5,
     UNSLOTH,
     UNSLOTH_ADAPTER_COSTS,
+    Loss,
+    with_loss,
 )
-from dstrain.choices import LossKernel, Method, Optimizer, StateDtypes
+from dstrain.choices import Method, Optimizer, StateDtypes
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 from dstrain.plan.training_code import TrainingCode
 
 TUNE_STEPS = (
@@ -80,7 +83,7 @@ def compiles(row: Row) -> bool:
     return row.says("compile")
 
 
-def kernels(row: Row) -> tuple[bool, bool, LossKernel]:
+def kernels(row: Row) -> tuple[bool, bool, Loss]:
     """Returns whether Liger's and whether Unsloth's kernels run, and the loss.
 
     Source: fms-acceleration plugins/fused-ops-and-kernels: FILTER_MAP (`fast_loss: true` is Unsloth's loss,
@@ -89,26 +92,28 @@ def kernels(row: Row) -> tuple[bool, bool, LossKernel]:
     """
     if row.publisher is Publisher.FMS:
         if row.says("foak-liger", "kernels-liger"):
-            return False, True, LossKernel.LIGER
+            return False, True, Loss.LIGER
         if row.says("fused ops and kernels", "fused kernels", "-foak"):
-            return False, True, LossKernel.IN_PLACE
-        return False, False, LossKernel.FULL
+            return False, True, Loss.IN_PLACE
+        return False, False, Loss.FULL
     if row.publisher is Publisher.TORCHTUNE:
         step = tune_step(row)
         chunked = row.says("chunked loss") or (step is not None and step >= TUNE_STEPS.index("Chunked Cross Entropy"))
-        return False, False, LossKernel.TILED if chunked else LossKernel.FULL
+        return False, False, Loss.TILED if chunked else Loss.FULL
     if row.publisher in (Publisher.LLM_FOUNDRY, Publisher.INTERNEVO):
-        return False, False, LossKernel.IN_PLACE
+        return False, False, Loss.IN_PLACE
     if row.publisher is Publisher.LITGPT:
-        return False, False, LossKernel.TILED
+        return False, False, Loss.TILED
     if row.says("use_liger_kernel=true") and not row.says("not using use_liger_kernel"):
-        return True, False, LossKernel.LIGER
-    return False, False, LossKernel.FULL
+        return True, False, Loss.LIGER
+    return False, False, Loss.FULL
 
 
-def code(row: Row, *, unsloth: bool) -> TrainingCode:
-    """Returns the training code, with Unsloth's kernels where they run, and TRL's fp32 norms."""
-    base = _code(row)
+def code(row: Row) -> TrainingCode:
+    """Returns the training code, with its loss, Unsloth's kernels where they run, TRL's fp32 norms, and what of the
+    weights and the optimizer is unlike dstrain's."""
+    _, unsloth, loss = kernels(row)
+    base = replace(with_loss(_code(row), loss), fuses_step=fuses_step(row), scale_bytes=_scale_bytes(row))
     if unsloth:
         costs = UNSLOTH_ADAPTER_COSTS if method(row) is Method.QLORA else None
         base = replace(base, fused=UNSLOTH, adapter_costs=costs)
@@ -194,14 +199,27 @@ def has_fp32_norms(row: Row) -> bool:
 
 
 def optimizer(row: Row) -> Optimizer:
-    """Returns the optimizer; torchtune's and torchtitan's AdamW is fused, where the column is silent.
+    """Returns the optimizer."""
+    return Optimizer.ADAMW_8BIT if re.search("8.?bit", row.optimizer, re.IGNORECASE) else Optimizer.ADAMW
+
+
+def fuses_step(row: Row) -> bool:
+    """Returns whether AdamW is fused, as torchtune's and torchtitan's where the column is silent.
 
     Source: torchtune recipes/configs/llama3*/*.yaml (`fused: True`); torchtitan config/job_config.py (implementation).
     """
-    if re.search("8.?bit", row.optimizer, re.IGNORECASE):
-        return Optimizer.ADAMW_8BIT
-    fuses = row.publisher in (Publisher.TORCHTUNE, Publisher.TORCHTITAN) or "fused" in row.optimizer
-    return Optimizer.ADAMW_FUSED if fuses else Optimizer.ADAMW
+    return row.publisher in (Publisher.TORCHTUNE, Publisher.TORCHTITAN) or "fused" in row.optimizer
+
+
+def _scale_bytes(row: Row) -> float:
+    """Returns the bytes by which scales of 4-bit weights exceed those that are quantised too: FMS's plug-in and
+    torchao quantise them, LitGPT where the name ends in `dq`.
+
+    Source: fms-acceleration accelerated-peft framework_plugin_bnb.py; torchao dtypes/nf4tensor.py; swift's argument
+    bnb_4bit_use_double_quant is true by default.
+    """
+    are_quantized = row.publisher is not Publisher.LITGPT or row.method.endswith("-dq")
+    return 0.0 if are_quantized else 0.5 + 4 / 64 - NF4_BYTES_PER_PARAM
 
 
 def grows_segments(row: Row) -> bool:

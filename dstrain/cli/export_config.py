@@ -23,7 +23,8 @@ from dstrain.launch.prepare.job_context import hosts_of, job_context, request_of
 from dstrain.launch.prepare.lint_job import lint_job, read_text, refused
 from dstrain.launch.scripts.exports import Export, Target, export
 from dstrain.paths import write_together
-from dstrain.plan.estimate import estimate
+from dstrain.plan.configuration import changed
+from dstrain.plan.estimate import assess, estimate
 from dstrain.units import format_bytes
 
 
@@ -75,12 +76,13 @@ def _needs(file: JobFile, config: dict[str, Any], target: Target) -> list[str]:
     request = replace(request_of(file.job), loss=LossKernel.FULL)
     if target in (Target.FSDP2, Target.TORCHRUN):
         stage = 0 if target is Target.TORCHRUN else 3 if zero_stage(config) == 3 else 2
-        request = replace(request, state_dtypes=StateDtypes.AUTOCAST)
         config = {ZERO: {"stage": stage}}
     try:
         found = estimate(workload, request, config)
     except InvalidConfig:
         return []
+    if target in (Target.FSDP2, Target.TORCHRUN):
+        found = assess(workload, changed(found.configuration, state_dtypes=StateDtypes.AUTOCAST))
     size = format_bytes(found.memory.device_bytes_per_gpu)
     verdict = "" if found.fits else f", which does not fit: {found.shortage}"
     return [f"{target} needs {size} on each GPU by the plan{verdict}"]

@@ -82,7 +82,7 @@ def _print(plans: Survey, inputs: PlanInputs, data: Sequence[str], *, verbose: b
 
 
 def _next_lines(options: dict[str, Any]) -> list[str]:
-    """Returns the command that writes the first plan, unless gen-config lacks one of the options or values."""
+    """Returns the command that writes the first plan, unless gen-config lacks one of the options."""
     given = typed(options)
     if not is_generated(given) or data_lengths.is_job_file(given.get("data", "")):
         return []

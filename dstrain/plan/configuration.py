@@ -29,8 +29,6 @@ class TrainedModel:
     """Dtype of forward and backward."""
     state_dtypes: StateDtypes = StateDtypes.MIXED
     """Which copies of a parameter exist, and so whether DeepSpeed or PyTorch's own sharding holds them."""
-    double_quant: bool = True
-    """Whether QLoRA's scales are quantised too."""
 
     @property
     def is_full(self) -> bool:

@@ -101,7 +101,6 @@ OPTIMIZER_TYPES: Mapping[str, Optimizer] = MappingProxyType(
         "lion": Optimizer.LION,
         "muon": Optimizer.MUON,
         "sgd": Optimizer.SGD,
-        "adafactor": Optimizer.ADAFACTOR,
     }
 )
 """Types of the engine's `optimizer` section in lower case → what they are planned as.

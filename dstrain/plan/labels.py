@@ -63,10 +63,8 @@ def _degrees(configuration: Configuration) -> tuple[tuple[str, int], ...]:
 
 OPTIMIZER_WORDS = {
     Optimizer.ADAMW: "AdamW",
-    Optimizer.ADAMW_FUSED: "fused AdamW",
     Optimizer.ADAMW_8BIT: "8-bit AdamW",
     Optimizer.ADAMW_BF16: "AdamW with bf16 states",
-    Optimizer.ADAFACTOR: "Adafactor",
     Optimizer.LION: "Lion",
     Optimizer.SGD: "SGD",
     Optimizer.MUON: "Muon",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, StateDtypes, Task
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora, RopeScaling
@@ -69,8 +69,6 @@ class Request:
     packing: bool | None = None
     """Whether samples share rows, which need no padding mask; None: by the data, and without data they do not."""
     optimizer: Optimizer = Optimizer.ADAMW
-    state_dtypes: StateDtypes = StateDtypes.MIXED
-    """Which copies of a parameter there are."""
     sp: int | None = None
     """Ulysses sequence-parallel ranks; None: chosen."""
     tp: int | None = 1
@@ -87,8 +85,6 @@ class Request:
     """Whether the loss that balances experts is computed; None: where the model's config.json asks for it."""
     activation_offload: bool | None = None
     """Whether checkpointed layer inputs wait in host RAM; None: chosen."""
-    double_quant: bool = True
-    """Whether QLoRA's scales are quantised too."""
     image_patches: int = 0
     """Patches of all images of one sample."""
 

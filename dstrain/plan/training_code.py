@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 from dstrain.choices import Method
 from dstrain.plan.memory.layers.kernels import PLAIN, FusedParts
 from dstrain.plan.speed.kernel_costs import Cost
-
-if TYPE_CHECKING:
-    from dstrain.plan.memory.layers.context import Context
-    from dstrain.plan.memory.layers.tensor import Param, Tensor
 
 
 def needs_reentrant(method: Method, zero_stage: int) -> bool:
@@ -65,18 +61,21 @@ class TrainingCode:
     """Whether each expert is made of linears of its own, which 4 bits can hold."""
     expert_loop: ExpertLoop | None = None
     """The loop over experts; None: grouped matrix products."""
-    mixtral: Callable[[Context, Tensor], Tensor] | None = None
-    """Mixtral's block of experts; None: grouped matrix products."""
-    wide_logits: Callable[[Context, Tensor, Param, bool], Tensor] | None = None
-    """From hidden states, with the head and whether logits are scaled, to the fp32 logits of the loss."""
-    chunk_loss: Callable[[Context, Tensor], Tensor] | None = None
-    """The loss of one chunk of logits; None: in fp32."""
-    widens_fused_logits: bool = False
-    """Whether the fused loss casts its logits to fp32, as Liger up to 0.4 did."""
+    mixtral: Callable[..., Any] | None = None
+    """Mixtral's block of experts on the tape; None: grouped matrix products."""
+    loss: Callable[..., Any] | None = None
+    """From the context, hidden states, the head and whether logits are scaled, to the loss on the tape; None: the
+    configuration's (`layers.losses`)."""
+    tile_rows: Callable[[int, int, int], int] | None = None
+    """From rows, hidden size and vocabulary to the tokens whose logits a fused loss has at a time."""
     loss_bytes_per_logit: float = 0.0
     """Bytes that the plain loss moves for each logit beyond those of Transformers 5."""
     attention_speed: float = 1.0
     """Speed of its flash attention over that of FlashAttention-2."""
+    fuses_step: bool = False
+    """Whether AdamW without DeepSpeed is the fused one; the foreach one has temporaries as large as the parameters."""
+    scale_bytes: float = 0.0
+    """Bytes by which the scales of a 4-bit weight exceed those that are quantised too."""
     has_early_states: bool = True
     """Whether AdamW's states are allocated before the first step, as train/optimizer_states.py does, not in it."""
     broadcast_ranks: int | None = None

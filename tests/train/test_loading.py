@@ -19,7 +19,7 @@ from dstrain.facts.probe import read_model
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.loading import Machine, loading
-from dstrain.plan.memory.params import quantized_bytes_per_param, trained
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, trained
 from tests.train.engine import Engine
 from tests.train.engine_cases import LLAMA, case, run
 from tests.train.launching import QLORA
@@ -107,7 +107,7 @@ def test_weights_are_quantised_one_by_one(
     planned = loading(facts, counts, configuration, machine)
     assert planned.host_bytes_per_node == 0
     largest = max(group.numel for group in facts.tensors if group.kind is Kind.MLP)
-    quantised = round(quantized_bytes_per_param(double_quant=True) * counts.quantized)
+    quantised = round(NF4_BYTES_PER_PARAM * counts.quantized)
     assert planned.device_bytes_per_gpu >= quantised + 2 * counts.frozen + 2 * largest
     for peak in measured(engine, folders["dense"], stage, tmp_path, method=Method.QLORA, precision=Precision.BF16):
         assert 0.5 < (peak - quantised) / (CPU_BYTES * largest) < 1.5

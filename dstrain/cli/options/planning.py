@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +17,6 @@ from dstrain.choices import (
     Optimizer,
     Precision,
     RopeType,
-    StateDtypes,
     Task,
 )
 from dstrain.cli.types import SIZE, Choice, Named
@@ -167,16 +166,21 @@ _CHOICES = (
     click.option("--sp", type=int, help="Ulysses sequence-parallel ranks.  [default: chosen]"),
     click.option("--tp", type=int, default=1, show_default=True, help="AutoTP tensor-parallel ranks."),
     click.option("--ep", type=int, help="AutoEP expert-parallel ranks.  [default: chosen]"),
+    click.option(
+        "--loss",
+        type=Choice(LossKernel),
+        help="How the loss is computed.  [default: with the least memory: fused, chunked or full]",
+    ),
+    click.option(
+        "--optimizer",
+        type=Choice((Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_BF16, Optimizer.MUON)),
+        default=Optimizer.ADAMW.value,
+        show_default=True,
+        help="Optimizer.",
+    ),
 )
 _BEYOND = (
     click.option("--grad-accum", type=int, help="Micro-batches of one optimizer step.  [default: chosen]"),
-    click.option(
-        "--states",
-        type=Choice(StateDtypes),
-        default=StateDtypes.MIXED.value,
-        show_default=True,
-        help="Copies of each parameter: DeepSpeed's, or those of PyTorch without it.",
-    ),
     click.option("--lora-rank", type=int, default=_ADAPTER.rank, show_default=True, help="Rank of the adapter."),
     click.option(
         "--lora-targets",
@@ -194,9 +198,6 @@ _BEYOND = (
     click.option(
         "--lora-dropout", type=float, default=_ADAPTER.dropout, show_default=True, help="Dropout before the adapter."
     ),
-    click.option(
-        "--double-quant/--no-double-quant", default=True, show_default=True, help="Quantise QLoRA's scales too."
-    ),
 )
 """What can be planned, and gen-config does not write."""
 
@@ -204,48 +205,17 @@ _BEYOND = (
 def facts_options(function: F) -> F:
     """Adds the options that describe model, machines and request, as far as gen-config can carry them out; it may take
     the model from the last time."""
-    return _with(
-        (
-            _model(required=False),
-            *_MACHINES,
-            *_REQUEST,
-            *_CHOICES,
-            _loss(LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED),
-            _optimizer(Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_BF16, Optimizer.MUON),
-        ),
-        function,
-    )
+    return _with((_model(required=False), *_MACHINES, *_REQUEST, *_CHOICES), function)
 
 
 def plan_options(function: F) -> F:
     """Adds the options of `facts_options`, and those that gen-config cannot carry out."""
-    return _with(
-        (
-            _model(required=True),
-            *_MACHINES,
-            *_REQUEST,
-            *_CHOICES,
-            _loss(*LossKernel),
-            _optimizer(*Optimizer),
-            *_BEYOND,
-        ),
-        function,
-    )
+    return _with((_model(required=True), *_MACHINES, *_REQUEST, *_CHOICES, *_BEYOND), function)
 
 
 def machine_options(function: F) -> F:
     """Adds the options that describe the machines."""
     return _with(_MACHINES, function)
-
-
-def _loss(*choices: LossKernel) -> Callable[[F], F]:
-    text = "How the loss is computed.  [default: with the least memory: fused, chunked or full]"
-    return click.option("--loss", type=Choice(choices), help=text)
-
-
-def _optimizer(*choices: Optimizer) -> Callable[[F], F]:
-    default = Optimizer.ADAMW.value
-    return click.option("--optimizer", type=Choice(choices), default=default, show_default=True, help="Optimizer.")
 
 
 def _model(*, required: bool) -> Callable[[F], F]:
@@ -275,13 +245,9 @@ DATA = click.option(
     metavar="FILE",
     help="Training data: .jsonl, .json, .parquet, .arrow, a glob or a data set id; to plan also a job file's list.",
 )
-_GENERATED = {parameter.name: parameter.type for parameter in click.command(DATA(facts_options(lambda: None))).params}
+_GENERATED = frozenset(parameter.name for parameter in click.command(DATA(facts_options(lambda: None))).params)
 
 
-def is_generated(given: Mapping[str, Any]) -> bool:
-    """Returns whether gen-config has these options, and takes their values."""
-    for name, value in given.items():
-        kind = _GENERATED.get(name)
-        if kind is None or (isinstance(kind, Choice) and str(value) not in kind.choices):
-            return False
-    return True
+def is_generated(given: Iterable[str]) -> bool:
+    """Returns whether gen-config has all of these options."""
+    return _GENERATED.issuperset(given)

@@ -122,7 +122,7 @@ def _least_loss(request: Request) -> LossKernel:
 def _request(options: dict[str, Any]) -> Request:
     """Returns the request; options of `plan` alone allow more than gen-config can write."""
     values = {field.name: options[field.name] for field in fields(Request) if field.name in options}
-    if "states" not in options:
+    if "lora_rank" not in options:
         return Request(**values)
     if options["lora_rank"] < 1:
         raise InvalidConfig(f"--lora-rank is {options['lora_rank']}", hint="Write --lora-rank 8 or more.")
@@ -142,7 +142,6 @@ def _request(options: dict[str, Any]) -> Request:
             targets=names,
             target_parameters=experts,
         ),
-        state_dtypes=options["states"],
     )
 
 

@@ -9,7 +9,7 @@ from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.outside import outside_bytes
-from dstrain.plan.memory.params import Trained, quantized_bytes_per_param
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
 from dstrain.plan.memory.zero import sharing_ranks
 
 _DTYPES = {Precision.BF16: "bfloat16", Precision.FP16: "float16", Precision.FP32: "float32"}
@@ -142,7 +142,7 @@ def _replaced(model: ModelFacts, configuration: Configuration) -> int:
 
 def _weights(counts: Trained, configuration: Configuration) -> int:
     """Returns the bytes of the weights that one rank loads, of which tensor parallelism has cut its part in RAM."""
-    four_bit = quantized_bytes_per_param(configuration.model.double_quant) * counts.quantized
+    four_bit = NF4_BYTES_PER_PARAM * counts.quantized
     return round(configuration.model.item * (counts.trainable + counts.frozen) + four_bit)
 
 

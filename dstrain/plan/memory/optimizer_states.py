@@ -7,17 +7,14 @@ from dstrain.plan.configuration import Configuration, OptimizerStep, TrainedMode
 
 STATES: dict[Optimizer, int] = {
     Optimizer.ADAMW: 2,
-    Optimizer.ADAMW_FUSED: 2,
     Optimizer.ADAMW_8BIT: 2,  # in fp32 where it is offloaded: CPU Adam takes its place
     Optimizer.ADAMW_BF16: 2,
-    Optimizer.ADAFACTOR: 1,
     Optimizer.LION: 1,
     Optimizer.SGD: 0,
     Optimizer.MUON: 2,  # AdamW's, less what `saved_by_muon` says of matrices
 }
-"""Tensors in the dtype of the master copy that an optimizer keeps beside it. Adafactor keeps one: DeepSpeed gives it
-flat partitions, and only matrices can be factored. Source: torch 2.13 optim; transformers 5.23 optimization.py:
-Adafactor._get_options; bitsandbytes 0.49 optim/lion.py."""
+"""Tensors in the dtype of the master copy that an optimizer keeps beside it. Source: torch 2.13 optim;
+bitsandbytes 0.49 optim/lion.py."""
 EIGHT_BIT_STATE = 1 + 4 / 256
 """Bytes of an element of an 8-bit state: one, and an fp32 scale for 256. Source: bitsandbytes 0.49
 optim/optimizer.py: Optimizer2State.init_state."""
@@ -29,7 +26,7 @@ def are_early(configuration: Configuration) -> bool:
     What stays on the GPU of a partly offloaded optimizer has another AdamW (deepspeed 0.19.8 runtime/zero/stage3.py:
     backup_optimizer); one that is offloaded as a whole has none there.
     """
-    adamw = (Optimizer.ADAMW, Optimizer.ADAMW_FUSED, Optimizer.ADAMW_BF16)
+    adamw = (Optimizer.ADAMW, Optimizer.ADAMW_BF16)
     zero = configuration.zero
     if zero.is_offloaded:
         return zero.offload_ratio == 1

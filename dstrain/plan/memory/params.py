@@ -19,15 +19,6 @@ NF4_BYTES_PER_PARAM = 0.5 + 1 / 64 + 4 / (64 * 256)
 Source: QLoRA (arXiv 2305.14314), section 3."""
 
 
-def quantized_bytes_per_param(double_quant: bool) -> float:
-    """Returns the bytes of one NF4 weight with its scales, which double quantisation quantises too.
-
-    >>> quantized_bytes_per_param(True), quantized_bytes_per_param(False)
-    (0.515869140625, 0.5625)
-    """
-    return NF4_BYTES_PER_PARAM if double_quant else 0.5 + 4 / 64
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
     """The parameters of a run, in elements, split by what happens to them."""

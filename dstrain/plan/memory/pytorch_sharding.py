@@ -1,7 +1,4 @@
-"""Live bytes without DeepSpeed: one GPU, DDP, or FSDP's full sharding.
-
-Most published measurements were made so; `--states pure-bf16` and `--states autocast` ask for it.
-"""
+"""Live bytes without DeepSpeed, as exported jobs and most published runs have them: one GPU, DDP, or FSDP."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.layers.activations import Instant, profile
 from dstrain.plan.memory.layers.ops import FP32
-from dstrain.plan.memory.params import Trained, is_inside, quantized_bytes_per_param, trained
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained, is_inside, trained
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.memory.zero import States
 
@@ -57,7 +54,7 @@ def _frozen_bytes(model: ModelFacts, configuration: Configuration, counts: Train
     if configuration.model.method is Method.QLORA and configuration.code.has_linear_experts:
         experts = model.num_params_of(Kind.EXPERT, Kind.ROUTER)
         frozen, quantized = frozen - experts, quantized + experts
-    per_quantized = quantized_bytes_per_param(configuration.model.double_quant)
+    per_quantized = NF4_BYTES_PER_PARAM + configuration.code.scale_bytes
     return configuration.model.item * frozen + per_quantized * quantized
 
 
@@ -77,8 +74,8 @@ def states(model: ModelFacts, configuration: Configuration, num_ranks: int) -> S
 def _sizes(configuration: Configuration) -> _Sizes:
     """Returns the bytes of one element of each kind."""
     param, optimizer = _param_item(configuration), configuration.step.optimizer
-    step = param if optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) else 0
-    moments = moment_bytes_per_param(configuration)
+    step = param if optimizer is Optimizer.ADAMW and not configuration.code.fuses_step else 0
+    moments = _moment_bytes_per_param(configuration)
     return _Sizes(compute=configuration.model.item, param=param, grad=param, states=moments, step=step)
 
 
@@ -89,15 +86,13 @@ def _param_item(configuration: Configuration) -> int:
     return FP32 if is_wide else configuration.model.item
 
 
-def moment_bytes_per_param(configuration: Configuration) -> float:
-    """Returns the bytes of optimizer states for each trained parameter; Adafactor's rows and columns are left out."""
+def _moment_bytes_per_param(configuration: Configuration) -> float:
+    """Returns the bytes of optimizer states for each trained parameter."""
     param = _param_item(configuration)
     return {
         Optimizer.ADAMW: 2.0 * param,
-        Optimizer.ADAMW_FUSED: 2.0 * param,
         Optimizer.ADAMW_8BIT: 2 + 8 / 256,  # two bytes, and an fp32 scale of each for a block of 256
         Optimizer.ADAMW_BF16: 2.0 * param,  # no configuration: a rule
-        Optimizer.ADAFACTOR: 0.0,
         Optimizer.LION: 1.0 * param,
         Optimizer.SGD: 0.0,
         Optimizer.MUON: 1.0 * param,  # no configuration: a rule
@@ -137,7 +132,7 @@ def _gathered(model: ModelFacts, configuration: Configuration, instant: Instant)
         inner = [group for group in model.tensors if is_inside(group)]
         per_linear: float = compute
         if configuration.model.method is Method.QLORA:
-            per_linear = quantized_bytes_per_param(configuration.model.double_quant)
+            per_linear = NF4_BYTES_PER_PARAM + configuration.code.scale_bytes
         are_linears = configuration.code.has_linear_experts
         layer = sum(
             g.numel * g.count * (per_linear if g.is_linear or (are_linears and g.kind is Kind.EXPERT) else compute)

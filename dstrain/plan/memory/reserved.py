@@ -1,7 +1,7 @@
 """From live bytes to what the caching allocator reserves and nvidia-smi shows.
 
-Lists what a run allocates and frees in its first steps, with streams (`deepspeed.allocations`, `traces`), and feeds it
-to `caching_allocator`. `outside` has what lies outside of PyTorch's allocator.
+Lists what a run allocates and frees in its first steps, with streams (`deepspeed.allocations`), and feeds it to
+`caching_allocator`. `outside` has what lies outside of PyTorch's allocator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.optimizer_states import are_early
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.peak import Detail, Peak
-from dstrain.plan.memory.traces import fsdp, unsharded
 from dstrain.units import MIB
 
 STEPS_REPLAYED = 2
@@ -75,10 +74,8 @@ def reserved(
     """Returns what the caching allocator holds on one rank of `num_ranks`, whose GPU leaves it `capacity_bytes`.
 
     Where it would hold more than `most_bytes`, the replay ends as one that runs out of memory.
-    With context and NCCL, published nvidia-smi figures of 136 runs on A100 (fms-acceleration: one GPU and
-    FSDP, segments that cannot grow) are met to 3.2 % on average, 1.8 % on one GPU. Furthest off, up to -30 %, are
-    4-bit Mixtrals under FSDP, perhaps as one rank loads the whole model. Fourteen runs of DeepSpeed on one H200 are
-    met to -1.6 to +4.9 % (docs/accuracy.md). The model's layer code has to be on the tape.
+    Fourteen runs on one H200 are met to -1.6 to +4.9 % (docs/accuracy.md). The model's layer code has to be on the
+    tape.
     """
     shared = replace(
         configuration,
@@ -104,13 +101,20 @@ def _reserved(
         Allocator, expandable_segments=expandable_segments, capacity_bytes=capacity_bytes, most_bytes=most_bytes
     )
     steps = copy(_steps(model, configuration, num_ranks, workspace_bytes))
-    allocator, is_enough = _begun(new, next(steps), is_deepspeed=configuration.model.is_deepspeed)
+    allocator, is_enough = _begun(new, next(steps))
+    is_brief = configuration.zero.stage == 3 and are_early(configuration)
+    return replayed(allocator, steps, is_enough=is_enough, num_steps=1 if is_brief else STEPS_REPLAYED)
+
+
+def replayed(
+    allocator: Allocator, steps: Iterator[list[Event]], *, is_enough: bool, num_steps: int = STEPS_REPLAYED
+) -> Reserved:
+    """Returns what an allocator holds through the first steps, or STEPS_AFTER_RETRY of them once everything cached went
+    back to the driver; `is_enough` says whether memory sufficed before them."""
     highest = settled = allocator.driver.peak_bytes
     before = 0
-    is_sharded = configuration.model.is_deepspeed and configuration.zero.stage == 3
-    count = 1 if is_sharded and are_early(configuration) else STEPS_REPLAYED
     for index in range(STEPS_AFTER_RETRY if is_enough else 0):
-        if index >= count and not allocator.retries:
+        if index >= num_steps and not allocator.retries:
             break
         allocator.driver.forget_peak()
         before = allocator.retries
@@ -128,7 +132,7 @@ def _reserved(
     )
 
 
-def _begun(new: Callable[[], Allocator], events: list[Event], *, is_deepspeed: bool) -> tuple[Allocator, bool]:
+def _begun(new: Callable[[], Allocator], events: list[Event]) -> tuple[Allocator, bool]:
     """Returns the allocator before the first step, and whether memory sufficed.
 
     DeepSpeed flattens parameters in RAM where the GPU has no room for both copies. `dstrain run` gives free memory back
@@ -136,8 +140,6 @@ def _begun(new: Callable[[], Allocator], events: list[Event], *, is_deepspeed: b
     """
     allocator = new()
     is_enough = allocator.feed(events)
-    if not is_deepspeed:
-        return allocator, is_enough
     if not is_enough:
         allocator = new()
         is_enough = allocator.feed(event for event in events if event[0] != allocations.LOADED)
@@ -151,9 +153,7 @@ def _steps(
     model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
 ) -> Iterator[list[Event]]:
     """Yields the events before the first step, then those of each step; a copy of it begins where it is."""
-    writer = unsharded.steps if configuration.zero.stage < 3 else fsdp.steps
-    writer = allocations.steps if configuration.model.is_deepspeed else writer
-    return tee(writer(model, configuration, num_ranks, workspace_bytes), 1)[0]
+    return tee(allocations.steps(model, configuration, num_ranks, workspace_bytes), 1)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +190,7 @@ def held_by_allocator(
     usable = usable_bytes - outside if usable_bytes else capacity
     least = max(live, min(live + peak.apart, capacity))
     most = round(quick_ratio(model, configuration, ranks, peak) * live)
-    if detail < Detail.USABLE or not has_layer_code(model) or not _is_scripted(configuration):
+    if detail < Detail.USABLE or not has_layer_code(model) or not configuration.model.is_deepspeed:
         return Held(least=least, most=most, settled=most)
     streams = most_of_streams(model, configuration, peak) + 2 * workspace
     if detail is Detail.USABLE and streams <= usable:
@@ -208,13 +208,6 @@ def held_by_allocator(
         settled=max(live, replay.settled_bytes),
         retries_per_step=retries,
     )
-
-
-def _is_scripted(configuration: Configuration) -> bool:
-    """Returns whether it is known what a run allocates: PyTorch alone offloads all of it or nothing."""
-    zero = configuration.zero
-    is_traced = not zero.is_offloaded or (zero.stage == 3 and zero.offloads_params)
-    return configuration.model.is_deepspeed or is_traced
 
 
 def _within(

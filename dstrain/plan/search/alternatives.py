@@ -176,7 +176,7 @@ def liger_gain_ratio(workload: Workload, request: Request, chosen: Estimate) -> 
     kernels = replace(chosen.configuration.kernels, liger=True)
     other = replace(chosen.configuration, kernels=kernels)
     is_new = workload.cluster.gpu.compute_capability >= (8, 0)
-    if request.liger or not is_new or not chosen.configuration.model.is_deepspeed or broken(workload, other):
+    if request.liger or not is_new or broken(workload, other):
         return None
     now, then = speed(workload, chosen.configuration), speed(workload, other)
     return None if now is None or then is None else now.step_s / then.step_s - 1

@@ -31,7 +31,7 @@ def appetite_of(candidate: Candidate) -> Appetite:
     inputs kept, whole MLPs, buffers, accumulation (for which ZeRO-3 without hpZ has room from the beginning), hpZ, and
     states that stay."""
     zero, checkpointing, sp = candidate.way.zero, candidate.way.checkpointing, candidate.way.parallel.sp
-    has_room = zero.stage == 3 and zero.hpz == 1 and candidate.way.model.is_deepspeed
+    has_room = zero.stage == 3 and zero.hpz == 1
     return (
         sp,
         candidate.micro_batch * candidate.way.batch.seq_len / sp,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, StateDtypes
+from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import Kind, ModelFacts
 from dstrain.facts.workload import Workload
@@ -14,7 +14,6 @@ from dstrain.plan.memory.loading import loading, machine_of
 from dstrain.plan.memory.optimizer_states import STATES, master_item, stepped_bytes_per_param
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained, is_inside, shard, trained_on_rank
-from dstrain.plan.memory.pytorch_sharding import moment_bytes_per_param
 from dstrain.plan.memory.zero import partition_of, sharing_ranks
 from dstrain.plan.speed.compute import passes
 from dstrain.plan.speed.efficiency import efficiency
@@ -83,7 +82,7 @@ def bound(workload: Workload, way: Configuration) -> Bound:
     model, cluster = workload.model, workload.cluster
     counts = trained_on_rank(model, way)
     ranks = sharing_ranks(cluster, way)
-    s = 4 if way.model.state_dtypes is StateDtypes.AUTOCAST else way.model.item
+    s = way.model.item
     weights = s * (counts.trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized
     shared = (weights + s * counts.elsewhere) / ranks
     params = 0.0 if way.zero.offloads_params else shared if way.zero.stage == 3 else weights
@@ -100,7 +99,7 @@ def bound(workload: Workload, way: Configuration) -> Bound:
     end = fixed + (grads if is_here else 0.0)
     all_layers, layer = _activation_bytes(model, way)
     return Bound(
-        fixed_bytes=int(end if way.zero.stage == 3 and way.model.is_deepspeed else fixed),
+        fixed_bytes=int(end if way.zero.stage == 3 else fixed),
         waiting_bytes=_waiting_bytes(counts, way, partition),
         head_bytes=head,
         unit_bytes=unit,
@@ -143,7 +142,7 @@ def end_s(workload: Workload, way: Configuration) -> float:
 
 def _load_bytes(workload: Workload, counts: Trained, way: Configuration) -> int:
     """Returns what loading takes where it may take more than training: 4-bit weights are loaded whole."""
-    if not way.model.is_deepspeed or way.model.method is not Method.QLORA:
+    if way.model.method is not Method.QLORA:
         return 0
     return loading(workload.model, counts, way, machine_of(workload, way)).device_bytes_per_gpu
 
@@ -151,7 +150,7 @@ def _load_bytes(workload: Workload, counts: Trained, way: Configuration) -> int:
 def _waiting_bytes(counts: Trained, way: Configuration, partition: float) -> int:
     """Returns the gradients to which those of later micro-batches are added, as far as they come and go."""
     stage = way.zero.stage
-    if stage == 3 or not way.model.is_deepspeed or (way.zero.is_offloaded and stage != 1):
+    if stage == 3 or (way.zero.is_offloaded and stage != 1):
         return 0
     return int(way.model.item * (counts.trainable if stage < 2 else partition))
 
@@ -173,11 +172,9 @@ def _staying_bytes(counts: Trained, way: Configuration, partition: float) -> flo
 
 
 def _optimizer_bytes(way: Configuration) -> float:
-    """Returns bytes of master copy and moments for each trained parameter, without those of Adafactor and Muon."""
-    if not way.model.is_deepspeed:
-        return moment_bytes_per_param(way)
+    """Returns bytes of master copy and moments for each trained parameter, without those of Muon."""
     optimizer = way.step.optimizer
-    left_out = STATES[optimizer] if optimizer in (Optimizer.ADAFACTOR, Optimizer.MUON) else 0
+    left_out = STATES[optimizer] if optimizer is Optimizer.MUON else 0
     return stepped_bytes_per_param(way) - left_out * master_item(optimizer)
 
 
@@ -206,7 +203,7 @@ def _activation_bytes(model: ModelFacts, way: Configuration) -> tuple[float, flo
 def _gathered_bytes(model: ModelFacts, way: Configuration, ranks: int) -> tuple[int, int]:
     """Returns what ZeRO-3 gathers at least for the head, and for the last module of a layer with a gradient that it
     makes: one weight of an MLP, or the experts of a layer, which are gathered together."""
-    if way.zero.stage < 3 or not way.model.is_deepspeed or not has_layer_code(model):
+    if way.zero.stage < 3 or not has_layer_code(model):
         return 0, 0
     tensors = shard(model, way.parallel).tensors
     moe, item = model.moe is not None, way.model.item

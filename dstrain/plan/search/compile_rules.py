@@ -62,7 +62,6 @@ def note(workload: Workload, configuration: Configuration) -> str | None:
         leaf = "; ZeRO-3 then gathers a layer at a time, for which memory is not counted"
         more = leaf if configuration.zero.stage == 3 else ""
         return f"torch.compile: {GAIN} of a step, which is not counted; the first one takes minutes{more}"
-    is_left_out = workload.cluster.gpu.is_cpu or not configuration.model.is_deepspeed
-    if is_left_out or compiled(workload, configuration) is None:
+    if workload.cluster.gpu.is_cpu or compiled(workload, configuration) is None:
         return None
     return f"torch.compile: {GAIN}; dstrain tune measures it"

@@ -58,12 +58,9 @@ def _is_given(request: Request, name: str) -> bool:
     return value is not None and (name not in (*DEGREES, "hpz") or value > 1)
 
 
-_OPTIONS = {"state_dtypes": "states"}
-
-
 def option(request: Request, name: str) -> str:
     """Returns a choice of a request as an option, as it is typed on the command line."""
-    word, value = _OPTIONS.get(name, name).replace("_", "-"), getattr(request, name)
+    word, value = name.replace("_", "-"), getattr(request, name)
     if isinstance(value, bool):
         return f"--{word}" if value else f"--no-{word}"
     return f"--{word} {value}"

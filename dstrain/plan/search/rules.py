@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from dstrain.choices import Attention, LossKernel, Offload, Optimizer, Precision
+from dstrain.choices import Attention, LossKernel, Optimizer, Precision
 from dstrain.facts.attention_kernels import SINKS
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts, why_unscored
@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
     Rule(name="Muon and matrices", options=("optimizer",),
          says="Muon is DeepSpeed's, for whole matrices: not for experts in one tensor, and not tried under AutoTP",
          breaks=lambda m, k, c: c.step.optimizer is Optimizer.MUON
-         and (m.moe is not None or c.parallel.tp > 1 or not c.model.is_deepspeed),
+         and (m.moe is not None or c.parallel.tp > 1),
          source=_DS + "__init__.py: set_optimizer_flags; runtime/zero/muon/original_muon.py: muon_update"),
     Rule(name="qgZ and Muon", options=("qgz", "optimizer"),
          says="Muon needs gradients that are reduced whole, and qgZ scatters them",
@@ -138,28 +138,11 @@ RULES: tuple[Rule, ...] = (
          says="Liger's experts were not tried with adapters",
          breaks=lambda m, k, c: adapts_experts(c) and c.kernels.liger,
          source="liger-kernel 0.8.5 ops/fused_moe.py: LigerFusedMoEFunction"),
-    Rule(name="adapters of experts are planned under DeepSpeed", options=("state_dtypes", "lora"),
-         says="adapters of experts were not tried with PyTorch's own sharding",
-         breaks=lambda m, k, c: adapts_experts(c) and not c.model.is_deepspeed,
-         source="peft 0.21 tuners/lora/layer.py: ParamWrapper"),
-    Rule(name="tiled MLPs are DeepSpeed's", options=("tiled_mlp", "state_dtypes"),
-         says="tiled MLPs are DeepSpeed's",
-         breaks=lambda m, k, c: c.checkpointing.tiled_mlp and not c.model.is_deepspeed,
-         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: TiledMLP (DDP and FSDP need something similar)"),
     *COMPILE_RULES,
     Rule(name="accumulation dtype needs ZeRO", options=("zero_stage",),
          says="ZeRO-0 accumulates gradients in the training precision",
          breaks=lambda m, k, c: c.zero.stage == 0 and c.step.grad_accum_dtype not in (None, c.model.precision),
          source=_DS + "runtime/engine.py: _do_optimizer_sanity_check (NotImplementedError)"),
-    Rule(name="PyTorch offloads parameters", options=("offload", "state_dtypes"),
-         says="without DeepSpeed, parameters and optimizer leave the GPU together",
-         breaks=lambda m, k, c: not c.model.is_deepspeed and c.zero.offload not in (Offload.NONE, Offload.PARAMS),
-         source="torch 2.13 distributed/fsdp/api.py: CPUOffload(offload_params)"),
-    Rule(name="PyTorch has no Ulysses, no hpZ, no ratio", options=("sp", "hpz", "offload_ratio", "state_dtypes"),
-         says="sequence parallelism, hpZ and partial offload are DeepSpeed's",
-         breaks=lambda m, k, c: not c.model.is_deepspeed
-         and (c.parallel.sp > 1 or c.zero.hpz > 1 or c.zero.offload_ratio < 1),
-         source=_DS + "runtime/sequence_parallel/ulysses_sp.py, runtime/zero/config.py"),
     Rule(name="rewards and families", options=("task",),
          says="task reward needs a language model that Transformers can give a score",
          breaks=lambda m, k, c: c.batch.task.has_score and why_unscored(m) is not None,

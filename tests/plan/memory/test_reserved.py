@@ -1,40 +1,28 @@
-"""What the allocator holds: published nvidia-smi figures, and the recordings that the replay is made of."""
+"""What the allocator holds, and the recordings that the replay is made of."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Hashable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.published.training_code import TRANSFORMERS_4_45, UNSLOTH
-from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, StateDtypes, Task
-from dstrain.facts.cluster import cluster as clusters
-from dstrain.facts.cluster import gpus
-from dstrain.facts.cluster.cluster import Origin
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Task
 from dstrain.facts.model import aliases, families
 from dstrain.facts.model.model_facts import ModelFacts, with_head_of
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.memory import pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.layers import record_pass
 from dstrain.plan.memory.layers.context import variant_of
 from dstrain.plan.memory.layers.record_pass import Passes, record
 from dstrain.plan.memory.layers.recording import Recording
 from dstrain.plan.memory.layers.tensor import GradRelease
-from dstrain.plan.memory.outside import context_bytes, nccl_bytes
-from dstrain.plan.memory.reserved import AMPERE_WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES, Reserved, reserved
-from dstrain.plan.memory.traces import fsdp
-from dstrain.units import GIB, MIB
-
-A100 = gpus.gpu("a100-80g")
-DRIVER_BYTES = 80 * GIB
-"""An A100's memory; what the driver keeps of it is not in nvidia-smi's figure of the process."""
+from dstrain.plan.memory.reserved import AMPERE_WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES, reserved
+from dstrain.units import GIB
 
 
 def shaped(model_type: str, vocabulary: int, **shape: int) -> ModelFacts:
@@ -54,8 +42,6 @@ def shaped(model_type: str, vocabulary: int, **shape: int) -> ModelFacts:
 
 MISTRAL = shaped("mistral", 32001)
 """With the padding token that fms-hf-tuning adds: tokenizer_data_utils.py: tokenizer_and_embedding_resize."""
-LLAMA = shaped("llama", 128258)
-"""With a padding token and one for the unknown."""
 ADAPTER = Lora(rank=16, dropout=0.1, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 ONE_GPU = changed(
     DEFAULTS,
@@ -64,64 +50,7 @@ ONE_GPU = changed(
     grad_ckpt=True,
     attn=Attention.FLASH_ATTENTION_2,
     packing=True,
-    state_dtypes=StateDtypes.AUTOCAST,
-    code=replace(TRANSFORMERS_4_45, fused=UNSLOTH),
-    expandable_segments=False,
 )
-"""How fms-acceleration's a100_80gb_liger.csv was measured."""
-
-
-def held(model: ModelFacts, configuration: Configuration, ranks: int = 1) -> Reserved:
-    """Returns the replay on an A100."""
-    expandable = configuration.expandable_segments
-    return reserved(model, configuration, ranks, capacity_bytes=DRIVER_BYTES - GIB, expandable_segments=expandable)
-
-
-@pytest.mark.parametrize(
-    ("model", "micro_batch", "loss", "nvidia_smi_mib"),
-    [
-        (MISTRAL, 4, LossKernel.LIGER, 23833),
-        (MISTRAL, 8, LossKernel.LIGER, 32921),
-        (MISTRAL, 16, LossKernel.LIGER, 51099),
-        (MISTRAL, 4, LossKernel.IN_PLACE, 27511),
-        (MISTRAL, 8, LossKernel.IN_PLACE, 40271),
-        (MISTRAL, 16, LossKernel.IN_PLACE, 65793),
-        (LLAMA, 4, LossKernel.IN_PLACE, 50711),
-    ],
-)
-def test_one_gpu_holds_what_nvidia_smi_shows_but_for_the_context(
-    model: ModelFacts, micro_batch: int, loss: LossKernel, nvidia_smi_mib: int
-) -> None:
-    configuration = changed(ONE_GPU, micro_batch=micro_batch, loss=loss)
-    outside = nvidia_smi_mib * MIB - held(model, configuration).reserved_bytes
-    assert 0.2 * GIB < outside < 0.8 * GIB
-
-
-def test_after_memory_ran_out_once_blocks_lie_closer() -> None:
-    found = held(LLAMA, changed(ONE_GPU, micro_batch=8, loss=LossKernel.IN_PLACE))
-    assert (found.retries, found.settled_retries) == (1, 0)
-    assert not found.out_of_memory
-    assert found.reserved_bytes > 1.15 * found.settled_bytes
-    assert found.settled_bytes + context_bytes(A100) == pytest.approx(58301 * MIB, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "micro_batch", "changes", "nvidia_smi_mib", "tolerance"),
-    [
-        (2, 8, {"loss": LossKernel.IN_PLACE}, 38142, 0.03),
-        (4, 8, {"loss": LossKernel.IN_PLACE}, 34897, 0.03),
-        (2, 2, {"method": Method.FULL, "state_dtypes": StateDtypes.PURE_BF16, "code": TRANSFORMERS_4_45}, 44382, 0.06),
-        (4, 4, {"method": Method.FULL, "loss": LossKernel.LIGER}, 47700, 0.06),
-    ],
-)
-def test_fsdp_holds_what_nvidia_smi_shows(
-    ranks: int, micro_batch: int, changes: dict[str, Any], nvidia_smi_mib: int, tolerance: float
-) -> None:
-    configuration = changed(ONE_GPU, zero_stage=3, micro_batch=micro_batch, **changes)
-    cluster = clusters.describe(gpu=A100, gpu_origin=Origin.GIVEN, gpus=ranks)
-    outside = context_bytes(A100) + nccl_bytes(cluster, configuration)
-    found = held(MISTRAL, configuration, ranks).settled_bytes + outside
-    assert found == pytest.approx(nvidia_smi_mib * MIB, rel=tolerance)
 
 
 def live(recording: Recording) -> tuple[int, int]:
@@ -175,7 +104,7 @@ def test_under_deepspeed_more_is_held_than_lives(method: Method, zero_stage: int
 
 def test_what_the_gpu_does_not_see_is_replayed_once() -> None:
     limits: dict[str, Any] = {"capacity_bytes": None, "expandable_segments": True}
-    asked = changed(ONE_GPU, zero_stage=2, offload=Offload.OPTIMIZER, grad_accum=2, state_dtypes=StateDtypes.MIXED)
+    asked = changed(ONE_GPU, zero_stage=2, offload=Offload.OPTIMIZER, grad_accum=2)
     found = reserved(MISTRAL, asked, 8, **limits)
     assert reserved(MISTRAL, changed(asked, pin_memory=False, grad_accum=16), 8, **limits) is found
     assert reserved(MISTRAL, changed(asked, grad_accum=1), 8, **limits) is not found
@@ -185,7 +114,7 @@ def test_what_the_gpu_does_not_see_is_replayed_once() -> None:
 
 def test_a_replay_ends_where_more_is_taken_than_may_be() -> None:
     limits: dict[str, Any] = {"capacity_bytes": 80 * GIB, "expandable_segments": True}
-    asked = changed(ONE_GPU, zero_stage=2, overlap_comm=True, grad_accum=2, state_dtypes=StateDtypes.MIXED)
+    asked = changed(ONE_GPU, zero_stage=2, overlap_comm=True, grad_accum=2)
     found = reserved(MISTRAL, asked, 8, **limits)
     assert reserved(MISTRAL, asked, 8, most_bytes=found.reserved_bytes, **limits) == found
     ended = reserved(MISTRAL, asked, 8, most_bytes=found.reserved_bytes - 1, **limits)
@@ -195,58 +124,11 @@ def test_a_replay_ends_where_more_is_taken_than_may_be() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_each_stream_keeps_its_own_peak(stage: int) -> None:
-    asked = changed(ONE_GPU, zero_stage=stage, overlap_comm=True, grad_accum=2, state_dtypes=StateDtypes.MIXED)
+    asked = changed(ONE_GPU, zero_stage=stage, overlap_comm=True, grad_accum=2)
     peak = engine.peak(MISTRAL, asked, 8)
     held = reserved(MISTRAL, asked, 8, capacity_bytes=None, expandable_segments=True).settled_bytes
     assert peak.apart > 0
     assert peak.total + peak.apart + 2 * AMPERE_WORKSPACE_BYTES <= held
-
-
-def test_segments_that_grow_hold_less() -> None:
-    configuration = changed(ONE_GPU, method=Method.FULL, loss=LossKernel.FULL, state_dtypes=StateDtypes.PURE_BF16)
-    growing = changed(configuration, expandable_segments=True)
-    peak = pytorch_sharding.peak(MISTRAL, configuration, 1).total
-    assert peak <= held(MISTRAL, growing).reserved_bytes < 1.02 * peak < held(MISTRAL, configuration).reserved_bytes
-
-
-def test_on_one_gpu_gradients_of_almost_all_layers_meet_activations() -> None:
-    configuration = changed(ONE_GPU, method=Method.FULL, optimizer=Optimizer.SGD, state_dtypes=StateDtypes.PURE_BF16)
-    peak = pytorch_sharding.peak(MISTRAL, configuration, 1)
-    assert peak.name == "layer backward"
-    assert peak.grads == pytest.approx(2 * MISTRAL.num_params, rel=0.05)
-
-
-def test_a_run_that_is_too_large_runs_out_of_memory() -> None:
-    configuration = changed(ONE_GPU, method=Method.FULL, micro_batch=4)
-    found = reserved(MISTRAL, configuration, 1, capacity_bytes=40 * GIB, expandable_segments=False)
-    assert found.out_of_memory
-    assert found.retries > 0
-    assert found.reserved_bytes <= 40 * GIB
-
-
-@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
-@pytest.mark.parametrize("state_dtypes", [StateDtypes.PURE_BF16, StateDtypes.AUTOCAST])
-def test_fsdp_with_shards_in_ram_leaves_no_more_on_the_gpu_than_gathered_units(
-    method: Method, state_dtypes: StateDtypes
-) -> None:
-    here = changed(ONE_GPU, method=method, zero_stage=3, state_dtypes=state_dtypes)
-    configuration = changed(here, offload=Offload.PARAMS)
-    alive: dict[Hashable, int] = {}
-    left = []
-    for events in islice(fsdp.steps(MISTRAL, configuration, 4, 0), 3):
-        for key, size, *_ in events:
-            alive[key] = size
-        left.append(sum(alive.values()))
-
-    units = fsdp._Run(MISTRAL, configuration, 4).bytes
-    assert left[1] == left[2] <= fsdp.IN_FLIGHT * max(units[1:]) + units[fsdp.ROOT]
-    assert held(MISTRAL, configuration, 4).reserved_bytes < held(MISTRAL, here, 4).reserved_bytes
-
-
-def test_the_ranks_of_fsdp_share_every_tensor_once() -> None:
-    configuration = changed(ONE_GPU, method=Method.FULL, zero_stage=3)
-    pieces = [fsdp._Run(MISTRAL, configuration, 4).pieces(rank) for rank in range(4)]
-    assert sum(sum(sum(group) for group in groups) for groups in pieces) == MISTRAL.num_params
 
 
 _ALIKE: dict[str, Any] = {

@@ -10,7 +10,7 @@ free_param; stage3.py: reduce_and_partition_stream; stage_1_and_2.py: reduction_
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from itertools import repeat
 
@@ -22,8 +22,9 @@ from dstrain.plan.memory.deepspeed.engine import engine_of, recorded
 from dstrain.plan.memory.deepspeed.instants import IN_FLIGHT, Engine, places
 from dstrain.plan.memory.deepspeed.replay import Replay
 from dstrain.plan.memory.layers.recording import Recording
-from dstrain.plan.memory.traces.event_writer import MAIN, REDUCE, UNSHARD, Script
 
+MAIN, UNSHARD, REDUCE = range(3)
+"""Streams: where the model computes, where ZeRO-3 gathers, where gradients are reduced."""
 STREAMS = {Part.GRADS: MAIN, Part.BUFFERS: REDUCE, Part.GATHERED: UNSHARD}
 """The streams that allocate if communication overlaps."""
 ENGINE_IDS = -(1 << 40)
@@ -32,6 +33,35 @@ LOADED = 1 << 40
 """The id of the parameters as the model was loaded with them."""
 REPLAYS_KEPT = 4
 """Replays whose events are kept; those of one are a few megabytes."""
+
+
+class Script:
+    """Writes events; an id is what `allocate` returns."""
+
+    def __init__(self, first_id: int = -1) -> None:
+        self.events: list[Event] = []
+        self._next = first_id
+
+    def allocate(self, size: float, stream: int = MAIN) -> int:
+        """Allocates; ids are negative, those of a recording are not."""
+        key, self._next = self._next, self._next - 1
+        nbytes = round(size)
+        if nbytes:
+            self.events.append((key, nbytes, stream) if stream else (key, nbytes))
+        return key
+
+    def free(self, *keys: int) -> None:
+        """Frees, in this order."""
+        self.events += [(key, 0) for key in keys]
+
+    def take(self) -> list[Event]:
+        """Returns the events since the last call."""
+        taken, self.events = self.events, []
+        return taken
+
+    def allocate_all(self, sizes: Iterable[float], stream: int = MAIN) -> list[int]:
+        """Allocates each size in order."""
+        return [self.allocate(size, stream) for size in sizes]
 
 
 def steps(

@@ -23,7 +23,7 @@ from dstrain.plan.memory.deepspeed.settings import Settings, settings_of
 from dstrain.plan.memory.layers import record_pass
 from dstrain.plan.memory.layers.recording import Recording
 from dstrain.plan.memory.layers.tensor import GradRelease
-from dstrain.plan.memory.params import is_inside, quantized_bytes_per_param, shard, trained
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, is_inside, shard, trained
 from dstrain.plan.memory.peak import Peak
 
 SHORT_SEQ_LEN = 16
@@ -124,7 +124,7 @@ def _secondary_elsewhere(micro_batch: Program, settings: Settings, ranks: int) -
 def _resident(model: ModelFacts, settings: Settings, ranks: int, all_modules: Modules) -> Resident:
     """Returns what is resident, with the scales of quantised weights: they are no parameters, so each rank has all."""
     parameters = resident(all_modules, settings, ranks)
-    scales = quantized_bytes_per_param(settings.model.double_quant) - 2 / QUANTIZED_PER_ELEMENT
+    scales = NF4_BYTES_PER_PARAM - 2 / QUANTIZED_PER_ELEMENT
     quantized = trained(model, settings.model.method, settings.model.lora).quantized
     return replace(parameters, params=parameters.params + round(scales * quantized))
 

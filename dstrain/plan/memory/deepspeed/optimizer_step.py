@@ -23,20 +23,6 @@ from dstrain.plan.memory.deepspeed.zero12_partitions import layout
 from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.memory.optimizer_states import master_item
 
-TEMPORARIES: dict[Optimizer, int] = {
-    Optimizer.ADAMW: 0,
-    Optimizer.ADAMW_FUSED: 0,
-    Optimizer.ADAMW_8BIT: 0,
-    Optimizer.ADAMW_BF16: 0,
-    Optimizer.ADAFACTOR: 8,
-    Optimizer.LION: 0,
-    Optimizer.SGD: 0,
-    Optimizer.MUON: 0,
-}
-"""Bytes of an element that the optimizer has beside gradient and states while it works. AdamW is fused, bitsandbytes'
-kernels work in place, SGD has no momentum; Adafactor has two fp32 tensors at a time. Source: transformers 5.23
-trainer_optimizer.py; optimization.py: Adafactor.step."""
-
 
 class StepInstant(NamedTuple):
     """What a rank holds beyond what is resident, in bytes."""
@@ -76,7 +62,7 @@ def _whole(modules: Modules, settings: Settings, kept: int) -> Iterator[StepInst
     wide = sum(rounded(copies * numel) for numel in numels)
     largest = max(numels, default=0)
     yield StepInstant(kept, (rounded(FP32 * largest),))
-    yield StepInstant(kept, (wide, rounded(TEMPORARIES[settings.step.optimizer] * largest)))
+    yield StepInstant(kept, (wide,))
 
 
 def _partitioned(modules: Modules, settings: Settings, ranks: int, rank: int, kept: int) -> Iterator[StepInstant]:
@@ -106,9 +92,8 @@ def _partitioned(modules: Modules, settings: Settings, ranks: int, rank: int, ke
 
 def _stepping(settings: Settings, numel: int, kept: int, flat: int, copied: int) -> Iterator[StepInstant]:
     """Flat gradients become a copy in the master copy's dtype, or stay, while the optimizer works on a group."""
-    optimizer = settings.step.optimizer
     yield StepInstant(kept, (flat, copied))
-    yield StepInstant(kept, (copied or flat, rounded(TEMPORARIES[optimizer] * numel)), state_sizes(numel, optimizer))
+    yield StepInstant(kept, (copied or flat,), state_sizes(numel, settings.step.optimizer))
 
 
 def _sharded(modules: Modules, settings: Settings, ranks: int) -> Iterator[StepInstant]:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from dstrain.choices import LossKernel
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedParts:
@@ -22,10 +20,9 @@ class FusedParts:
     """The product in the gated MLP."""
     experts: bool = False
     """Routed experts, as one function."""
-    loss: LossKernel = LossKernel.LIGER
 
 
-PLAIN = FusedParts(norm=False, rotary=False, mlp=False, loss=LossKernel.FULL)
+PLAIN = FusedParts(norm=False, rotary=False, mlp=False)
 """Transformers' own code."""
 
 _DENSE = FusedParts()
@@ -40,7 +37,7 @@ LIGER: Mapping[str, FusedParts] = MappingProxyType(
         "gemma3": _GEMMA,
         "gemma3_text": _GEMMA,
         "glm4": FusedParts(norm_in_place=False, rotary=False),
-        "granite": FusedParts(loss=LossKernel.IN_PLACE),
+        "granite": _DENSE,
         "llama": _DENSE,
         "ministral": _DENSE,
         "mistral": _DENSE,
@@ -56,8 +53,8 @@ LIGER: Mapping[str, FusedParts] = MappingProxyType(
 Source: liger-kernel 0.8.5 transformers/monkey_patch.py: apply_liger_kernel_to_…. It has kernels for Qwen3-VL too, and
 cannot load them: transformers/model/output_classes.py asks for a class that Transformers 5.23 does not have.
 
->>> LIGER["granite"].loss.value, "qwen2_moe" in LIGER, "glm" in LIGER
-('in-place', False, False)
+>>> "qwen2_moe" in LIGER, "glm" in LIGER
+(False, False)
 """
 
 

@@ -22,14 +22,8 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
     hidden = _entered(run, hidden)
     tape.ledger.enter("head forward")
     outer, tape.part = tape.part, Part.LOGITS
-    made = {
-        LossKernel.FULL: _full,
-        LossKernel.IN_PLACE: _in_place,
-        LossKernel.FUSED: _fused,
-        LossKernel.LIGER: _fused,
-        LossKernel.CHUNKED: _chunked,
-        LossKernel.TILED: _tiled,
-    }[run.kernels.loss if variant.kernels.liger and variant.kernels.loss is LossKernel.LIGER else variant.kernels.loss]
+    kernels = {LossKernel.FULL: _full, LossKernel.FUSED: _fused, LossKernel.CHUNKED: _chunked}
+    made = variant.code.loss or kernels[variant.kernels.loss]
     result = made(run, hidden, head, scales) if model.num_scores is None else logits(run, hidden, head, scales=False)
     result = moe.balancing_loss(run, result)
     run.kept_tensors.clear()
@@ -52,16 +46,8 @@ def _full(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
 
     Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss.
     """
-    return cross_entropy(run, _wide_logits(run, hidden, head, scales))
-
-
-def _in_place(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
-    """Unsloth's loss: one number a token is kept, and the gradient is written over the logits, then copied.
-
-    Source: unsloth kernels/cross_entropy_loss.py: Fast_CrossEntropyLoss. The copy is not in it; published runs reserve
-    as much more, to the MiB (fms-acceleration a100_80gb_liger.csv), and their live peak allows it.
-    """
-    return _read_at_once(run, _wide_logits(run, hidden, head, scales))
+    run.kept_tensors.append(logits(run, hidden, head, scales))  # the model's output lives as long as the caller
+    return cross_entropy(run, ops.cast(run.tape, run.kept_tensors[-1], ops.FP32))
 
 
 def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
@@ -70,10 +56,10 @@ def _chunked(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     On CUDA a kernel reads them; elsewhere a chunk of up to 2^26 numbers is in fp32, which is left out here.
     Source: deepspeed 0.19.8 runtime/chunked_cross_entropy.py: _TritonCrossEntropy.
     """
-    return _read_at_once(run, logits(run, hidden, head, scales))
+    return read_at_once(run, logits(run, hidden, head, scales))
 
 
-def _read_at_once(run: Context, logits: Tensor) -> Tensor:
+def read_at_once(run: Context, logits: Tensor) -> Tensor:
     """A loss that keeps the logits and one number a token, and makes a gradient like the logits."""
     tape = run.tape
     saved = tape.save(ops.view_without_node(logits), tape.new(run.rows, ops.FP32))
@@ -87,23 +73,15 @@ def _read_at_once(run: Context, logits: Tensor) -> Tensor:
     return tape.new(1, ops.FP32, tape.node((logits,), backward))
 
 
-def _wide_logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
-    """Returns the logits in fp32; those in the training precision, the model's output, live as long as the caller."""
-    if run.variant.code.wide_logits is not None:
-        return run.variant.code.wide_logits(run, hidden, head, scales)
-    run.kept_tensors.append(logits(run, hidden, head, scales))
-    return ops.cast(run.tape, run.kept_tensors[-1], ops.FP32)
-
-
 def logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     """Returns the logits in the training precision."""
-    result = _headed(run, _product(run, hidden, head))
+    result = headed(run, product(run, hidden, head))
     if run.adapts(Kind.HEAD):
         result = run.with_adapter(hidden, result, run.model.num_outputs, run.model.hidden_size)
     return ops.unary(run.tape, result) if scales else result
 
 
-def _product(run: Context, hidden: Tensor, head: Param) -> Tensor:
+def product(run: Context, hidden: Tensor, head: Param) -> Tensor:
     """The head's product; tensor-parallel ranks each make a part of the vocabulary, and all gather the whole.
 
     Source: deepspeed 0.19.8 module_inject/auto_tp.py: _replace (gather_output=True for a head that trains).
@@ -118,7 +96,7 @@ def _product(run: Context, hidden: Tensor, head: Param) -> Tensor:
     return tape.new(whole, item, node)
 
 
-def _headed(run: Context, logits: Tensor) -> Tensor:
+def headed(run: Context, logits: Tensor) -> Tensor:
     """Passes logits through; with their gradient the head's backward pass begins."""
     ledger = run.tape.ledger
     ledger.enter("loss forward")
@@ -143,32 +121,27 @@ def cross_entropy(run: Context, logits: Tensor) -> Tensor:
 def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     """The fused head and loss: gradients are made in the forward pass, a tile of logits at a time.
 
-    dstrain's has the logits of a tile, their gradient, and a copy of its hidden states; its tiles are of tokens with a
-    target, here all. Liger's writes the gradient over the logits. Liger up to 0.4 cast each tile to fp32; from
-    0.6 to 0.8.0 a second gradient of the head and one in fp32 stood beside the first, for a moment in each tile, as
-    they still do in fp32 training.
-    Source: liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: fused_linear_cross_entropy_forward.
+    There are the logits of a tile, their gradient, and a copy of its hidden states; tiles are of tokens with a target,
+    here all.
     """
     tape, model, item = run.tape, run.model, run.variant.item
     rows, width, vocabulary = run.rows, model.hidden_size, model.vocab_size // run.variant.parallel.tp
-    kernel = run.variant.kernels.loss
     tape.ledger.enter("loss forward")
     grad_input = tape.new(rows * width, item)
     grad_weight = tape.grad(vocabulary * width, item) if head.trains else None
     sums = tape.new(rows, ops.FP32)
-    size = tile_rows(kernel, rows, width, vocabulary)
+    size = tile_rows(rows, vocabulary)
     whole = tape.gathered(vocabulary * width, item)
-    picked = (tape.new(rows, ops.INDEX), tape.new(size * width, item)) if kernel is LossKernel.FUSED else ()
+    picked = (tape.new(rows, ops.INDEX), tape.new(size * width, item))
     logits = tape.new(size * vocabulary, item)
-    if run.variant.code.widens_fused_logits:
-        logits = ops.cast(tape, logits, ops.FP32)
-    if kernel is LossKernel.FUSED:
-        gradient = tape.like(logits)
-        del gradient
-    elif head.trains and item == ops.FP32:
-        product = tape.grad(vocabulary * width, item)
-        del product
-    del logits, picked, sums, whole
+    gradient = tape.like(logits)
+    del gradient, logits, picked, sums, whole
+    return head_and_loss(run, hidden, head, grad_input, grad_weight)
+
+
+def head_and_loss(run: Context, hidden: Tensor, head: Param, grad_input: Tensor, grad_weight: Tensor | None) -> Tensor:
+    """Returns the loss of a head whose gradients are there already: the backward pass hands them on."""
+    tape = run.tape
     saved = tape.save(grad_input, grad_weight)
 
     def backward(grad: Tensor) -> Tensors:
@@ -178,44 +151,10 @@ def _fused(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     return tape.new(1, ops.FP32, tape.node((hidden, head), backward))
 
 
-TILED_HEADS = (LossKernel.FUSED, LossKernel.LIGER)
-"""Losses that have the logits of a tile of tokens at a time."""
+def tile_rows(rows: int, vocabulary: int) -> int:
+    """Returns the tokens whose logits the fused loss has at a time.
 
-
-def tile_rows(kernel: LossKernel, rows: int, width: int, vocabulary: int) -> int:
-    """Returns the tokens whose logits a fused loss has at a time; `width` is that of hidden states.
-
-    >>> [tile_rows(kernel, 4096, 4096, 151936) for kernel in TILED_HEADS]
-    [883, 128]
+    >>> tile_rows(4096, 151936)
+    883
     """
-    if kernel is LossKernel.FUSED:
-        return min(rows, max(1, LOGITS_PER_TILE // vocabulary))
-    tiles = -(-vocabulary // width)
-    return min(rows, 1 << (-(-rows // tiles) - 1).bit_length())
-
-
-TILES = 8
-"""Tiles of the tiled loss. Source: torchtune modules/loss/ce_chunked_output_loss.py: num_output_chunks."""
-
-
-def _tiled(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
-    """The logits in the training precision, tile by tile, and the loss of each tile.
-
-    Torchtune compiles the loss, which then keeps nothing; LitGPT computes it in the training precision.
-    Source: torchtune 0.6 modules/transformer.py: chunked_output, modules/loss/ce_chunked_output_loss.py; litgpt
-    utils.py: chunkedcross_entropy.
-    """
-    tape = run.tape
-    sizes = [hidden.numel // TILES] * (TILES - 1)
-    pieces = ops.split(tape, hidden, (*sizes, hidden.numel - sum(sizes)))
-    chunks = [_headed(run, _product(run, piece, head)) for piece in pieces]
-    del pieces
-    parts = [(run.variant.code.chunk_loss or _wide_cross_entropy)(run, chunk) for chunk in chunks]
-    total = parts[0]
-    for part in parts[1:]:
-        total = ops.add(tape, total, part)
-    return total
-
-
-def _wide_cross_entropy(run: Context, logits: Tensor) -> Tensor:
-    return cross_entropy(run, ops.cast(run.tape, logits, ops.FP32))
+    return min(rows, max(1, LOGITS_PER_TILE // vocabulary))

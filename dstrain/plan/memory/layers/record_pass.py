@@ -87,11 +87,6 @@ def run_at_edges(model: ModelFacts, configuration: Configuration, edge: int) -> 
     return numbers_at_edges(depth, period=configuration.checkpointing.period, edge=edge)
 
 
-def plain_passes(configuration: Configuration, release: GradRelease) -> Passes:
-    """Returns how PyTorch alone runs one."""
-    return Passes(release=release, stops_early=configuration.code.stops_early)
-
-
 @lru_cache(RECORDINGS_KEPT)
 def _recorded(model: ModelFacts, variant: Variant, passes: Passes) -> Recording:
     depth, period = layer_kinds(model, variant), variant.checkpointing.period

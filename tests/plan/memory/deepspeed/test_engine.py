@@ -45,7 +45,6 @@ def test_what_is_held_between_steps_is_the_textbooks_and_a_bucket_under_zero_3(
         (Optimizer.ADAMW, 8),
         (Optimizer.ADAMW_8BIT, 2.03),
         (Optimizer.ADAMW_BF16, 2),  # and master weights of 2 bytes, not 4
-        (Optimizer.ADAFACTOR, 4),
         (Optimizer.LION, 4),
         (Optimizer.SGD, 0),
     ],

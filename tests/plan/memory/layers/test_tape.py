@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import Attention, LossKernel, Method
+from benchmarks.published.training_code import Loss, with_loss
+from dstrain.choices import Attention, Method
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora
@@ -141,12 +142,12 @@ def test_eager_attention_keeps_its_scores() -> None:
 
 
 def test_liger_keeps_a_layers_inputs_and_the_mlps_factors() -> None:
-    liger = changed(WAY, liger=True, loss=LossKernel.LIGER)
+    liger = changed(WAY, liger=True, code=with_loss(WAY.code, Loss.LIGER))
     assert kept_per_layer(model("llama"), liger) == 8 * h + 8 + 4 * q + 4 * k + 4 * H + 6 * I
 
 
 def test_ligers_experts_keep_nothing_behind_the_activation() -> None:
-    liger = changed(WAY, liger=True, loss=LossKernel.LIGER)
+    liger = changed(WAY, liger=True, code=with_loss(WAY.code, Loss.LIGER))
     attention = 8 * h + 8 + 4 * q + 4 * k + 4 * H + (2 * q + 4 * H + 2 * k + 4 * KV)
     # gate and up; three 4-byte indices; the weight of each expert; probabilities, normalisation, the picked indices
     assert kept_per_layer(model("qwen3_moe"), liger) == attention + K * 4 * I_E + 12 * K + 2 * K + 4 * E + 12 * K + 4
@@ -155,7 +156,7 @@ def test_ligers_experts_keep_nothing_behind_the_activation() -> None:
 def test_families_that_liger_does_not_know_run_as_they_are() -> None:
     for family in ("qwen2_moe", "glm"):
         facts = model(family, shared_expert_intermediate_size=I_E)
-        assert profile(facts, changed(WAY, liger=True, loss=LossKernel.LIGER)) == profile(facts, WAY)
+        assert profile(facts, changed(WAY, liger=True, code=with_loss(WAY.code, Loss.LIGER))) == profile(facts, WAY)
 
 
 @pytest.mark.parametrize("method", list(Method))

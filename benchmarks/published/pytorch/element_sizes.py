@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.published.pytorch.weights import Weight
 from dstrain.choices import Optimizer, StateDtypes
 from dstrain.plan.configuration import Configuration
+from dstrain.plan.memory.deepspeed.allocations import Script
 from dstrain.plan.memory.layers.ops import FP32
-from dstrain.plan.memory.params import quantized_bytes_per_param
-from dstrain.plan.memory.traces.event_writer import Script
-from dstrain.plan.memory.traces.parameter_tensors import Weight
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +45,14 @@ def elements(configuration: Configuration) -> Elements:
     trained = FP32 if is_wide else compute
     states: dict[Optimizer, tuple[float, ...]] = {
         Optimizer.ADAMW: (trained, trained),
-        Optimizer.ADAMW_FUSED: (trained, trained),
         Optimizer.ADAMW_8BIT: (1 + 4 / 256, 1 + 4 / 256),
         Optimizer.LION: (trained,),
     }
     hosted = configuration.zero.is_offloaded
-    foreach = configuration.step.optimizer in (Optimizer.ADAMW, Optimizer.ADAFACTOR) and not hosted
+    foreach = configuration.step.optimizer is Optimizer.ADAMW and not configuration.code.fuses_step and not hosted
     return Elements(
         compute=compute,
-        quantized=quantized_bytes_per_param(configuration.model.double_quant),
+        quantized=NF4_BYTES_PER_PARAM + configuration.code.scale_bytes,
         trained=trained,
         states=() if hosted else states.get(configuration.step.optimizer, ()),
         temporary=trained if foreach else 0,

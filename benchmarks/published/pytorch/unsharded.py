@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from benchmarks.published.pytorch.element_sizes import Elements, elements, step
+from benchmarks.published.pytorch.weights import Weight, weights
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Event
-from dstrain.plan.memory.layers.record_pass import plain_passes, record
+from dstrain.plan.memory.deepspeed.allocations import Script
+from dstrain.plan.memory.layers.record_pass import Passes, record
 from dstrain.plan.memory.layers.recording import Recording
 from dstrain.plan.memory.layers.tensor import GradRelease
-from dstrain.plan.memory.traces.element_sizes import Elements, elements, step
-from dstrain.plan.memory.traces.event_writer import Script
-from dstrain.plan.memory.traces.parameter_tensors import Weight, weights
 from dstrain.units import MIB
 
 DDP_BUCKET_BYTES = 25 * MIB
@@ -73,3 +73,8 @@ def _buckets(trained: list[Weight], sizes: Elements) -> Iterator[float]:
             yield filled
             filled = 0
     yield filled
+
+
+def plain_passes(configuration: Configuration, release: GradRelease) -> Passes:
+    """Returns how PyTorch alone runs one."""
+    return Passes(release=release, stops_early=configuration.code.stops_early)

@@ -12,21 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from benchmarks.published.pytorch.element_sizes import elements, step
+from benchmarks.published.pytorch.unsharded import plain_passes
+from benchmarks.published.pytorch.weights import Weight, weights
 from dstrain.choices import StateDtypes
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Event
+from dstrain.plan.memory.deepspeed.allocations import REDUCE, UNSHARD, Script
 from dstrain.plan.memory.layers.ops import FP32
-from dstrain.plan.memory.layers.record_pass import plain_passes, record
+from dstrain.plan.memory.layers.record_pass import record
 from dstrain.plan.memory.layers.recording import Key, Recording, TapeEvent
 from dstrain.plan.memory.layers.tensor import GradRelease
-from dstrain.plan.memory.traces.element_sizes import elements, step
-from dstrain.plan.memory.traces.event_writer import PRE_UNSHARD, REDUCE, UNSHARD, Script
-from dstrain.plan.memory.traces.parameter_tensors import Weight, weights
 
 IN_FLIGHT = 2
 """Gathered units that may wait to be given back: a third gather waits for the GPU to be done with the first of them.
 Source: torch 2.13 distributed/fsdp/_limiter_utils.py: _FreeEventQueue."""
+PRE_UNSHARD = 3
+"""The stream where a shard is cast before it is gathered."""
 ROOT = 0
 """The number of the root unit; layers follow."""
 

@@ -1,0 +1,1 @@
+"""What runs of PyTorch without DeepSpeed allocate: one GPU, DDP and FSDP."""
