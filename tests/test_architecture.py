@@ -24,7 +24,7 @@ HEAVY = ("torch", "transformers", "deepspeed", "swanlab", "accelerate", "peft", 
 
 LAUNCHER = ("dstrain.launch", "dstrain.doctor")
 GEN_CONFIG = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")
-LIGHT = ("dstrain", "dstrain.cli", "dstrain.cli.group", "dstrain.cli.main", "dstrain.errors", "dstrain.garbage")
+LIGHT = ("dstrain", *(f"dstrain.{name}" for name in ("cli", "cli.group", "cli.main", "errors", "garbage", "removed")))
 """All of dstrain that its help needs."""
 
 
