@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 import click
@@ -40,6 +40,14 @@ class Release(click.ParamType[str]):
         if re.fullmatch(r"\d+(\.\d+){1,3}\S*", str(value)):
             return str(value)
         return self.fail(f'"{value}" is not a release such as 0.18.9', param, ctx)
+
+
+class OnConflict(StrEnum):
+    """Whose value to take for a key that you and dstrain both changed."""
+
+    KEEP = "keep"
+    NEW = "new"
+    ASK = "ask"
 
 
 class Choice(click.ParamType[Enum]):

@@ -5,26 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from enum import StrEnum
 from typing import Any
 
 import click
 
 from dstrain.cli.console import say
+from dstrain.cli.types import OnConflict
 from dstrain.config.document import REMOVED, dotted, same
 from dstrain.config.edits.manual_edits import values
 from dstrain.config.edits.regenerate import Clash, Conflicting, Decide, Decision
 
 _WIDTH = 24
 """Characters of one value in the table; longer ones are cut."""
-
-
-class OnConflict(StrEnum):
-    """Whose value to take for a key that you and dstrain both changed."""
-
-    KEEP = "keep"
-    NEW = "new"
-    ASK = "ask"
 
 
 def decider(chosen: OnConflict | None) -> Decide:
