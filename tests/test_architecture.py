@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -66,6 +67,7 @@ def test_help_imports_no_verb_and_no_third_party_module_but_click(tmp_path: Path
     ("arguments", "foreign"),
     [
         (GEN_CONFIG, LAUNCHER),
+        (("gen-config", "--help"), (*LAUNCHER, "dstrain.config", "dstrain.plan.search", "rich", "jinja2")),
         (("plan", *GEN_CONFIG[1:]), (*LAUNCHER, "dstrain.config.lint", "dstrain.config.edits")),
         (("templates", "list"), (*LAUNCHER, "dstrain.facts", "dstrain.plan")),
         (("schema",), (*LAUNCHER, "dstrain.plan")),
@@ -159,6 +161,109 @@ def test_functions_have_at_most_40_lines() -> None:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 sizes[f"{path.relative_to(PACKAGE)}:{node.name}"] = (node.end_lineno or 0) - node.lineno + 1
     assert {name: size for name, size in sizes.items() if size > LONG_FUNCTIONS.get(name, 40)} == {}
+
+
+KNOWN_CIRCLES = {
+    frozenset({"dstrain.train.demo", "dstrain.train.demo_images"}),
+    frozenset({"dstrain.train.second_try", "dstrain.train.watched"}),
+    frozenset(
+        {
+            *("dstrain.train.__main__", "dstrain.train.expert_parallel", "dstrain.train.generate"),
+            *("dstrain.train.monitoring", "dstrain.train.out_of_memory", "dstrain.train.preflight.checks"),
+            *(
+                "dstrain.train.preflight.generation",
+                "dstrain.train.preflight.saving",
+                "dstrain.train.preflight.template",
+            ),
+            *("dstrain.train.preflight.worst_batch", "dstrain.train.process_group", "dstrain.train.sequence_parallel"),
+            *("dstrain.train.setup", "dstrain.train.tasks.trainer", "dstrain.train.tensor_parallel"),
+            "dstrain.train.trainer",
+        }
+    ),
+}
+"""Modules that import each other; a circle that is broken leaves the table, and none is added."""
+
+
+def imports() -> dict[str, set[str]]:
+    """Returns the modules of the package that each of them imports: at once, in a function, or for types alone."""
+    paths = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
+    names = {name.removesuffix(".__init__") for name in paths.values()}
+    found: dict[str, set[str]] = {}
+    for path, name in paths.items():
+        wanted = set()
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Import):
+                wanted |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                members = {f"{node.module}.{alias.name}" for alias in node.names}
+                wanted |= {member if member in names else str(node.module) for member in members}
+        found[name.removesuffix(".__init__")] = wanted & names
+    return found
+
+
+def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
+    """Returns the strongly connected components of more than one node, by Tarjan's algorithm."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: set[frozenset[str]] = set()
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            at = stack.index(node)
+            if len(component := stack[at:]) > 1:
+                found.add(frozenset(component))
+            del stack[at:]
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f", "a"}}
+    assert circles(graph) == {frozenset("abc"), frozenset("fg")}
+
+
+def test_no_module_imports_what_imports_it() -> None:
+    """Types that name each other belong into one module; what needs another part is given it by whoever calls."""
+    assert [
+        sorted(circle) for circle in circles(imports()) if not any(circle <= known for known in KNOWN_CIRCLES)
+    ] == []
+
+
+def lines() -> dict[str, int]:
+    """Returns the lines of the package and of each package in it; removed.py grows as they shrink."""
+    sizes: dict[str, int] = {}
+    for path in PACKAGE.rglob("*.py"):
+        folder, *more = path.relative_to(PACKAGE).parts
+        if folder != "removed.py":
+            name = f"dstrain/{folder}" if more else "dstrain"
+            sizes[name] = sizes.get(name, 0) + len(path.read_bytes().splitlines())
+    return dict(sorted(sizes.items()))
+
+
+def test_packages_do_not_grow(request: pytest.FixtureRequest) -> None:
+    """tests/lines.json: the most lines of each package. `--update` writes smaller numbers; a larger one, and that of a
+    new package, is written by hand, with its reason in the commit."""
+    file = Path(__file__).with_name("lines.json")
+    most, now = json.loads(file.read_text(encoding="utf-8")), lines()
+    grown = {
+        name: f"{size} lines, at most {most.get(name, 0)}" for name, size in now.items() if size > most.get(name, 0)
+    }
+    if request.config.getoption("--update"):
+        fewest = {name: min(size, most.get(name, size)) for name, size in now.items()}
+        file.write_text(json.dumps(fewest, indent=1) + "\n", encoding="utf-8")
+    assert grown == {}
 
 
 def test_what_has_a_mark_is_there() -> None:
