@@ -9,23 +9,23 @@ import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
-from xdist.workermanage import WorkerController
 
-from benchmarks import predict
-from benchmarks.published.answers import Answer, answer
-from benchmarks.published.figures import read_csv
-from benchmarks.published.rows import read
 from dstrain.garbage import collect_seldom
 from dstrain.launch.nodes.shared_memory import remove_buffers
 from tests import environment
 from tests.draws import NUM_PARTS, Draw, part_of
 from tests.nvml import machine, nvml_library
 from tests.train.engine import Engine
+
+if TYPE_CHECKING:
+    from xdist.workermanage import WorkerController
+
+    from benchmarks.published.answers import Answer
 
 __all__ = ["machine", "nvml_library"]
 
@@ -201,8 +201,15 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
     """Returns the values of a parameter that are left in the fixture's module, for which alone it has to work."""
+    return [value for (value,) in asked_together(request, parameter)]
+
+
+def asked_together(request: pytest.FixtureRequest, *parameters: str) -> list[tuple[Any, ...]]:
+    """Returns the values of several parameters in the tests that have all of them and are left in the fixture's
+    module."""
     calls = [getattr(item, "callspec", None) for item in request.session.items if item.path == request.path]
-    return [call.params[parameter] for call in calls if call is not None and parameter in call.params]
+    named = [call.params for call in calls if call is not None and set(parameters) <= set(call.params)]
+    return [tuple(values[parameter] for parameter in parameters) for values in named]
 
 
 def draw_of(config: pytest.Config) -> Draw:
@@ -236,6 +243,11 @@ def made_demo(of_all_workers: Path) -> Path:
 @pytest.fixture(scope="session")
 def answers() -> tuple[Answer, ...]:
     """The stored prediction of every published run beside its measurements."""
+    from benchmarks import predict  # loads the planner, which few tests need
+    from benchmarks.published.answers import answer
+    from benchmarks.published.figures import read_csv
+    from benchmarks.published.rows import read
+
     stored = read_csv(predict.PUBLISHED / "predicted.csv")
     return tuple(answer(row, stored.get(row.id)) for row in read(predict.PUBLISHED / "published_runs.csv"))
 

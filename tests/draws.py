@@ -8,25 +8,25 @@ from typing import TypeVar
 from zlib import crc32
 
 Item = TypeVar("Item")
-NUM_PARTS = 48
+NUM_PARTS = 144
 """As many runs, each with the next part, try everything."""
 CASES = {
     "tests/plan/search/test_search.py::test_bounds_lose_nothing": 16,
     "tests/plan/memory/test_closed_form.py::test_it_is_near_the_engine": 16,
     "tests/config/lint/test_proofs.py::test_two_ranks_fail_or_become_another_run_as_it_says": 12,
     "tests/plan/memory/deepspeed/test_allocations.py::test_candidates_of_a_question_have_one_peak": 16,
-    "tests/train/test_engine_memory.py": 48,
-    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 48,
+    "tests/train/test_engine_memory.py": 144,
+    "tests/train/test_space.py::test_a_point_trains_as_one_rank_without_zero_does": 144,
     "tests/train/test_space.py::test_shared_experts_train_as_one_rank_does": 16,
-    "tests/train/test_space.py::test_the_choice_for_a_question_trains": 16,
-    "tests/train/test_model_parallel.py": 48,
+    "tests/train/test_space.py::test_the_choice_for_a_question_trains": 24,
+    "tests/train/test_model_parallel.py": 144,
     "tests/train/test_trace.py::test_a_trace_equals_what_pytorch_allocates": 12,
     "tests/train/data/test_packing_families.py::test_every_family_on_the_tape_attends_by_sample_as_the_tape_has_it": 24,
     "tests/facts/model/test_tracer.py": 12,
     "tests/cli/test_options.py::test_every_value_of_every_option_has_a_documented_end": 16,
     "tests/facts/model/test_families.py::test_every_tensor_is_the_one_that_transformers_builds": 6,
     "tests/cli/test_bombs.py::test_a_bomb_does_not_go_off": 3,
-    "tests/cli/test_proposals.py::test_what_an_answer_proposes_does_what_it_says": 48,
+    "tests/cli/test_proposals.py::test_what_an_answer_proposes_does_what_it_says": 144,
     "tests/cli/test_export_config.py::test_the_next_line_trains_the_default_job": 3,
     "tests/test_docs.py::test_the_page_of_a_model_has_the_plan": 48,
 }
@@ -36,7 +36,7 @@ TESTS = {
     "tests/launch/test_slurm.py": 2,
     "tests/launch/test_process.py": 2,
     "tests/launch/run/test_start.py": 2,
-    "tests/plan/search/test_bounds.py": 2,
+    "tests/plan/search/test_bounds.py": 4,
 }
 """Files whose tests start processes or hosts of their own, or replay much: parts of a run of all tests."""
 PLACES = (
@@ -57,9 +57,11 @@ PLACES = (
     "tests/launch/scripts/test_exports.py::test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1",
     "tests/launch/test_slurm_run.py",
     "tests/test_measure.py::test_one_case_is_measured_on_the_cpu_and_compared_with_its_plan",
+    "tests/test_site.py",
     "tests/train/data/test_tokenized.py::test_a_killed_preparation_goes_on_where_it_was_by_two_at_once_and_run_finds_it",
 )
-"""Places whose tests, but for the fast ones, take up to two minutes each: a run of all tests has every third place."""
+"""Places whose tests, but for the fast ones, take up to two minutes each: a run of all tests has one of PLACE_PARTS."""
+PLACE_PARTS = 6
 
 
 def part_of(name: str, *, is_whole: bool, is_fast: bool) -> tuple[int, int] | None:
@@ -69,14 +71,18 @@ def part_of(name: str, *, is_whole: bool, is_fast: bool) -> tuple[int, int] | No
     is_whole: Whether the run is of all tests: in others, only cases have parts.
     """
 
+    # all tests of a case are in one part, so that one run of it serves them; numbers are dealt evenly
+    case = name.partition("[")[2].removesuffix("]") or name
+    number = int(case) if case.isdecimal() else crc32(case.encode())
+
     def among(places: dict[str, int]) -> tuple[int, int] | None:
         parts = next((parts for place, parts in places.items() if name.startswith(place)), None)
-        return (crc32(name.encode()) % parts, parts) if parts else None
+        return (number % parts, parts) if parts else None
 
     if (found := among(CASES)) or not is_whole:
         return found
     at = next((at for at, place in enumerate(PLACES) if name.startswith(place)), None)
-    return among(TESTS) or ((at % 3, 3) if at is not None and not is_fast else None)
+    return among(TESTS) or ((at % PLACE_PARTS, PLACE_PARTS) if at is not None and not is_fast else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,12 +21,11 @@ SOME = ("tests/cli/test_bombs.py", "tests/facts/model/test_families.py")
 def test_every_test_is_in_one_part_of_those_of_its_sweep(is_fast: bool, request: pytest.FixtureRequest) -> None:
     made = {f"{place}[{number}]" for place in (*CASES, *TESTS, *PLACES) for number in range(200)}
     collected: list[str] = request.config.stash[COLLECTED]
-    for name in made | {*collected}:
-        place = part_of(name, is_whole=True, is_fast=is_fast)
+    for place in {part_of(name, is_whole=True, is_fast=is_fast) for name in made | {*collected}}:
         runs = [part for part in range(NUM_PARTS) if Draw(part=part).has(place)]
         parts = place[1] if place else 1
         assert NUM_PARTS % parts == 0
-        assert runs == list(range(runs[0], NUM_PARTS, parts)), name
+        assert runs == list(range(runs[0], NUM_PARTS, parts)), place
         assert Draw(part=None).has(place)
 
 

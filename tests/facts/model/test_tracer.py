@@ -27,7 +27,7 @@ from dstrain.plan.request import Request
 from dstrain.plan.search.rules import broken
 from dstrain.plan.search.search_space import with_defaults
 from dstrain.plan.speed.flops import flops_per_token
-from tests.conftest import asked_for
+from tests.conftest import asked_for, asked_together
 from tests.plan.memory.layers.shapes import FAMILIES, config_of
 
 LLAMA = {
@@ -83,19 +83,15 @@ def drawn(family: str) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest) -> dict[tuple[str, int, bool], Answer]:
     """Descriptions of known families, and of irregular ones a profile (0 samples) and what it is compared with."""
-    families, names = asked_for(request, "family"), asked_for(request, "name")
+    families, wanted = asked_for(request, "family"), asked_together(request, "name", "samples", "grad_ckpt")
     asked = {
         (family, 0, False): Question(subject=Subject(config=drawn(family)), wanted=Wanted.DESCRIPTION)
         for family in families
     }
-    for name, config in IRREGULAR.items():
-        if name not in names:
-            continue
-        way = Question(subject=Subject(config=config), seq_len=128, has_padding=True)
+    for name, samples, grad_ckpt in wanted:
+        way = Question(subject=Subject(config=IRREGULAR[name]), seq_len=128, has_padding=True)
         asked[f"{name} profile", 0, False] = replace(way, wanted=Wanted.PROFILE)
-        for samples in (1, 5):
-            for grad_ckpt in (False, True):
-                asked[f"{name} profile", samples, grad_ckpt] = replace(way, micro_batch=samples, grad_ckpt=grad_ckpt)
+        asked[f"{name} profile", samples, grad_ckpt] = replace(way, micro_batch=samples, grad_ckpt=grad_ckpt)
     return dict(zip(asked, ask(list(asked.values())), strict=True))
 
 
