@@ -77,7 +77,7 @@ def test_what_no_agent_says_is_no_message(line: bytes) -> None:
     assert decode(line) is None
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.binary() | st.text().map(str.encode) | JSON.map(lambda value: json.dumps(value).encode()), st.binary())
 def test_no_bytes_raise(line: bytes, more: bytes) -> None:
     for piece in Lines().feed(line + b"\n" + more):
@@ -87,7 +87,7 @@ def test_no_bytes_raise(line: bytes, more: bytes) -> None:
 KIND = st.sampled_from([Alive, Died, Ended, Hello, Orphaned, Problem, Wrote])
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(KIND.flatmap(lambda kind: st.tuples(st.just(kind), st.fixed_dictionaries({f.name: JSON for f in fields(kind)}))))
 def test_a_message_has_the_types_of_its_fields(message: tuple[type, dict[str, Any]]) -> None:
     kind, body = message
