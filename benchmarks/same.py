@@ -13,8 +13,8 @@ Examples: python benchmarks/same.py record before.json.xz
           python benchmarks/same.py compare before.json.xz after.json.xz --expected expected.txt
 
 `record` adds to a file that exists, and needs the checkout's .venv and the history of git. `compare` exits with 1 if
-something differs that is not expected; each line of the expected file is a pattern of the line's beginning, two spaces
-or more, and the reason.
+something differs that is not expected; each line of the expected file is a pattern of the beginning of what `compare`
+prints, or a whole line of a difference, then ` # ` and the reason.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def inputs(checkout: Path, to: Path) -> None:
 
 def environment(checkout: Path, home: Path, **more: str) -> dict[str, str]:
     """Returns variables that are the same for every checkout."""
-    fixed = {
+    return more | {
         "PATH": f"{checkout}/.venv/bin:/usr/local/bin:/usr/bin:/bin",
         "HOME": str(home),
         "LANG": "C.UTF-8",
@@ -112,7 +112,6 @@ def environment(checkout: Path, home: Path, **more: str) -> dict[str, str]:
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
     }
-    return fixed | more
 
 
 def lines_to_run() -> list[str]:
@@ -276,11 +275,15 @@ def compare(before: dict[str, Any], after: dict[str, Any], expected: list[tuple[
         names.add(name)
         head = f"{name} · {aspect}"
         reason = next((why for pattern, why in expected if fnmatch.fnmatchcase(head, f"{pattern}*")), None)
-        if reason is not None:
-            reasons[reason] += 1
+        whys = [
+            next((why for pattern, why in expected if line.split() == pattern.split()), None)
+            for line in change.splitlines()
+        ]
+        lines = [line for line, why in zip(change.splitlines(), whys, strict=True) if why is None]
+        if reason is not None or (whys and not lines):
+            reasons[reason or str(whys[0])] += 1
             continue
         unexpected += 1
-        lines = change.splitlines()
         print(head, *(f"    {line[:160]}" for line in lines[:most]), sep="\n")
         if len(lines) > most:
             print(f"    … {len(lines) - most} more lines")
@@ -309,8 +312,7 @@ def main() -> int:
     options = read_options()
     if options.verb == "compare":
         listed = options.expected.read_text().splitlines() if options.expected else []
-        rows = [re.split(r"\s{2,}", line, maxsplit=1) for line in listed if line and not line.startswith("#")]
-        expected = [(pattern, reason) for pattern, reason in rows]
+        expected = [(pattern, reason) for pattern, _, reason in (line.rpartition(" # ") for line in listed) if pattern]
         return 0 if compare(load(options.before), load(options.after), expected, options.lines) else 1
     checkout = options.checkout.resolve()
     data = load(options.file) if options.file.exists() else {}
