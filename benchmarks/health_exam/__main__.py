@@ -4,7 +4,7 @@ Examples: python -m benchmarks.health_exam            (replays the recorded runs
           python -m benchmarks.health_exam --record   (records them again: a quarter of an hour on two idle cores)
           python -m benchmarks.health_exam --record --only slow-rank
           python -m benchmarks.health_exam --record --only small-bucket   (one of the whole runs)
-          python -m benchmarks.health_exam --gallery docs/gallery   (writes the report page of a run with each cause)
+          python -m benchmarks.health_exam --gallery docs/gallery   (writes the report pages of a few)
 
 Ranks that record ask for real-time scheduling, which root gets: other processes of the machine wait meanwhile. Those of
 whole runs do not; with --shared none does, and nothing is kept of times and of the machine's RAM: for causes that are
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="only runs whose names begin so")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds between recorded runs")
     parser.add_argument("--shared", action="store_true", help="leave the cores to other processes as well")
-    parser.add_argument("--gallery", type=Path, help="folder for the report page of a run with each cause")
+    parser.add_argument("--gallery", type=Path, help="folder for report pages that differ in kind")
     given = parser.parse_args()
     names = tuple(given.only)
     traces = [trace for trace in all_traces() if trace.name.startswith(names)]
@@ -67,10 +67,9 @@ def main() -> None:
         record_whole(whole, say)
     results = [replay(trace) for trace in traces]
     if given.gallery is not None:
-        from benchmarks.health_exam.gallery import write
+        from benchmarks.health_exam.gallery import SHOWN, write
 
-        first = [result for result in results if result.trace.cause is not None and result.trace.half == 0]
-        for path in write(first, whole, given.gallery):
+        for path in write([result for result in results if result.trace.name in SHOWN], whole, given.gallery):
             print(path)
         return
     for half, title in ((0, "the first runs"), (1, "the second runs")):

@@ -1,4 +1,4 @@
-"""Writes the report page of a recorded run for each cause, with what the health rules say of it and what was planned.
+"""Writes report pages of recorded runs that differ in kind, with their plan and the findings of the health rules.
 
 On a CPU that is memory alone: no time is planned there, and PyTorch counts no peak, which the page says. Of whole runs
 the page is that of `dstrain report --html`.
@@ -30,6 +30,8 @@ from dstrain.report.recorded import read
 from dstrain.report.report import report
 from dstrain.rundir import RunDir
 
+SHOWN = ("slow-rank-0", "memory-leak-0", "NaN-in-a-batch-0")
+"""Recorded runs with a page: one rank among others, a trend with the time left, and a number that ends training."""
 _BEGAN_S = 1_790_000_000.0
 """When each run is said to have begun, in seconds since the epoch, so that pages are the same each time."""
 
