@@ -46,13 +46,20 @@ TRANSLATED = [(README, CHINESE), *((ROOT / "docs" / page.name, page) for page in
 """English pages and their Chinese ones."""
 
 
+def docstring(path: Path) -> str:
+    """Returns the first sentence of a module's docstring."""
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return re.split(r"(?<=\.)\s", doc.replace("\n", " "), maxsplit=1)[0]
+
+
 def module_map() -> str:
-    """Returns one line for every module: its path and the first sentence of its docstring."""
-    lines = ["| module | what it does |", "|---|---|"]
+    """Returns a line for every package, for the module that bears its name, and for every leaf beside the packages."""
+    lines = ["| package or module | what it does |", "|---|---|"]
     for path in sorted((ROOT / "dstrain").rglob("*.py")):
-        doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        first = re.split(r"(?<=\.)\s", doc.replace("\n", " "), maxsplit=1)[0]
-        lines.append(f"| `{path.relative_to(ROOT)}` | {first} |")
+        if path.name == "__init__.py":
+            lines.append(f"| `{path.parent.relative_to(ROOT)}/` | {docstring(path)} |")
+        elif path.stem == path.parent.name or path.parent.name == "dstrain":
+            lines.append(f"| `{path.relative_to(ROOT)}` | {docstring(path)} |")
     return "\n".join(lines)
 
 
@@ -538,4 +545,4 @@ def test_every_option_has_help(name: str) -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert not [line for line in module_map().splitlines() if line.endswith("|  |")]
+    assert [path for path in (ROOT / "dstrain").rglob("*.py") if not docstring(path)] == []
