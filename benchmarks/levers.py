@@ -2,11 +2,10 @@
 
 Examples: python benchmarks/levers.py
           python benchmarks/levers.py --only 1 5
-          python benchmarks/levers.py --questions
 
 A star marks a lever that the plan uses, ! a configuration that does not fit. What no rule allows beside the rest of the
 plan is left out, and so is what changes nothing. All figures are predicted. `pytest tests/test_levers.py --update`
-writes them into docs/levers.md and docs/levers-questions.md.
+writes them into docs/levers.md.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.questions import QUESTIONS, asked
+from benchmarks.questions import asked
 from dstrain.choices import Attention, LossKernel, Offload, Optimizer
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration, changed
@@ -36,21 +35,13 @@ from dstrain.units import GIB
 WIDTH = 80
 PAIRS = (
     "--model qwen3-8b --gpus 1 --gpu 4090 --method lora",
-    "--model qwen3-8b --gpus 1 --gpu 4090 --method lora --seq-len 16384",
     "--model qwen3-14b --gpus 1 --gpu 4090 --method qlora",
-    "--model qwen3-8b --gpus 1 --gpu a100-80g",
     "--model qwen3-8b --gpus 8 --gpu 4090",
-    "--model llama-3.1-8b --gpus 8 --gpu a100-40g",
     "--model qwen3-8b --gpus 8 --gpu h100-sxm --seq-len 32768",
     "--model qwen3-32b --gpus 8 --gpu h100-sxm",
-    "--model qwen3-32b --gpus 16 --gpu a100-80g",
-    "--model qwen3-30b-a3b --gpus 16 --gpu h100-sxm",
-    "--model llama-3.1-70b --gpus 8 --gpu h100-sxm --method lora",
     "--model llama-3.1-70b --gpus 16 --gpu a100-80g --interconnect eth25",
 )
 """Models and clusters: cards and nodes, adapters and whole models, short and long rows, fast and slow links."""
-THIRTY = tuple(question.words for question in QUESTIONS)
-"""Those of `questions.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,16 +112,14 @@ def table(words: str) -> list[str]:
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--questions", action="store_true", help="ask those of questions.py in place of the pairs")
-    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers of the pairs or questions")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="numbers of the pairs")
     options = parser.parse_args()
-    pairs = THIRTY if options.questions else PAIRS
-    everything = range(1, len(pairs) + 1)
+    everything = range(1, len(PAIRS) + 1)
     numbers = options.only or everything
     if wrong := sorted({*numbers} - {*everything}):
-        parser.error(f"--only {wrong[0]}: numbers go from 1 to {len(pairs)}")
+        parser.error(f"--only {wrong[0]}: numbers go from 1 to {len(PAIRS)}")
     for number in numbers:
-        print("\n".join(table(pairs[number - 1])), end="\n\n", flush=True)
+        print("\n".join(table(PAIRS[number - 1])), end="\n\n", flush=True)
 
 
 if __name__ == "__main__":

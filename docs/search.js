@@ -16,7 +16,7 @@ if (document.documentElement.lang.startsWith("zh"))
     const link = Object.assign(document.createElement("a"), { id: "english", textContent: "在英文页面中搜索" });
     link.href = `../en/search.html?q=${encodeURIComponent(query)}`;
     const line = document.createElement("p");
-    line.append("作业文件、ds_config.json 的键、lint 规则、命令行和各个模型只有英文页面：", link);
+    line.append("作业文件、ds_config.json 的键、lint 规则、命令行等查阅用的页面只有英文：", link);
     document.getElementById("search-results").after(line);
   });
 

@@ -64,7 +64,7 @@ MARKS = {
         "tests/plan/search/test_out_of_memory.py",
         *("tests/cli/test_options.py", "tests/cli/test_bombs.py", "tests/test_fuzz.py"),
         "tests/config/explain/test_explain.py::test_no_configuration_that_is_json_breaks_an_explanation",
-        "tests/test_docs.py::test_the_page_of_a_model_has_the_plan",
+        "tests/test_docs.py::test_a_cell_of_the_matrix_is_the_plan",
         "tests/facts/cluster/test_hostfile.py::test_any_text_gives_hosts_or_problems_with_places",
         "tests/launch/nodes/test_protocol.py::test_a_message_has_the_types_of_its_fields",
         "tests/plan/search/test_search.py::test_bounds_lose_nothing",

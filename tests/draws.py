@@ -28,7 +28,7 @@ CASES = {
     "tests/cli/test_bombs.py::test_a_bomb_does_not_go_off": 3,
     "tests/cli/test_proposals.py::test_what_an_answer_proposes_does_what_it_says": 144,
     "tests/cli/test_export_config.py::test_the_next_line_trains_the_default_job": 3,
-    "tests/test_docs.py::test_the_page_of_a_model_has_the_plan": 48,
+    "tests/test_docs.py::test_a_cell_of_the_matrix_is_the_plan": 48,
 }
 """Tests with many cases, and in how many parts these are tried. Each number divides NUM_PARTS."""
 TESTS = {

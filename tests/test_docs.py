@@ -19,18 +19,15 @@ import pytest
 
 from benchmarks import predict
 from benchmarks.advisories import report as advisories
-from benchmarks.health_exam.score import Result, cause_table, false_lines, replay, rule_table, unexamined_table
-from benchmarks.health_exam.traces import all_traces
 from benchmarks.published import half_report, ranges, report
 from benchmarks.published.answers import Answer
 from benchmarks.published.score import score
 from benchmarks.questions import asked
-from docs import model_pages, pictures
-from dstrain.choices import Method
+from docs import model_matrix, pictures
 from dstrain.cli.main import cli
 from dstrain.config.imports import accelerate, read, trainer
 from dstrain.config.imports.shared import TRAINING_ARGUMENTS
-from dstrain.config.imports.source import ABSENT, Fate, Row
+from dstrain.config.imports.source import Fate, Row
 from dstrain.facts.cluster.cpu import CPU_LIMITS
 from dstrain.facts.model import families
 from dstrain.monitor.curves import CURVES
@@ -81,12 +78,15 @@ def commands() -> list[tuple[str, click.Command]]:
 
 
 def cli_reference() -> str:
-    """Returns the help of every command."""
+    """Returns for every command the first sentence of its help, its arguments, and the names of its options."""
     parts = []
     for name, command in commands():
-        settings = {**cli.context_settings, "terminal_width": 100}
-        context = click.Context(command, info_name=name, **settings)  # type: ignore[arg-type]
-        parts.append(f"## `{name}`\n\n```\n{command.get_help(context)}\n```")
+        context = click.Context(command, info_name=name, **cli.context_settings)  # type: ignore[arg-type]
+        usage = " ".join(command.collect_usage_pieces(context))
+        options = [max(option.opts, key=len) for option in command.params if isinstance(option, click.Option)]
+        listed = ", ".join(f"`{option}`" for option in options)
+        first = (command.help or "").partition("\n\n")[0].replace("\n", " ")
+        parts.append(f"## `{name}`\n\n{first}\n\n`{usage}`" + (f": {listed}" if listed else ""))
     return "\n\n".join(parts)
 
 
@@ -251,14 +251,8 @@ def curve_table(*, is_chinese: bool = False) -> str:
     return "\n".join([rows[0], "|---|---|---|---|", *rows[1:], "", kinds])
 
 
-@cache
-def exam_results() -> list[Result]:
-    """Returns what the health rules say of the recorded runs."""
-    return [replay(trace) for trace in all_traces()]
-
-
 def import_tables() -> str:
-    """Returns the keys of each tool and what becomes of them; those that it passes on to Transformers stand once."""
+    """Returns the keys of each tool that mean something to a job; keys of Transformers are listed once."""
     passed_on = TRAINING_ARGUMENTS
     parts = [("Transformers' TrainingArguments", dict(passed_on))]
     for tool in read.TOOLS.values():
@@ -268,24 +262,20 @@ def import_tables() -> str:
     for script in trainer.SCRIPTS:
         own = {key: row for key, row in script.tool.rows.items() if trainer.TOOL.rows.get(key) is not row}
         parts.append((script.tool.title, own))
-    return "\n\n".join(f"### {title}\n\n{_import_table(rows)}" for title, rows in parts)
+    return "\n\n".join(f"## {title}\n\n{_import_table(rows)}" for title, rows in parts)
 
 
 def _import_table(rows: Mapping[str, Row]) -> str:
-    """Returns a row for each key that is written, and one for all keys of the same fate and note."""
-    lines = ["| key | default | written, or what to do |", "|---|---|---|"]
+    """Returns the keys that are written, by their target, and those that stop the import or are lost, by the reason."""
+    written: dict[str, list[str]] = {}
     for row in rows.values():
         if row.fate is Fate.WRITTEN and row.target:
-            default = "" if row.default is ABSENT else f"`{json.dumps(row.default)}`"
-            note = f": {row.note}" if row.note else ""
-            lines.append(f"| `{row.key}` | {default} | `{row.target}`{note} |")
-    others: dict[tuple[str, str], list[str]] = {}
-    for row in rows.values():
-        if not row.target:
-            fate = "read" if row.fate is Fate.WRITTEN else row.fate.value
-            others.setdefault((fate, row.note), []).append(f"`{row.key}`")
-    for (fate, note), keys in others.items():
-        lines.append(f"| {', '.join(keys)} | | {fate}{f': {note}' if note else ''} |")
+            written.setdefault(row.target, []).append(f"`{row.key}`")
+    lines = ["| keys | become |", "|---|---|"]
+    lines += [f"| {', '.join(keys)} | `{target}` |" for target, keys in written.items()]
+    for fate in (Fate.MISSING, Fate.OTHER_TRAINING):
+        if keys := [f"`{row.key}`" for row in rows.values() if row.fate is fate]:
+            lines.append(f"| {', '.join(keys)} | {fate.value} |")
     return "\n".join(lines)
 
 
@@ -302,10 +292,6 @@ PARTS: dict[str, Callable[[], str]] = {
     "imports": import_tables,
     "cpu": cpu_table,
     "advisories": advisories.faults,
-    "advisory outputs": advisories.outputs,
-    "health exam": lambda: cause_table(exam_results()),
-    "health exam gaps": lambda: unexamined_table(exam_results()),
-    "health exam rules": lambda: f"{rule_table(exam_results())}\n\n{false_lines(exam_results())}",
 }
 """The generated parts of the pages below docs/, by the name in their comment."""
 IN_CHINESE: dict[str, Callable[[], str]] = {"curves": lambda: curve_table(is_chinese=True)}
@@ -405,22 +391,22 @@ def test_the_index_links_to_every_page_of_its_language(index: str) -> None:
     is_chinese = page.parent.name == "zh"
     pages = {path for path in (ROOT / "docs").rglob("*.md") if ("zh" in path.parts) == is_chinese}
     linked = {target for target, _ in links(page)}
-    assert model_pages.FOLDER / "index.md" in linked  # in both languages, and leads to those of models
-    assert pages - linked - set(model_pages.FOLDER.iterdir()) == {page}
+    assert pages - linked == {page}
 
 
-def test_every_known_model_has_a_page() -> None:
-    index = (model_pages.FOLDER / "index.md").read_text(encoding="utf-8")
-    assert index == model_pages.index()
-    assert {path.stem for path in model_pages.FOLDER.iterdir()} == {"index", *families.known()}
+def test_every_known_model_has_a_row_of_the_matrix() -> None:
+    names = re.findall(r"^\| ([\w.-]+) \|", model_matrix.PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert names == ["model", *families.known()]
+    assert model_matrix.PAGE.read_text(encoding="utf-8").endswith(f"\n{model_matrix.foot()}\n")
 
 
-@pytest.mark.parametrize("method", model_pages.METHODS)
-@pytest.mark.parametrize("cluster", model_pages.CLUSTERS)
+@pytest.mark.parametrize("cluster", model_matrix.CLUSTERS)
 @pytest.mark.parametrize("name", families.known())
-def test_the_page_of_a_model_has_the_plan(name: str, cluster: str, method: Method) -> None:
-    lines = (model_pages.FOLDER / f"{name}.md").read_text(encoding="utf-8").splitlines()
-    assert model_pages.row(name, cluster, method) in lines, f"run python -m docs.model_pages {name}"
+def test_a_cell_of_the_matrix_is_the_plan(name: str, cluster: str) -> None:
+    lines = model_matrix.PAGE.read_text(encoding="utf-8").splitlines()
+    row = next(line for line in lines if line.startswith(f"| {name} |"))
+    present = row.split(" | ")[1 + model_matrix.CLUSTERS.index(cluster)].removesuffix(" |")
+    assert model_matrix.cell(name, cluster) == present, "run python -m docs.model_matrix"
 
 
 def test_chinese_pages_link_to_chinese_ones() -> None:

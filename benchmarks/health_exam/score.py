@@ -128,20 +128,6 @@ def false_per_1000(results: Sequence[Result]) -> float:
     return 1000 * sum(len(result.false) for result in results) / sum(result.steps for result in results)
 
 
-def false_lines(results: Sequence[Result]) -> str:
-    """Returns the false warnings in 1,000 steps of each half and of all runs, and each of them."""
-    halves = [[result for result in results if result.trace.half == half] for half in (0, 1)]
-    first, second, both = (f"{false_per_1000(part):.2f}" for part in (*halves, results))
-    steps = sum(result.steps for result in results)
-    lines = [
-        f"False warnings in 1,000 steps: {first} in the first half, {second} in the second, {both} in all {steps:,}."
-    ]
-    each = (
-        f"{r.trace.name} at step {one.step}: `{one.rule}` {float(one.value):.3g}" for r in results for one in r.false
-    )
-    return "\n".join([*lines, "", *(f"- {line}" for line in each)])
-
-
 def cause_table(results: Sequence[Result]) -> str:
     """Returns a row for each cause: which rule named it, and after how many windows."""
     rows = ["| cause | runs | named by | windows |", "|---|---:|---|---|"]
