@@ -19,9 +19,8 @@ import pytest
 
 from benchmarks import predict
 from benchmarks.advisories import report as advisories
-from benchmarks.published import half_report, ranges, report
+from benchmarks.published import half_report, ranges
 from benchmarks.published.answers import Answer
-from benchmarks.published.score import score
 from benchmarks.questions import asked
 from docs import model_matrix, pictures
 from dstrain.cli.main import cli
@@ -199,19 +198,9 @@ def _replace(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new), encoding="utf-8")
 
 
-def published_table(answers: tuple[Answer, ...]) -> str:
-    """Returns how the planner does on published runs, as `benchmarks/predict.py --markdown` prints it."""
-    return report.markdown(score(answers)).rstrip()
-
-
 def published_figures(answers: tuple[Answer, ...]) -> str:
     """Returns the figures on which no constant was set, each with whose runs it is of."""
     return half_report.figures(answers, predict.halves_of(answers), predict.later_answers())
-
-
-def out_of_sample_table(answers: tuple[Answer, ...]) -> str:
-    """Returns both halves of the published runs."""
-    return half_report.markdown(*predict.both_halves(answers))
 
 
 def range_table(answers: tuple[Answer, ...]) -> str:
@@ -297,10 +286,8 @@ PARTS: dict[str, Callable[[], str]] = {
 IN_CHINESE: dict[str, Callable[[], str]] = {"curves": lambda: curve_table(is_chinese=True)}
 """The generated parts that are Chinese below docs/zh/."""
 PUBLISHED: dict[str, Callable[[tuple[Answer, ...]], str]] = {
-    "published": published_table,
     "published figures": published_figures,
     "whose runs": published_figures,
-    "out of sample": out_of_sample_table,
     "ranges": range_table,
 }
 """The generated parts that need the answers to all published runs."""

@@ -81,7 +81,7 @@ NOT_REACHED = {
     "throughput, rank correlation in a table, lowest": "half of InternEvo's runs lie within 5 % of each other,"
     " and those on 1,024 GPUs do not agree on what the exchange of gradients takes",
 }
-"""Bars that the unseen half misses, and why; docs/accuracy.md shows by how much."""
+"""Bars that the unseen half misses, and why; `python benchmarks/predict.py` shows by how much."""
 
 
 def test_the_bars_of_the_unseen_half_are_reached_but_for_those_that_are_known(unseen: HalfScore) -> None:

@@ -295,7 +295,7 @@ NOT_REACHED = {
     "reserved, A, mean error": "swift's runs reserve up to 2.5 times what a replay of their step does",
     "throughput, lowest rank correlation of a table": "torchtune's flags differ by a few percent",
 }
-"""Bars that the planner misses, and why; docs/accuracy.md shows by how much."""
+"""Bars that the planner misses, and why; `python benchmarks/predict.py` shows by how much."""
 
 
 def test_the_bars_are_reached_but_for_those_that_are_known(scored: Score) -> None:

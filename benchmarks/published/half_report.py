@@ -182,7 +182,7 @@ def _ids(rows: Sequence[str]) -> str:
 
 
 def markdown(fit: HalfScore, unseen: HalfScore) -> str:
-    """Returns both halves as the table of docs/accuracy.md."""
+    """Returns both halves as a table."""
     lines = [HEAD, ("---", *["---:"] * (len(HEAD) - 1)), *_lines(fit, unseen)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{_notes(fit, unseen)}"
 

@@ -143,7 +143,7 @@ def bars(score: Score) -> list[tuple[str, bool]]:
 
 
 def markdown(score: Score) -> str:
-    """Returns the table of docs/accuracy.md: memory by basis, verdicts, throughput by table."""
+    """Returns a table: memory by basis, verdicts, throughput by table."""
     head = ["What is compared", "Published", "Predicted", "Mean error", "Worst", "Bias", "Rank correlation"]
     lines = []
     for group in score.bases:
