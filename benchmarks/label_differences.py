@@ -1,4 +1,4 @@
-"""Names differences in what carries loss, and writes the tables of docs/labels.md, for `benchmarks/labels.py`."""
+"""Names differences in what carries loss, and makes tables of them, for `benchmarks/labels.py`."""
 
 from __future__ import annotations
 

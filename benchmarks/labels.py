@@ -1,4 +1,4 @@
-"""Compares what carries loss with TRL's training templates and LLaMA-Factory's encoder: the tables of docs/labels.md.
+"""Compares what carries loss with TRL's training templates and LLaMA-Factory's encoder, for docs/labels.md.
 
     pip install --target trl-only --no-deps trl==1.16
     python benchmarks/labels.py trl-only/trl/chat_templates --llamafactory peers --json benchmarks/results/labels.json

@@ -9,7 +9,7 @@ from statistics import median
 import pytest
 
 from benchmarks import peers
-from benchmarks.overhead import COUNTED, OFF, SIZES, Measured, table
+from benchmarks.overhead import COUNTED, OFF, SIZES, Measured
 
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = [
@@ -19,9 +19,8 @@ MEASURED = [
 
 
 @pytest.mark.parametrize("page", ["docs/monitoring.md", "docs/zh/monitoring.md"])
-def test_the_page_has_the_rows_and_the_counted_share(page: str) -> None:
+def test_the_page_has_the_counted_share(page: str) -> None:
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert [row for row in table(MEASURED).split("\n\n")[0].splitlines()[2:] if row not in text] == []
     share = median(one.monitor_cpu_s / one.cpu_s for one in MEASURED if one.variant == COUNTED)
     assert f"{100 * share:.2f} %" in text
 
