@@ -20,9 +20,9 @@ def severity_of(name: str) -> str:
 
 def reference() -> str:
     """Returns a row for every rule."""
-    rows = {rule.id: f"{rule.severity} | {rule.title} | {rule.source.replace('|', '/')}" for rule in RULES}
-    rows |= {name: f"{severity_of(name)} | {title} | dstrain" for name, title in OUTSIDE.items()}
-    lines = ["| rule | severity | about | source |", "|---|---|---|---|"]
+    rows = {rule.id: f"{rule.severity} | {rule.title}" for rule in RULES}
+    rows |= {name: f"{severity_of(name)} | {title}" for name, title in OUTSIDE.items()}
+    lines = ["| rule | severity | about |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {name} | {rows[name]} |" for name in sorted(rows))])
 
 
