@@ -1,4 +1,4 @@
-"""Reads what a DeepSpeed configuration says, whether or not it is valid."""
+"""Reads the settings of a DeepSpeed configuration, whether or not it is valid."""
 
 from __future__ import annotations
 

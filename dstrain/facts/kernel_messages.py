@@ -67,7 +67,7 @@ class MemoryKills:
         self._counted = _count(Path("/"))
 
     def verdict(self, pid: int) -> str:
-        """Returns what the kernel says about a process that SIGKILL has ended, as a clause."""
+        """Returns the kernel's reason for a process that SIGKILL has ended, as a clause."""
         messages = read(os.environ)
         if (line := killed(messages.text, pid=_pid_of_kernel(pid), since=self._began or 0.0)) is not None:
             return f"{OUT_OF_MEMORY} (the kernel's log: {line})"
@@ -86,7 +86,7 @@ OUT_OF_MEMORY = "the kernel killed it because memory ran out"
 def killed(text: str, *, pid: int | None, since: float) -> str | None:
     """Returns the last message about a process that was killed because memory ran out, without its time.
 
-    `pid` None: a process of any number, since the kernel numbers those of containers otherwise than they do.
+    `pid` None: a process of any number, since the kernel numbers processes of containers differently.
 
     >>> log = "[7.5] Memory cgroup out of memory: Killed process 815 (python) total-vm:9kB, anon-rss:8kB"
     >>> killed(log, pid=815, since=7.0), killed(log, pid=814, since=7.0), killed(log, pid=None, since=8.0)

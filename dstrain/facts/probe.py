@@ -118,7 +118,7 @@ def host_memory_bytes() -> int:
 
 
 def slurm_job(job: str) -> str:
-    """Returns what SLURM says of a job, node by node; empty if it does not answer."""
+    """Returns SLURM's description of a job, node by node; empty if it does not answer."""
     try:
         return child_process.run(["scontrol", "show", "job", "--details", job], os.environ, _SLURM_S).out
     except OSError:

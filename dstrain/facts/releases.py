@@ -30,7 +30,7 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def is_in_range(version: str, spec: str) -> bool:
-    """Returns whether a version is in a range of releases; what comes before or after a release counts as it.
+    """Returns whether a version is in a range of releases; pre- and post-releases count as their release.
 
     >>> is_in_range("2.13.0+cpu", ">=2.9"), is_in_range("0.20.0rc1", "<0.20,>=0.19.8"), is_in_range("5.24", "<5.24")
     (True, False, False)

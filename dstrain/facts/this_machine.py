@@ -36,7 +36,7 @@ def usual_versions(machines: Sequence[Mapping[str, str | None]]) -> dict[str, st
 
 
 def version_problems(versions: Mapping[str, str | None], usual: Mapping[str, str | None]) -> list[str]:
-    """Returns how the versions of one machine differ from those of most.
+    """Returns how the versions of one machine differ from the majority.
 
     >>> version_problems({"torch": "2.12.0"}, {"torch": "2.13.0"})
     ['torch is 2.12.0; most hosts have 2.13.0']

@@ -30,7 +30,7 @@ TESTED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "xxhash": ("4.1.0",),
     }
 )
-"""Package → the releases that tests ran: first that of constraints.txt, with all tests, then those of .ci/matrix."""
+"""Package → the tested releases: first the one in constraints.txt, with all tests, then the ones in .ci/matrix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class KnownBad:
     range: str
     """Such as `>=5.25,<5.26`."""
     reason: str
-    """What fails with it."""
+    """The failure with it."""
 
 
 KNOWN_BAD: tuple[KnownBad, ...] = (

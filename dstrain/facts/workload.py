@@ -27,7 +27,7 @@ class Workload:
     calibration: Calibration = field(default_factory=Calibration)
     """Measurements that replace the planner's priors; empty by default."""
     contents: RowContents | None = None
-    """What rows hold; None: one sample as long as the row, of which every token has a label."""
+    """Contents of a row; None: one full-length sample with a label on every token."""
 
     @property
     def measured(self) -> Measured:

@@ -54,7 +54,7 @@ HARMLESS = frozenset(
 
 
 def named_code(name: str) -> str | None:
-    """Returns what a variable's value names that could be code; None for any other variable.
+    """Returns the possible code that a variable's value names; None for any other variable.
 
     >>> named_code("LD_PRELOAD"), named_code("NCCL_DEBUG"), named_code("PYTHONUNBUFFERED")
     ('libraries that every program loads', None, None)

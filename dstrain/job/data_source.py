@@ -27,19 +27,19 @@ class DataSource:
     weight: PositiveFloat | None = None
     """Share of the samples of an epoch, relative to the other data sets, all of which then have one."""
     max_samples: Positive | None = None
-    """Number of samples to use, from the beginning; default: that of the job."""
+    """Number of samples to use, from the beginning; default: the job's."""
     split: str | None = None
     """Split of a data set on the hub, such as `train` or `train[:5%]`; default: by its purpose."""
     subset: str | None = None
     """Configuration of a data set on the hub; default: its only one."""
     format: DataFormat | None = None
-    """As `data_format`; default: that of the job."""
+    """As `data_format`; default: the job's."""
     columns: Mapping[Column, str] | None = None
-    """As `columns` of the job; default: those of the job."""
+    """As `columns` of the job; default: the job's."""
 
 
 Sources = str | DataSource | tuple[str | DataSource, ...]
-"""What `data` and `eval_data` may be."""
+"""Accepted values of `data` and `eval_data`."""
 
 
 def listed(sources: Sources | None) -> tuple[DataSource, ...]:

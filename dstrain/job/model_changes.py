@@ -1,4 +1,4 @@
-"""What a job changes in the model that it trains: adapters, saved ones too, and positions for longer sequences."""
+"""Changes of a job to its model: adapters, also saved ones, and positions for longer sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ratio = Annotated[float, Ge(0), Le(1)]
 
 
 ALL_LINEAR = "all-linear"
-"""The word for all linear layers among an adapter's `targets`, where it stands alone."""
+"""The word for all linear layers in an adapter's `targets`, if it stands alone."""
 ALL_EXPERTS = "experts"
 """The word for all stacked weights of experts among an adapter's `target_parameters`."""
 
@@ -125,7 +125,7 @@ def read_adapter(folder: Path) -> dict[str, Any]:
 def shape_of_adapter(folder: Path, lora: Lora, *, given: Collection[str]) -> dict[str, Any]:
     """Returns the keys of the section `lora` that the adapter in a folder determines.
 
-    `given` are the keys that the job sets. Raises InvalidConfig where they say something else than the adapter.
+    `given` are the keys that the job sets. Raises InvalidConfig if they contradict the adapter.
     """
     config = read_adapter(folder)
     shape = {
@@ -155,7 +155,7 @@ def _last_names(names: Collection[str]) -> tuple[str, ...]:
 
 
 def _names_in_layers(names: Collection[str]) -> tuple[str, ...]:
-    """Returns the names of parameters as a job has them; PEFT may write that of each layer.
+    """Returns parameter names as a job has them; PEFT may list each layer's.
 
     >>> _names_in_layers(["model.layers.0.mlp.experts.down_proj", "model.layers.1.mlp.experts.down_proj"])
     ('mlp.experts.down_proj',)

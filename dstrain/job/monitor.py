@@ -105,7 +105,7 @@ class HealthRule(StrEnum):
 
 
 class HealthAction(StrEnum):
-    """What follows when a health rule is broken."""
+    """Consequence of a broken health rule."""
 
     TELL = "tell"
     SAVE = "save"
@@ -125,4 +125,4 @@ class HealthLimits:
     critical: float | None = None
     """The signal from which it is critical; default: the rule's."""
     action: HealthAction = HealthAction.TELL
-    """What follows at the highest level: `tell`, `save` (a checkpoint too), or `stop` (save and end the run)."""
+    """Consequence at the highest level: `tell`, `save` (a checkpoint too), or `stop` (save and end the run)."""

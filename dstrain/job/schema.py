@@ -40,7 +40,7 @@ from dstrain.records import type_config
 Beta = Annotated[float, Ge(0), Lt(1)]
 NonNegative = Annotated[float, Ge(0)]
 Steps = Positive | Annotated[float, Gt(0), Lt(1)]
-"""A number of optimizer steps, or a share of those of the run."""
+"""A number of optimizer steps, or a share of the run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +139,7 @@ class Job:
     freeze: tuple[str, ...] = ()
     """Patterns of parameters that stay as they are: regular expressions for any part of a name, for `full`."""
     train_only: tuple[str, ...] = ()
-    """Patterns of the only parameters that train, less those of `freeze`, for `full`; default: all."""
+    """Patterns of the only parameters that train, less `freeze`, for `full`; default: all."""
     chat_template: str | None = None
     """A chat template, or a file with one; default: the model's own."""
     micro_batch: Positive = 1
@@ -155,7 +155,7 @@ class Job:
     router_aux_loss_coef: NonNegative | None = None
     """Weight of the loss that balances experts; default: the model's, where its config.json asks for that loss."""
     loss: Literal[LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED] = LossKernel.FULL
-    """The same loss with less memory: `chunked` keeps no logits in fp32, `fused` those of a few hundred tokens."""
+    """The same loss with less memory: `chunked` keeps no fp32 logits, `fused` only a few hundred tokens' logits."""
     liger: bool = False
     """Whether norms, rotary embedding and MLPs run on Liger's Triton kernels, for families that it knows."""
     grad_ckpt: bool = True
@@ -230,7 +230,7 @@ class Job:
     save_total_limit: Positive | None = 2
     """Number of checkpoints to keep, besides the best one with `load_best`."""
     load_best: bool = False
-    """Whether the final model is that of the lowest evaluation loss; needs a checkpoint of each evaluation."""
+    """Whether the final model is the one with the lowest evaluation loss; needs a checkpoint per evaluation."""
     early_stopping: Positive | None = None
     """Evaluations in a row without a lower loss that end the run; has the effect of `load_best`, too."""
     early_stopping_threshold: NonNegative = 0.0
@@ -255,7 +255,7 @@ class Job:
 
     @property
     def ranks_per_batch(self) -> int:
-        """Ranks that train on the same micro-batch: those of a sequence- or tensor-parallel group."""
+        """Ranks that train on the same micro-batch: a sequence- or tensor-parallel group."""
         return self.sp * self.tp
 
     @property
@@ -269,7 +269,7 @@ class Job:
 
     @property
     def train_sources(self) -> tuple[DataSource, ...]:
-        """The data sets to train on, with the job's own format, columns and number of samples where they have none."""
+        """The data sets to train on; format, columns and number of samples default to the job's."""
         return tuple(map(self._with_defaults, listed(self.data)))
 
     @property

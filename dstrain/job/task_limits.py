@@ -39,10 +39,10 @@ class TaskLimit:
     tasks: frozenset[Task] = frozenset(task for task in Task if task.has_own_loss)
     """The tasks, by default those with a loss of whole answers."""
     advice: str | None = None
-    """What to do, where another key is to change; default: to write `instead`."""
+    """The remedy, if another key has to change; default: to write `instead`."""
 
     def problem(self, subject: str, value: Any) -> str:
-        """Returns what is wrong with a value; `subject` is what does not support it, with its verb."""
+        """Returns the problem with a value; `subject` names the feature that does not support it, with its verb."""
         return f"{self.key} is {shown(value)}, which {subject} not support: {self.why}"
 
     @property
@@ -52,12 +52,12 @@ class TaskLimit:
 
     @property
     def instead(self) -> str:
-        """What to write."""
+        """The value to write."""
         return f"{self.key}: {shown(self.values[0])}"
 
     @property
     def fix(self) -> str:
-        """What to do."""
+        """The remedy."""
         return self.advice or f"write {self.instead}"
 
 
@@ -71,11 +71,11 @@ LIMITS = (
     TaskLimit(
         key="loss",
         values=(LossKernel.FULL,),
-        why="its head has one row, which has no logits to spare",
+        why="its head has one output, so there are no logits to save",
         tasks=frozenset(task for task in Task if task.has_score),
     ),
     TaskLimit(key="packing", values=(False,), why="each answer has a row of its own"),
-    TaskLimit(key="sp", values=(1,), why="an answer is not shared by ranks"),
+    TaskLimit(key="sp", values=(1,), why="an answer cannot be split between ranks"),
     TaskLimit(key="tp", values=(1,), why="ranks that share weights were not tried with its loss"),
     TaskLimit(key="ep", values=(1,), why="it was not tried with shared experts"),
     TaskLimit(key="router_aux_loss_coef", values=(None, 0.0), why="its loss has no place for that of routers"),
@@ -105,7 +105,7 @@ LIMITS = (
         tasks=frozenset({Task.SFT}),
     ),
 )
-"""What tasks do not support; the first six keys are choices of the planner as well."""
+"""Settings that tasks do not support; the first six keys are choices of the planner as well."""
 
 WITH_MEDIA = (
     TaskLimit(key="task", values=(Task.DPO, Task.KTO, Task.SFT), why="scores of them were not tried"),
@@ -131,26 +131,26 @@ WITH_ADAPTERS = tuple(
     TaskLimit(key=key, values=(value,), why="adapters are those of the language model, and all else is frozen")
     for key, value in PARTS.items()
 )
-"""What adapters do not support yet."""
+"""Settings that adapters do not support yet."""
 BY_NAME = tuple(
     TaskLimit(key=key, values=((),), why="an adapter freezes all of the model") for key in ("freeze", "train_only")
 )
-"""What has no meaning with adapters."""
+"""Settings without meaning for adapters."""
 FROZEN_EMBEDDING = TaskLimit(
     key="new_tokens",
     values=((),),
     why="their embeddings stay as they are unless lora: modules_to_save has embed_tokens (and an untied lm_head)",
     advice="add embed_tokens, and an untied lm_head, to lora: modules_to_save",
 )
-"""What adapters do not support while they freeze the embedding."""
+"""Settings that adapters do not support while they freeze the embedding."""
 UNDROPPED = TaskLimit(
     key="lora.dropout",
     values=(0.0,),
     why="the adapters of experts are added to weights, so that no input can be dropped",
 )
-"""What adapters of experts do not support. Source: peft 0.21 tuners/lora/layer.py: ParamWrapper.update_layer."""
+"""Limits of adapters of experts. Source: peft 0.21 tuners/lora/layer.py: ParamWrapper.update_layer."""
 WITH_NEW_TOKENS = (TaskLimit(key="tp", values=(1,), why="parts of an embedding with new rows were not tried"),)
-"""What new tokens do not support yet."""
+"""Settings that new tokens do not support yet."""
 
 
 WITH_STREAMING = (
@@ -166,7 +166,7 @@ WITH_STREAMING = (
     TaskLimit(key="eval_strategy", values=(Interval.STEPS,), why="a stream has no epochs"),
     TaskLimit(key="save_strategy", values=(Interval.STEPS,), why="a stream has no epochs"),
 )
-"""What streaming does not support."""
+"""Settings that streaming does not support."""
 WITH_SAMPLES = (
     TaskLimit(
         key="task",
@@ -179,7 +179,7 @@ WITH_SAMPLES = (
     TaskLimit(key="ep", values=(1,), why="generation was not tried with shared experts"),
     TaskLimit(key="torch_compile", values=(False,), why="each length of a text would compile the layers again"),
 )
-"""What `samples` do not support."""
+"""Settings that `samples` do not support."""
 _STEPS = TaskLimit(key="max_steps", values=(1000,), why="the number of rows is not known, so epochs do not end a run")
 _HELD_OUT = TaskLimit(key="val_split", values=(1000,), why="the number of rows is not known; give a number of samples")
 _FIRST = TaskLimit(key="max_samples", values=(None,), why="max_steps ends the run")
@@ -215,7 +215,7 @@ def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
 def broken_by_media(job: Job, columns: Sequence[str], *, packs: bool) -> Iterator[tuple[TaskLimit, str]]:
     """Yields the limits of data with images, videos or audios that a job exceeds, and the problem in words.
 
-    `columns`: what the data have. `packs`: whether their positions in packed rows are known of the model's family.
+    `columns`: the media of the data. `packs`: whether the family's positions in packed rows are known.
     """
     limits = limits_of_media(hears="audios" in columns, packs=packs)
     yield from _exceeded(job, limits, f"data with {' and '.join(columns)} do")

@@ -78,7 +78,7 @@ class Measured:
     context_bytes: Size | None = None
     """Memory of one GPU outside torch with one rank alone: context and kernel modules."""
     nccl_bytes: Size | None = None
-    """Additional memory with NCCL, from two ranks on."""
+    """Extra memory that NCCL takes with two or more ranks."""
     reserved_ratio: Factor | None = None
     """Bytes reserved by the caching allocator over predicted live bytes, at the peak."""
 
@@ -86,12 +86,12 @@ class Measured:
     """Fields that a calibration knows little better than the prior: ranges of times do not narrow by them."""
 
     def of_others(self, *, intra_link: str, inter_link: str) -> tuple[str, ...]:
-        """Returns the fields that name a link other than those of a cluster."""
+        """Returns the fields that name a link outside the cluster."""
         links = {"intra_link": intra_link, "inter_link": inter_link}
         return tuple(link for link, name in links.items() if getattr(self, link) not in (None, name))
 
     def on(self, *, intra_link: str, inter_link: str) -> Measured:
-        """Returns the measurements without the rates of other links than those of a cluster."""
+        """Returns the measurements without rates of links outside the cluster."""
         others = self.of_others(intra_link=intra_link, inter_link=inter_link)
         dropped: dict[str, Any] = {field: None for link in others for field in (link, LINK_RATES[link])}
         return replace(self, **dropped) if dropped else self

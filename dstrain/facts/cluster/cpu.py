@@ -1,4 +1,4 @@
-"""What ranks on a CPU do not run: one table for the planner, lint, `dstrain run` and the pages."""
+"""Settings that CPU ranks do not run: one table for the planner, lint, `dstrain run` and the pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QWZ = _ZERO + "zero_quantized_weights"
 QGZ = _ZERO + "zero_quantized_gradients"
 """Key of gradients that are reduced in 4 bits."""
 OFFLOADED = "the optimizer is offloaded"
-"""What lets a limit of an optimizer run all the same, which a configuration says."""
+"""Setting of a configuration that lifts an optimizer's limit."""
 _OPTIONS = {QWZ: "qwz", QGZ: "qgz"}
 
 
@@ -23,15 +23,15 @@ class CpuLimit:
     """A value of an option or job key that a CPU does not run, always or mostly."""
 
     key: str
-    """Name in requests, configurations and, where the job has it, in job.yaml; dotted for a key of ds_config.json."""
+    """Name in requests, configurations and, if the job has it, in job.yaml; dotted for a key of ds_config.json."""
     value: str
     """The value; `true` for a switch."""
     why: str
-    """What a CPU lacks."""
+    """The feature that a CPU lacks."""
     instead: str
     """The value to write."""
     unless: str = ""
-    """What makes it run all the same; empty: nothing does."""
+    """Condition under which it runs all the same; empty: none."""
     source: str
     """Where the limit is implemented."""
 

@@ -19,8 +19,8 @@ class Make:
     link: str
     """The link between GPUs of one node, a name in `links`."""
     gemm: float
-    """What large matrix products reach in training, over the data sheet's peak. A product in training reaches 0.96 of
-    what is measured of large ones alone if the power limit leaves the clock as it is (torchtune's rows on the RTX
+    """Rate of large matrix products in training, over the data sheet's peak. A product in training reaches 0.96 of the
+    rate of large ones alone if the power limit leaves the clock as it is (torchtune's rows on the RTX
     4090), less if it does not."""
     attention: float
     """The same of attention without a mask, forward and backward together, on long causal sequences with heads of 128."""

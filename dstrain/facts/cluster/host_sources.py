@@ -33,7 +33,7 @@ class HostQuery:
     match: str | None
     """Pattern of host names (`gpu*`)."""
     details: Callable[[str], str] = lambda job: ""
-    """Returns what SLURM says of a job, node by node; empty if it does not answer."""
+    """Returns SLURM's description of a job, node by node; empty if it does not answer."""
 
 
 def _needed(query: HostQuery, *names: str) -> tuple[str, str]:

@@ -131,7 +131,7 @@ def _entry_fault(match: re.Match[str], known: dict[str, Host]) -> _Fault | None:
 
 
 def _plausible(slots: str) -> int:
-    """Returns the number of slots that a text means: that of a list of GPUs, or 8 if it means none that a host has.
+    """Returns the number of slots that a text means: the length of a list of GPUs, or 8 if no host has such slots.
 
     >>> [_plausible(text) for text in ("4", "0,1,2,3", "0-3", "0-1,3", "0", "9999", "two")]
     [4, 4, 4, 3, 8, 8, 8]

@@ -148,7 +148,7 @@ def read(path: str = DEFAULT_PATH) -> tuple[list[MeasuredLinks], str | None]:
 def save(entry: MeasuredLinks, path: str = DEFAULT_PATH) -> Path:
     """Writes an entry to the file, in place of an earlier one of the same hosts and GPUs; returns the file.
 
-    A file with unreadable parts, such as that of a newer dstrain, is copied to `.bak` first. Raises EnvironmentProblem
+    A file with unreadable parts, such as a newer dstrain's, is copied to `.bak` first. Raises EnvironmentProblem
     if the file cannot be written.
     """
     present, problem = read(path)
@@ -189,7 +189,7 @@ def nominal_name(link: Link) -> str:
 def with_rates(calibration: Calibration, cluster: Cluster) -> Calibration:
     """Returns the calibration with the bus bandwidths of a cluster whose links were measured.
 
-    A measured rate is that of collectives; the planner would otherwise take it for the peak of the wire.
+    Measured rates are rates of collectives; the planner would otherwise take them for the peak of the wire.
     """
     rates: dict[str, Any] = {}
     if cluster.intra_link_origin is Origin.MEASURED:

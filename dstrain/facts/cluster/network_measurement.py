@@ -1,6 +1,6 @@
 """Results of a network measurement: collective times, bandwidth of pairs of hosts, NCCL's transports.
 
-Bus bandwidth is that of nccl-tests: the rate on each link of a ring, independent of collective and number of ranks, and
+Bus bandwidth as in nccl-tests: the rate on each link of a ring, independent of collective and number of ranks, and
 so comparable with the link's own figure. Source: nccl-tests doc/PERFORMANCE.md
 """
 

@@ -65,7 +65,7 @@ class Lengths:
         return self.tokens[max(0, round(share * len(self.tokens)) - 1)]
 
     def contents(self, seq_len: int) -> RowContents:
-        """Returns what rows hold if longer samples are cut.
+        """Returns the contents of rows if longer samples are cut.
 
         >>> Lengths(tokens=(100, 300, 900), num_samples=3, target_share=0.5).contents(600)
         RowContents(sample_tokens=333.3, attended_tokens=460.0, target_share=0.5)

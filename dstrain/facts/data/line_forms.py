@@ -37,7 +37,7 @@ def _from_python(texts: str) -> str:
 
 
 class _Form(NamedTuple):
-    """What a line is in place of JSON."""
+    """Form of a line that is not JSON."""
 
     problem: str
     hint: str

@@ -1,4 +1,4 @@
-"""What `dstrain data prepare` says: the records between the command and its child process."""
+"""Records that `dstrain data prepare` exchanges with its child process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Prepared:
     cache_bytes: int = 0
     """Its size."""
     notes: tuple[str, ...]
-    """What `dstrain run` logs about the data."""
+    """Lines about the data that `dstrain run` logs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

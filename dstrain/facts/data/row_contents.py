@@ -1,4 +1,4 @@
-"""What rows of the training data hold, as far as the speed of a step depends on it."""
+"""Contents of training rows, as far as the speed of a step depends on them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrain.records import type_config
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowContents:
-    """What rows of the training data hold."""
+    """Contents of training rows."""
 
     __pydantic_config__ = type_config
 

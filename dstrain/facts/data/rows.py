@@ -50,7 +50,7 @@ class Part:
 
 
 def entries(path: Path, limit_bytes: int | None, part: Part | None = None) -> Iterator[Sample | InvalidConfig]:
-    """Yields rows, those of a part if there is one, and an error for each invalid one.
+    """Yields the rows of a file or of a part of it, and an error for each invalid one.
 
     Raises InvalidConfig if the file as a whole is wrong.
     """

@@ -49,7 +49,7 @@ MARKED = (DataFormat.MESSAGES, DataFormat.ALPACA)
 SIDES = ("chosen", "rejected")
 """Columns of the two answers of a pair."""
 PROMPTS = ("prompt", "question", *CONVERSATION_COLUMNS)
-"""Columns with the prompt of a pair: a text, or turns. One of them is read, or those of an instruction."""
+"""Columns with the prompt of a pair: a text, or turns. One of them is read, or the columns of an instruction."""
 _BESIDE = ("system", "weight", *TOOL_COLUMNS, *media_kinds.COLUMNS)
 _NEEDED = frozenset({*(name for pair in _PAIRS for name in pair), *CONVERSATION_COLUMNS, "text", *SIDES})
 """Columns of which a format needs some; the others may be missing from a row."""

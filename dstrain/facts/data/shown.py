@@ -1,4 +1,4 @@
-"""What `dstrain data show` shows: the records between the command and its child process."""
+"""Records that `dstrain data show` exchanges with its child process."""
 
 from __future__ import annotations
 

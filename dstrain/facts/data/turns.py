@@ -65,7 +65,7 @@ class Conversation:
     images: tuple[str, ...] = ()
     """Files of the images, in the order of their marks."""
     videos: tuple[Files, ...] = ()
-    """Files of the videos, each one file or those of its frames, in the order of their marks."""
+    """Files of the videos, each one file or one per frame, in the order of their marks."""
     audios: tuple[str, ...] = ()
     """Files of the audios, in the order of their marks."""
     is_desirable: bool | None = None
@@ -111,7 +111,7 @@ def parse(turns: Any, name: str) -> tuple[list[Message], frozenset[int]]:
 def masked(turns: Any, mask: Any, name: str) -> Any:
     """Returns a list of turns in which each has its entry of a row's mask as `loss_mask`. Raises InvalidConfig.
 
-    A mask has a 0 or 1 for each turn; those of questions are not looked at.
+    A mask has a 0 or 1 for each turn; values of questions are ignored.
     """
     if not is_given(mask):
         return turns

@@ -48,7 +48,7 @@ _PLACED = tuple(
 _SCALES = Untrained(names=("loss_scale",), says=_WEIGHTS, hint=_COUNTED, matters=_weighs)
 _MASKS = Untrained(names=("loss_mask",), says=_WEIGHTS, hint=_COUNTED, matters=_weighs)
 MASKS = MappingProxyType(dict.fromkeys(_MASKS.names, _MASKS))
-"""Column → kind of masks where they are not trained: beside anything but turns."""
+"""Column → kind of masks that are not trained: beside anything but turns."""
 _IN_ROWS = (
     _SCALES,
     Untrained(

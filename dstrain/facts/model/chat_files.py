@@ -14,7 +14,7 @@ from dstrain.facts.model.hub_config import file_here
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatFiles:
-    """What a tokenizer's files say of conversations."""
+    """Facts about conversations from a tokenizer's files."""
 
     template: str | Mapping[str, str] | None
     """The text, or several by name; None if there is none."""

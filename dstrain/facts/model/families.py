@@ -238,7 +238,7 @@ def _family(config: Mapping[str, object], name: str) -> Family:
 
 
 def _heads(text: Fields, tensors: tuple[TensorGroup, ...]) -> tuple[int, int, int]:
-    """Returns the number of key-value heads, the width of a query or key head, and that of a value head."""
+    """Returns the number of key-value heads, and the widths of a query or key head and of a value head."""
     if _first(tensors, "self_attn.kv_b_proj.weight") is None:
         width = parameter_tensors.head_dim(text)
         return parameter_tensors.num_key_value_heads(text), width, width

@@ -28,7 +28,7 @@ COST = (
     "a step of Qwen3.5-9B took 1.22 in place of 0.70 s on 8 B200 (transformers#48718),"
     " and 12 of its layers needed 14.2 in place of 12.4 GiB of an H200"
 )
-"""What the absence of flash-linear-attention costs."""
+"""Cost of training without flash-linear-attention."""
 
 
 def kernel_packages(model_type: str) -> tuple[str, ...]:

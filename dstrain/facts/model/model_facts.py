@@ -36,7 +36,7 @@ class TensorGroup:
     is_linear: bool
     """Whether it is the weight of a `torch.nn.Linear`, shape (out, in), which an adapter can wrap."""
     frozen: tuple[int, ...] = ()
-    """Those of the `count` tensors that a job freezes, from 0; without a job all of a vision tower."""
+    """Numbers of the `count` tensors that a job freezes, from 0; without a job all of a vision tower."""
 
     @property
     def is_quantizable(self) -> bool:
@@ -91,7 +91,7 @@ class Vision:
     spatial_merge_size: int
     """Side of the square of patches that becomes one token of the language model."""
     crop_patches: int | None = None
-    """Patches of an image or of a crop of it, which do not see those of others; None: images have any size."""
+    """Patches of an image or a crop, which attend to no other image's; None: images have any size."""
     num_full_layers: int | None = None
     """Layers whose patches see all others of an image, in place of those in a window; None: all."""
 

@@ -23,7 +23,7 @@ PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json"),
     *("video_preprocessor_config.json", "chat_template.json"),
 )
-"""Files of a processor of images beside those of its tokenizer; it has one of the first two.
+"""Files of an image processor, without its tokenizer's; it has one of the first two.
 
 Source: transformers 5.23 utils/__init__.py."""
 
@@ -56,7 +56,7 @@ def has_processor(folder: Path) -> bool:
 
 
 def lacks_processor(data: str, named: Iterable[str], model: str) -> str:
-    """Returns what is wrong with data that have `named`, columns of media, and a model without a processor for them."""
+    """Returns the problem if data have `named`, columns of media, and the model has no processor for them."""
     return f"{data} has {' and '.join(named)}, but {model} has no processor for them"
 
 

@@ -160,7 +160,7 @@ def num_key_value_heads(config: Fields) -> int:
 
 
 def attention_widths(config: Fields) -> tuple[int, int]:
-    """Returns the summed width of the query heads, and of the key heads, which that of the values equals."""
+    """Returns the summed width of the query heads, and of the key heads, which equals the values'."""
     width = head_dim(config)
     return config.size("num_attention_heads") * width, num_key_value_heads(config) * width
 
@@ -202,7 +202,7 @@ def latent_attention(config: Fields) -> Groups:
 def mlp(
     config: Fields, *, part: str = "mlp", count: int | None = None, width: int | None = None, bias: bool = False
 ) -> Groups:
-    """Returns the three matrices of a gated MLP; by default that of every layer."""
+    """Returns the three matrices of a gated MLP; by default of every layer."""
     hidden, inner = config.size("hidden_size"), width or config.size("intermediate_size")
     layers = config.size("num_hidden_layers") if count is None else count
     return [

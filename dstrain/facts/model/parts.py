@@ -29,7 +29,7 @@ FROZEN = frozenset({Part.TOWER, Part.ALIGNER})
 
 
 def has_tower(config: Any) -> bool:
-    """Returns whether a configuration of Transformers is that of a model that sees or hears."""
+    """Returns whether a configuration of Transformers describes a multimodal model."""
     return hasattr(config, "vision_config") or hasattr(config, "audio_config")
 
 

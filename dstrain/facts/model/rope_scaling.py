@@ -30,7 +30,7 @@ def positions(text: Fields) -> int:
 
 
 def _rope(text: Fields) -> Mapping[str, object]:
-    """Returns the rotary parameters under their name in Transformers 5 or 4; with types for layers (Gemma 3), those of
+    """Returns the rotary parameters under their name in Transformers 5 or 4; with types for layers (Gemma 3), of
     full attention."""
     rope = text.values.get("rope_parameters") or text.values.get("rope_scaling")
     rope = rope.get("full_attention", rope) if isinstance(rope, Mapping) else {}

@@ -150,7 +150,7 @@ def _cached(file: Path | None) -> Answer | None:
 
 @cache
 def _fingerprint() -> str:
-    """Returns what answers depend on besides the question: the packages' versions and the tracer's own code."""
+    """Returns the versions that answers depend on: the packages' and a checksum of the tracer's code."""
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in _sources())).hexdigest()
     return " ".join([*(f"{name}={installed(name)}" for name in _PACKAGES), digest])
 

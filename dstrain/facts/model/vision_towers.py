@@ -25,7 +25,7 @@ Source: transformers 5.23 models/*/modeling_*.py: get_rope_index, and forward of
 of positions."""
 
 TRAINS_VIDEOS = frozenset(["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
-"""Families that train on videos: those of Transformers' Qwen3VLProcessor, which writes times between their frames.
+"""Families that train on videos: all that use Transformers' Qwen3VLProcessor, which writes times between frames.
 
 Source: transformers 5.23 models/auto/processing_auto.py, and get_rope_index of these families, which is the same."""
 
@@ -76,7 +76,7 @@ def _require_videos(family: str | None) -> None:
 
 
 def require_image_package(family: str) -> None:
-    """Raises EnvironmentProblem without a package that the processor of a family needs."""
+    """Raises EnvironmentProblem if a package that the family's processor needs is missing."""
     package = IMAGE_PACKAGES.get(family)
     if package is not None and find_spec(package) is None:
         raise EnvironmentProblem(
