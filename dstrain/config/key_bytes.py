@@ -31,7 +31,7 @@ class Trains(Protocol):
 
     @property
     def method(self) -> Method:
-        """What is trained."""
+        """Trained parameters."""
 
     @property
     def lora(self) -> Lora:

@@ -1,4 +1,4 @@
-"""What to type for a change that fits after an out-of-memory: keys of the job, keys of ds_config.json."""
+"""Settings of a change that fits after an out-of-memory: keys of the job and of ds_config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OF_ZERO = frozenset({"zero_stage", "offload"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adaptation:
-    """What a run overrides since it ran out of memory; files stay as they are."""
+    """Overrides of a run that ran out of memory; files stay as they are."""
 
     overrides: tuple[str, ...] = ()
     """`key=value` of the job, as for `--set`."""
@@ -42,7 +42,7 @@ def changes_in(proposed: ProposedChange) -> tuple[Change, ...]:
 
 
 def remedy(fix: Fix, current: Configuration, ds_config: Mapping[str, Any], *, moe_block: str | None) -> ProposedChange:
-    """Returns what to type for a fix, given the configuration as its user wrote it.
+    """Returns the settings of a fix, given the configuration as its user wrote it.
 
     `moe_block` is the class of the model's MoE blocks, which ZeRO-3 gathers whole.
     """

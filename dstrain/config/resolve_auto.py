@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PRECISIONS = ("bf16", "fp16")
 GATHERS = "stage3_gather_16bit_weights_on_model_save"
-"""Key of `zero_optimization`: accelerate gathers weights by it under ZeRO-3, and those of tensor-parallel ranks."""
+"""Key of `zero_optimization`: accelerate gathers weights by it under ZeRO-3 and from tensor-parallel ranks."""
 BATCH_KEYS: Mapping[str, str] = MappingProxyType(
     {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "grad_accum"}
 )

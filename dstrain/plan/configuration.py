@@ -22,7 +22,7 @@ class TrainedModel:
     """Which weights train, and the dtypes of their copies."""
 
     method: Method = Method.FULL
-    """What is trained."""
+    """Trained parameters: all, or an adapter."""
     lora: Lora = field(default_factory=Lora)
     """The adapter, for LoRA and QLoRA."""
     precision: Precision = Precision.BF16
@@ -57,7 +57,7 @@ class MicroBatch:
     micro_batch: int = 1
     """Samples of one forward pass of one GPU."""
     task: Task = Task.SFT
-    """What the model learns from, and so how many sequences a sample has."""
+    """Training task, which decides how many sequences a sample has."""
     packing: bool = False
     """Whether samples share rows, so that no row has padding."""
     image_patches: int = 0
@@ -92,7 +92,7 @@ class OptimizerStep:
     grad_accum: int = 1
     """Micro-batches of one optimizer step."""
     grad_accum_dtype: Precision | None = None
-    """Dtype in which DeepSpeed accumulates gradients; None: that of the gradients."""
+    """Dtype in which DeepSpeed accumulates gradients; None: the gradients' own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class Zero:
     stage: int = _named("zero_stage", 0)
     """ZeRO stage, 0…3."""
     offload: Offload = Offload.NONE
-    """What leaves GPU memory."""
+    """States kept outside GPU memory."""
     offload_ratio: float = 1.0
     """Share of the optimizer's sub-groups that is offloaded, 0…1 (ZeRO-3 only)."""
     pin_memory: bool = True

@@ -9,10 +9,10 @@ from dstrain.plan.estimate_records import Estimate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """The difference that an edit makes; what it needs more is positive."""
+    """The difference that an edit makes; additional needs are positive."""
 
     device_bytes_per_gpu: int
-    """Bytes of GPU memory more."""
+    """Additional GPU memory in bytes."""
     host_bytes_per_node: int
     """Bytes of RAM of a node more."""
     step_ratio: float | None
@@ -26,7 +26,7 @@ class Effect:
 
 
 def effect(before: Estimate, after: Estimate) -> Effect:
-    """Returns what `after` needs more than `before`, and how much longer it takes."""
+    """Returns the additional memory and time of `after` over `before`."""
     slower = faster = None
     if before.speed is not None and after.speed is not None:
         slower = after.speed.step_s / before.speed.step_s - 1

@@ -43,7 +43,7 @@ def assess(
     detail: Detail = Detail.REPLAYED,
     usable_gpu_ratio: float = USABLE_GPU_RATIO,
 ) -> Estimate:
-    """Returns what a configuration needs, whether it fits, and how fast it is.
+    """Estimates the memory and speed of a configuration, and whether it fits.
 
     A search asks first for quick estimates, in which closed forms stand for the engine's and the allocator's bytes.
     """
@@ -70,7 +70,7 @@ def assess(
 def moved(base: Estimate, count: int) -> Estimate:
     """Returns the estimate with `count` bytes more on the GPU: by what the exact one of a neighbour was off.
 
-    What closed forms leave out or count too much is nearly the same for two ways that differ in one choice.
+    Errors of closed forms are nearly the same for two configurations that differ in one choice.
     """
     needs = replace(
         base.memory,
@@ -110,7 +110,7 @@ _LARGEST = 2**62
 
 
 def effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]) -> Configuration:
-    """Returns what DeepSpeed 0.19 and Transformers 5 make of `ds_config`: defaults filled in, "auto" resolved.
+    """Resolves `ds_config` as DeepSpeed 0.19 and Transformers 5 do: defaults filled in, "auto" resolved.
 
     Raises InvalidConfig for a value that means nothing to the engine.
     Source: deepspeed 0.19.8 runtime/zero/config.py; Transformers 5.23 integrations/deepspeed.py:
@@ -143,7 +143,7 @@ def _effective(model: ModelFacts, request: Request, ds_config: Mapping[str, Any]
 
 
 def auto_sizes(hidden_size: int) -> Mapping[str, int]:
-    """Returns what Transformers fills in for "auto", by the key of `zero_optimization`: h², 0.9·h² and 10·h elements.
+    """Returns Transformers' values for "auto", by the key of `zero_optimization`: h², 0.9·h² and 10·h elements.
 
     Source: Transformers 5.23 integrations/deepspeed.py: trainer_config_process.
     """
@@ -233,7 +233,7 @@ def _step(asked: Configuration, ds_config: Mapping[str, Any], zero: Zero) -> Opt
 
 
 def _offload(config: Mapping[str, Any]) -> Offload:
-    """Returns what really leaves the GPU.
+    """Returns the offload that takes effect.
 
     A mixture is taken as the nearest way that needs more: parameters alone as nothing, an optimizer on NVMe without
     parameters as one on the CPU, an optimizer on the CPU with parameters on NVMe as both on the CPU.

@@ -1,4 +1,4 @@
-"""Records of estimates and plans: what a configuration needs, which one was chosen, and why."""
+"""Records of estimates and plans: memory and speed of a configuration, the choice, and its reasons."""
 
 from __future__ import annotations
 
@@ -102,18 +102,18 @@ class Topic(StrEnum):
     """The subject of a reason; a choice has the name of its field in a configuration."""
 
     SPEED = "speed"
-    """What a step takes, and what it waits for."""
+    """Time of a step and its limits."""
     ZERO_STAGE = "zero_stage"
     OFFLOAD = "offload"
     GRAD_CKPT = "grad_ckpt"
     MICRO_BATCH = "micro_batch"
     HPZ = "hpz"
     SIMPLER = "simpler"
-    """What a faster plan that was passed over would gain."""
+    """Gain of a faster plan that was passed over."""
     AS_ASKED = "as_asked"
-    """What dstrain's own choice would gain over what was asked for."""
+    """Gain of dstrain's own choice over the request."""
     MODEL_STATES = "model_states"
-    """What trains, and its states on each GPU."""
+    """Trained parameters, and their states on each GPU."""
     PEAK = "peak"
     """The peak of GPU memory."""
     HOST_RAM = "host_ram"
@@ -122,7 +122,7 @@ class Topic(StrEnum):
     BUFFERS = "buffers"
     """The engine's buffers, before ZeRO-3."""
     ZERO3_BUFFERS = "zero3_buffers"
-    """The engine's buffers, those of ZeRO-3 among them."""
+    """The engine's buffers, including ZeRO-3's."""
     FIRST_PLAN = "first_plan"
     """How a plan compares to the first."""
 

@@ -88,7 +88,7 @@ def unplanned_parts(job: Job, model: ModelFacts) -> str | None:
 
 
 def _names(group: TensorGroup, model: ModelFacts) -> list[str]:
-    """Returns the names of a group's parameters; in layers of several kinds, their numbers are those of the first."""
+    """Returns the names of a group's parameters; in layers of several kinds, with the numbers of the first."""
     if not is_inside(group):
         return [group.name.replace("*", str(index)) for index in range(group.count)]
     return [f"{model.layers_root}.{layer}.{group.name}" for layer in layers_of(group, model.num_hidden_layers)]

@@ -82,7 +82,7 @@ def arithmetic(precision: Precision, optimizer: Optimizer) -> str:
 
 
 def bf16_losses(learning_rate: float | None, beta2: float | None) -> str:
-    """Returns what is lost where AdamW steps weights in bf16, and its second moments if `beta2` is theirs.
+    """Describes the updates that AdamW loses in bf16 weights, and in second moments if `beta2` is theirs.
 
     Numbers of 8 significant bits are 2⁻⁸ to 2⁻⁷ of their size apart, and rounding to the nearest drops a change of less
     than half of that: a step of Adam is about the learning rate, and an old second moment falls by 1 - beta2 at most.
@@ -101,7 +101,7 @@ adam_beta2 0.999 second moments never fall (0.995 or less lets them)'
 
 
 def batch_label(count: int, *, packing: bool, row_samples: float | None = 1.0) -> str:
-    """Returns what a step has: samples, or packed rows, of which the mean samples may be known.
+    """Returns the contents of a step: samples, or packed rows, whose mean number of samples may be known.
 
     >>> batch_label(64, packing=False), batch_label(64, packing=True, row_samples=None)
     ('64 samples', '64 rows')

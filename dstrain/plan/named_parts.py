@@ -1,4 +1,4 @@
-"""Finds what a job names and its model does not have: patterns of parameters, and modules of an adapter."""
+"""Finds names in a job that match no part of its model: patterns of parameters, and modules of an adapter."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Unknown:
     """The keys that lead to it in the job."""
     problem: str
     fix: str
-    """What to write, with the closest names of the model, best first."""
+    """The remedy, with the closest names of the model, best first."""
 
 
 def unknown(job: Job, names: Sequence[str], model: ModelFacts | None = None) -> Iterator[Unknown]:
-    """Yields what a job names that is in none of the names of parameters.
+    """Yields names of a job that are in no parameter's name.
 
     `freeze` and `train_only` are regular expressions that may match anywhere in a name of a parameter;
     `lora: targets` and `modules_to_save` are ends of the names of modules, the former outside the vision tower.
@@ -73,7 +73,7 @@ def unknown(job: Job, names: Sequence[str], model: ModelFacts | None = None) -> 
 
 
 def _unknown_to(model: ModelFacts, lora: Lora, names: Sequence[str]) -> Iterable[Unknown]:
-    """Returns what an adapter names that is not in a model, one for each key; without names, as far as shapes say."""
+    """Returns names of an adapter that are not in a model, one for each key; without names, judged by shapes."""
     stacked = [group.name for group in stacked_experts(model)]
     found = [*(unknown_modules(lora, names, model) if names else ()), *unknown_experts(lora, stacked, model.model_type)]
     if not found and (none := untargeted(model, lora)) is not None:
@@ -82,7 +82,7 @@ def _unknown_to(model: ModelFacts, lora: Lora, names: Sequence[str]) -> Iterable
 
 
 def unknown_modules(lora: Lora, names: Sequence[str], model: ModelFacts | None = None) -> Iterator[Unknown]:
-    """Yields what an adapter names that no module of the model is named, as `unknown` does."""
+    """Yields names of an adapter that match no module of the model, as `unknown` does."""
     language = modules(name for name in names if part_of(name) is Part.LANGUAGE_MODEL)
     heads = () if "score" in language else ("lm_head",)  # a tied head has no parameter of its own
     if ALL_LINEAR in lora.targets and len(lora.targets) > 1:
@@ -118,9 +118,9 @@ def unknown_experts(lora: Lora, stacked: Sequence[str], model_type: str) -> Iter
 
 
 def untargeted(model: ModelFacts, lora: Lora) -> Unknown | None:
-    """Returns what is wrong if none of an adapter's targets is a linear layer, an embedding or holds experts, or None.
+    """Returns the problem if no target of an adapter is a linear layer, an embedding or experts, or None.
 
-    Nor can PEFT wrap a head whose weight is that of an embedding that trains whole.
+    Nor can PEFT wrap a head tied to an embedding that trains whole.
     """
     if model.tie_word_embeddings and "lm_head" in lora.targets and kept_whole(model, lora):
         problem = "lora: targets has lm_head, whose weight is the embedding, which modules_to_save trains whole"
@@ -151,7 +151,7 @@ def modules(names: Iterator[str] | Sequence[str]) -> tuple[str, ...]:
 
 
 def _missing(key: str, asked: Sequence[str], legal: Sequence[str], *, dot: str) -> Iterator[Unknown]:
-    """Yields those of the names of modules that end none of the legal ones, from a dot on if `dot` is one."""
+    """Yields names of modules that end no legal name, from a dot on if `dot` is one."""
     for index, module in enumerate(asked):
         if not any(f"{dot}{name}".endswith(f"{dot}{module}") for name in legal):
             ends = {name.rpartition(".")[2] for name in legal}

@@ -29,7 +29,7 @@ def is_garbled(shape: Sequence[int], ranks: int) -> bool:
     """Returns whether the kernels leave a part of such gradients unwritten, without an error.
 
     They quantize max(shape[0], shape[1], ranks) groups, an equal number for each rank, and drop the remainder; a group
-    that is too long is not quantized at all, such as those of merged experts, and groups must be whole loads.
+    that is too long, such as of merged experts, is not quantized at all, and groups must be whole loads.
 
     >>> is_garbled((25_600, 5_120), 16), is_garbled((128_258, 4_096), 16), is_garbled((128, 1_536, 2_048), 16)
     (False, True, True)

@@ -22,16 +22,16 @@ class LrScaling(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A wish. Raises InvalidConfig where a number makes no sense."""
+    """The user's request to the planner. Raises InvalidConfig if a number is out of range."""
 
     __pydantic_config__ = type_config
 
     method: Method = Method.FULL
-    """What is trained."""
+    """Trained parameters: all, or an adapter."""
     lora: Lora = field(default_factory=Lora)
     """The adapter, for LoRA and QLoRA."""
     task: Task = Task.SFT
-    """What the model learns from."""
+    """Training task."""
     seq_len: int | None = None
     """Longest sample in tokens."""
     rope_scaling: RopeScaling | RopeType | None = None
@@ -47,7 +47,7 @@ class Request:
     zero_stage: int | None = None
     """ZeRO stage, 0…3."""
     offload: Offload | None = None
-    """What leaves GPU memory."""
+    """States kept outside GPU memory."""
     grad_ckpt: bool | None = None
     """Whether activations are recomputed."""
     grad_ckpt_every_n_layers: int | None = None
@@ -57,7 +57,7 @@ class Request:
     offload_ratio: float | None = None
     """Share of an offloaded optimizer that leaves the GPU (Twin-Flow), above 0 to 1; None: chosen."""
     hpz: int | None = None
-    """GPUs that share a second copy of ZeRO-3's parameters (ZeRO++), those of a node; 1: no copy; None: chosen."""
+    """GPUs of a node that share a second copy of ZeRO-3's parameters (ZeRO++); 1: no copy; None: chosen."""
     qwz: bool = False
     """Whether ZeRO-3 gathers parameters in 8 bits (ZeRO++)."""
     qgz: bool = False
@@ -110,7 +110,7 @@ class Request:
 
     @property
     def has_open_attention(self) -> bool:
-        """Whether the attention is that of the machines that train."""
+        """Whether the attention was probed on the training machines."""
         return self.attn in (None, Attention.AUTO)
 
     def of_model(self, model: ModelFacts) -> Configuration:

@@ -23,7 +23,7 @@ def _is_documented(model: ModelFacts) -> bool:
 def reaching(model: ModelFacts, rope_type: RopeType, seq_len: int) -> RopeScaling | None:
     """Returns the smallest whole factor for a length in tokens; None if the pretrained length is enough.
 
-    Whole factors are those of the model cards: 2 for 65,536 tokens of Qwen3, 4 for 131,072.
+    Factors are whole, as in the model cards: 2 for 65,536 tokens of Qwen3, 4 for 131,072.
     """
     original = _QWEN3_PRETRAINED if _is_documented(model) else model.max_position_embeddings
     factor = ceil(seq_len / original)
@@ -47,7 +47,7 @@ def fault(model: ModelFacts, scaling: RopeScaling, seq_len: int) -> str | None:
 
 def chosen(model: ModelFacts, wish: RopeScaling | RopeType | None, seq_len: int) -> RopeScaling | None:
     """Returns the scaling for a length: as given, with a factor if only its type is given, YaRN where the makers of the
-    model document it, or None where the model needs none.
+    model document it, or None if the model needs none.
 
     Raises InvalidConfig if the model is too short without one, or cannot have it.
     """
@@ -89,7 +89,7 @@ def _too_long(model: ModelFacts, seq_len: int) -> TooLong:
 
 
 def notes(model: ModelFacts, wish: RopeScaling | RopeType | None, scaling: RopeScaling) -> list[str]:
-    """Returns what was assumed of positions, and the effects of the scaling."""
+    """Returns the assumptions about positions, and the effects of the scaling."""
     said = []
     if wish is None:
         said.append(

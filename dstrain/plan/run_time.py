@@ -1,4 +1,4 @@
-"""What the lengths of the training data decide, and how long a run on them takes."""
+"""Decisions from the lengths of the training data, and the duration of a run on them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RunTime:
     idle_share: float
     """Part of a step that is padding, or a rank's wait for the longest row of all, 0…1."""
     padded_ratio: float
-    """Tokens of rows of one sample each, with padding and waiting, over those of the rows of this run."""
+    """Tokens of rows of one sample each, with padding and waiting, over the tokens of this run's rows."""
     packed_ratio: float
     """Tokens of the rows of this run, with padding and waiting, over those of rows that samples share, or would if they
     can."""
@@ -199,7 +199,7 @@ def _times(strategy: Interval, interval: float | None, steps: int, per_epoch: in
 
 
 def _forward_share(workload: Workload, configuration: Configuration) -> float:
-    """Returns the time of the forward passes of a micro-batch over that of a step."""
+    """Returns the share of a micro-batch's forward passes in the time of a step."""
     alone, whole = forward_s(workload, configuration), speed(workload, configuration)
     passes = configuration.batch.task.forward_passes
     return passes * alone / whole.step_s if alone is not None and whole is not None else 0.0

@@ -95,7 +95,7 @@ _CHOICES = (
     click.option(
         "--activation-offload/--no-activation-offload",
         default=None,
-        help="Let checkpoints of activations wait in host RAM.  [default: chosen where states would]",
+        help="Offload checkpointed activations to host RAM.  [default: if states are offloaded]",
     ),
     click.option(
         "--tiled-mlp/--no-tiled-mlp",

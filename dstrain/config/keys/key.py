@@ -24,7 +24,7 @@ BOOL, INT, NUMBER, TEXT, OBJECT, LIST, ANY = Kind
 
 
 class Names(StrEnum):
-    """What the engine does with an unknown name inside an object."""
+    """Reaction of the engine to an unknown name inside an object."""
 
     REFUSED = "refused"
     """It raises."""
@@ -59,9 +59,9 @@ class Key:
     is_nullable: bool = False
     """Whether null is legal."""
     names: Names = Names.REFUSED
-    """For objects: what the engine does with names outside this table."""
+    """For objects: the reaction of the engine to names outside this table."""
     meaning: str
-    """What it does, in a sentence or two, with its unit."""
+    """Effect in a sentence or two, with its unit."""
     stages: tuple[int, ...] = ()
     """The ZeRO stages that read it; empty: the stage does not matter."""
     is_switch: bool = False
@@ -75,7 +75,7 @@ class Key:
     alias_of: str | None = None
     """The path of the key that this one is another name of."""
     instead: str | None = None
-    """What to write instead of a removed or deprecated key."""
+    """Replacement of a removed or deprecated key."""
     source: str
     """File and symbol, below `deepspeed/` of 0.19.8 (or of the last release that had it)."""
 
@@ -96,7 +96,7 @@ def switch(meaning: str = "Enables the section.", **facts: Any) -> Key:
 
 
 def also(key: Key, name: str) -> tuple[Key, Key]:
-    """Returns the row of a key, and that of another name for it."""
+    """Returns the row of a key and the row of its other name."""
     other = replace(key, path=name, alias_of=key.path, filled=None, meaning=f"Another name of {key.path}.", stages=())
     return key, other
 

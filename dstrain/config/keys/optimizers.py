@@ -161,7 +161,7 @@ OWN_OPTIMIZERS: Mapping[str, Mapping[str, Any] | None] = MappingProxyType({
     "muadamw": None,
     "musgd": None,
 })
-"""DeepSpeed's optimizers, case-insensitive → their parameters with defaults; None: those of mup.
+"""DeepSpeed's optimizers, case-insensitive → their parameters with defaults; None: mup's.
 
 Source: deepspeed 0.19.8 runtime/config.py: DEEPSPEED_OPTIMIZERS, runtime/engine.py: _configure_basic_optimizer.
 """

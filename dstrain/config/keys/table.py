@@ -56,7 +56,7 @@ def key_of(pointer: tuple[str | int, ...]) -> Key | None:
 
 
 def is_read(pointer: tuple[str | int, ...], stage: int) -> bool:
-    """Returns whether the engine reads a key at a ZeRO stage: its row and those of the sections around it say so.
+    """Returns whether the engine reads a key at a ZeRO stage, by its row and the rows of its sections.
 
     >>> is_read(("zero_optimization", "offload_param", "device"), 2)
     False

@@ -1,4 +1,4 @@
-"""`zero_optimization`: what ZeRO partitions and offloads, in which pieces it communicates, and `aio` for NVMe."""
+"""`zero_optimization`: partitioning, offload and sizes of communication, and `aio` for NVMe."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ZERO = "zero_optimization."
 
 
 class Effect(StrEnum):
-    """What a release does with the settings."""
+    """Effect of a release on the settings."""
 
     WRONG = "wrong result"
     STOPS = "stops"
@@ -55,9 +55,9 @@ class Advisory:
     torch: str = ""
     """The range of torch with it, such as `>=2.10`; empty for every torch."""
     effect: str
-    """What the run does."""
+    """Effect on the run."""
     otherwise: str
-    """What to write if the release must stay."""
+    """Setting to write if the release must stay."""
     script: str | None = None
     """The case of benchmarks/advisories that shows it; None if a CPU cannot."""
 

@@ -31,7 +31,7 @@ class Fault:
     pointer: Pointer = ()
     """The key at fault; a missing key is placed at its object."""
     problem: str
-    """What is wrong with the file."""
+    """The problem in the file."""
     effect: str
     """The consequence at run time."""
     fix: str
@@ -57,7 +57,7 @@ class Finding:
     """JSON pointer of the key, such as /zero_optimization/stage; empty for the whole file, or another one."""
     place: Place
     problem: str
-    """What is wrong with the file."""
+    """The problem in the file."""
     effect: str
     """The consequence at run time."""
     fix: str
@@ -75,7 +75,7 @@ class Finding:
 
 def lines(finding: Finding, *, with_severity: bool = True) -> list[str]:
     """Returns a finding for display: place and problem on one machine-readable line, then effect and fix, wrapped to 80
-    columns; what they say to type stays whole."""
+    columns; commands to type stay whole."""
     kind = f"{finding.severity.value} " if with_severity else ""
     pointer = f" {finding.pointer}" if finding.pointer else ""
     head = printable(f"{finding.place}: {kind}{finding.rule}{pointer}: {finding.problem}")

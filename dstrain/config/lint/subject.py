@@ -37,7 +37,7 @@ class JobContext:
 
     @property
     def asked(self) -> Job | None:
-        """What the job file asks for; None without one."""
+        """The job; None without a file."""
         return self.job.job if self.job is not None else None
 
 

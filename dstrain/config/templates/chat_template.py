@@ -88,7 +88,7 @@ class ChatTemplate:
     def apply_chat_template(
         self, chats: Sequence[Sequence[Mapping[str, Any]]], *, tools: Any = None, tokenize: bool = False, **options: Any
     ) -> Any:
-        """Returns the text of each conversation, or that of a single one."""
+        """Returns the text of each conversation, or of a single one."""
         is_single = bool(chats) and isinstance(chats[0], Mapping)
         texts, _ = self.tagged([chats] if is_single else chats, tools, options)
         return texts[0] if is_single else texts

@@ -99,7 +99,7 @@ def config_text(config: dict[str, Any]) -> str:
 
 
 _STRATEGY = ("stage", "offload", "offload_ratio", "hpz")
-"""What a template must make of ZeRO as planned; sizes of buffers are its own."""
+"""ZeRO settings that a template must render; sizes of buffers are its own."""
 
 
 def _require_planned(template: str, config: dict[str, Any], plan: Plan, model: ModelFacts) -> None:

@@ -17,7 +17,7 @@ from dstrain.plan.estimate_records import Estimate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """What plans say about a run."""
+    """Planned figures of a run."""
 
     run: Observed
     before: Estimate
@@ -28,19 +28,19 @@ class Compared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """What runs say about the constants of one kind of GPU."""
+    """Constants of one kind of GPU, as runs measured them."""
 
     gpu: str
     """Its name in the table of GPUs."""
     constants: tuple[Constant, ...]
     """Those that a run depends on; the others are not mentioned."""
     source: str | None
-    """Where they are from, in words."""
+    """Their origin, in words."""
     links: Mapping[str, str]
     """The links of the runs: fields of `Measured` → names."""
 
     def compared(self, run: Observed) -> Compared:
-        """Returns what plans say about a run, now and next."""
+        """Returns the planned figures of a run, now and next."""
         after = assess(self.applied_to(run.workload), run.configuration)
         return Compared(run=run, before=assess(run.workload, run.configuration), after=after)
 
@@ -66,7 +66,7 @@ class Fit:
 
 
 def fit(runs: Sequence[Observed], *, source: str | None = None) -> Fit:
-    """Returns what the runs say; at least one, all with the same GPU. `source` describes them in the file."""
+    """Fits the constants to the runs; at least one, all with the same GPU. `source` describes them in the file."""
     constants = (*fit_sizes(runs), *fit_times(runs))
     largest = max((run.workload for run in runs), key=lambda workload: workload.cluster.num_gpus)
     return Fit(gpu=largest.cluster.gpu.name, constants=constants, source=source, links=largest.links)

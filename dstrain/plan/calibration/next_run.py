@@ -34,10 +34,10 @@ class NextRun:
     """The run that tells the most."""
 
     run: Observed
-    """What would run; what it does not change is that of the given run with the same name."""
+    """The configuration to run; unchanged fields are the given run's."""
     now: float
     """Half the range in which the step times of all runs that were considered are with the next calibration, for 9 of
-    10, over themselves: what the constants are off by."""
+    10, over themselves: the errors of the constants."""
     after: float
     """The same after this run."""
 
@@ -115,7 +115,7 @@ def _fits(run: Observed) -> bool:
 
 
 def _slopes(run: Observed, at: Mapping[str, float], widths: Mapping[str, float]) -> Vector:
-    """Returns the derivatives of the logarithm of a step time over those of the constants."""
+    """Returns the derivatives of the logarithm of a step time over the logarithms of the constants."""
     slopes = []
     for name, width in widths.items():
         ends = [bounded(name, at[name] * math.exp(sign * _SPAN * width)) for sign in (-1, 1)]

@@ -1,4 +1,4 @@
-"""Records of a calibration: what a run measured, and what became of a constant."""
+"""Records of a calibration: a run's measurements, and the change of a constant."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Observed:
     """One run, as far as it counts; None for what it did not measure, or what must not be fitted."""
 
     name: str
-    """What messages call it."""
+    """Name in messages."""
     workload: Workload
     """Model and machines, with the present calibration."""
     configuration: Configuration
-    """What ran."""
+    """The configuration that ran."""
     step_s: float | None = None
     """Seconds of a step."""
     error_ratio: float = 0.0
@@ -35,9 +35,9 @@ class Constant:
     name: str
     """The field of `Measured`."""
     old: float
-    """What plans use now: a prior, or an earlier calibration."""
+    """Value in use: a prior, or an earlier calibration."""
     new: float | None
-    """What the runs say; None if it stays."""
+    """Fitted value; None if it stays."""
     error_ratio: float | None = None
     """Half the width of the range that the true value is in for 9 of 10 runs, over `new`."""
     is_uncertain: bool = False

@@ -65,7 +65,7 @@ def _nccl(rules: Sequence[int], rests: Sequence[int], totals: Sequence[int]) -> 
 
 
 def _constant(name: str, old: float, new: int, values: Sequence[int]) -> Constant:
-    """Returns a size with its error, from those of the values in whose sum it is."""
+    """Returns a size with its error, from the errors of the values that sum to it."""
     middle = fmean(values)
     error = max(FORM_ERROR * middle, _rms([value - middle for value in values])) / math.sqrt(len(values))
     return Constant(name=name, old=old, new=new, error_ratio=TEN_PERCENT_TAILS * error / max(1, new))

@@ -58,7 +58,7 @@ def rates_in_use(cluster: Cluster, measured: Measured) -> dict[str, float]:
 def fit_times(runs: Sequence[Observed]) -> list[Constant]:
     """Returns the constants of the runs' step times, which have one kind of GPU; none without a step time.
 
-    Minimizes the squares of log(measured / planned) together with those of the distance from the present values, each
+    Minimizes the squares of log(measured / planned) and of the distances from the present values, each
     over its error. A constant whose range the runs do not narrow stays as it is and the others are fitted again, the
     least known one first.
     """
@@ -110,7 +110,7 @@ def _of_no_use(runs: Sequence[Observed], old: Mapping[str, float]) -> dict[str, 
 
 
 def _link_key(cluster: Cluster, link: str) -> object:
-    """Returns what two clusters have alike if one constant stands for their links: between nodes, all GPUs share it."""
+    """Returns the key that clusters share if one constant stands for their links: between nodes, all GPUs share it."""
     if link == "intra_link":
         return cluster.intra_link
     return cluster.inter_link, cluster.gpus_per_node if cluster.num_nodes > 1 else None

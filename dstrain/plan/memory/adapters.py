@@ -11,7 +11,7 @@ from dstrain.job.model_changes import ALL_LINEAR, Lora
 def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
     """Returns the linears and embeddings that get an adapter: by name, or every linear in the decoder layers.
 
-    Of a mixture of experts `all-linear` means those of attention, as dstrain tells PEFT, which would add the experts.
+    In a mixture of experts, `all-linear` means attention's linears, as dstrain tells PEFT, which would add the experts.
     A head that is tied to the embedding has no tensor, but an adapter of its own. What trains whole has no adapter.
     Source: peft 0.21 tuners_utils.py: _maybe_include_all_linear_layers (the output layer is left out), inject_adapter.
     """
@@ -30,7 +30,7 @@ def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
 def named_targets(model: ModelFacts, targets: Sequence[str]) -> tuple[str, ...]:
     """Returns targets with the names that `all-linear` means in its place: PEFT takes it alone, not beside others.
 
-    Names are the last words of modules, or all words below the layer if the last one is that of other modules too.
+    Names are the last words of modules, or all words below the layer if other modules share the last one.
     """
     meant = adapted(model, Lora())
     paths = [group.name.removesuffix(".weight") for group in meant]

@@ -22,7 +22,7 @@ _RESIDENT = object()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What the allocator did with a list of events, up to its end or to the allocation that failed."""
+    """Result of a list of events, up to its end or to the allocation that failed."""
 
     reserved_bytes: int
     """Largest number of bytes taken from the driver: torch's max_memory_reserved."""
@@ -37,7 +37,7 @@ class Replayed:
 class Allocator:
     """All pools of one GPU: a small and a large one for each stream, since streams never share free blocks.
 
-    It gives up where it would take more than `most_bytes` from the driver, as if memory ran out for good.
+    It stops before it would take more than `most_bytes` from the driver, as if memory ran out.
     Source: c10/cuda/CUDACachingAllocator.cpp of pytorch/pytorch: BlockComparatorSize orders by stream first.
     """
 
@@ -109,7 +109,7 @@ def replay(
     capacity_bytes: int | None = None,
     resident_bytes: int = 0,
 ) -> Replayed:
-    """Returns what the allocator reserves for `events` on a GPU that leaves it `capacity_bytes` (None: any amount).
+    """Returns the memory reserved for `events` on a GPU that leaves it `capacity_bytes` (None: any amount).
 
     `resident_bytes` live from before the first event to the end, as one block. An id may be any hashable value and may
     be used again once it was freed, so a step that frees what it allocates can be repeated as it is. Raises ValueError

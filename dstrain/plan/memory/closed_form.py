@@ -49,7 +49,7 @@ def _instants(model: ModelFacts, configuration: Configuration, ranks: int) -> It
 
 
 def _grads(model: ModelFacts, configuration: Configuration, ranks: int, instant: Instant) -> int:
-    """Returns the gradients at an instant: what autograd keeps or, instead of it, what the engine has taken over.
+    """Returns the gradients at an instant: autograd's or, instead, the engine's.
 
     The engine has all of it where micro-batches add up or ZeRO-3 holds it flat; else the buffer of ZeRO-1 and 2 appears
     with the first gradient. Of a single micro-batch ZeRO-1 keeps whole, layer by layer, what no bucket can hold.

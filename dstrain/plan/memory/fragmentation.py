@@ -82,7 +82,7 @@ def quick_ratio(model: ModelFacts, configuration: Configuration, num_ranks: int,
 
 
 def most_of_streams(model: ModelFacts, configuration: Configuration, peak: Peak) -> float:
-    """Returns what streams reserve at most for a mixture under ZeRO-3, from the peak of each; infinite if not known.
+    """Returns an upper bound of the memory that streams reserve for a mixture under ZeRO-3; infinite if unknown.
 
     Tighter than `quick_ratio`, which knows no streams: 10 % above the replay on average, and more than 2 % below it in
     one of 183 draws, with 2 GiB live.
@@ -105,7 +105,7 @@ def _kind(configuration: Configuration) -> str:
 
 
 def _step_copies(model: ModelFacts, configuration: Configuration, num_ranks: int, peak: Peak) -> float:
-    """Returns what ZeRO-1 and 2's copies of a partition's gradient find no hole for: half of the 2 + 4 bytes each."""
+    """Returns the copies of a partition's gradient that fit in no hole under ZeRO-1 and 2: half of the 2 + 4 bytes."""
     is_partitioned = configuration.model.is_deepspeed and configuration.zero.stage in (1, 2)
     if not is_partitioned or configuration.zero.is_offloaded or not configuration.model.is_full:
         return 0.0

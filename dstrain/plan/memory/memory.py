@@ -96,10 +96,10 @@ def memory(
 ) -> Memory:
     """Returns the memory that a configuration needs, computed as precisely as `detail` says.
 
-    What was measured on such a machine takes the place of the replayed allocator and of the constants for CUDA's
-    context and NCCL. A replay that needs not say more than `detail` does may end at `usable_bytes`, if any are given.
+    Measurements of such a machine take the place of the replayed allocator and of the constants for CUDA's
+    context and NCCL. If `detail` allows it, the replay stops at `usable_bytes`.
     The peak is the largest of: loss backward, layer backward, embedding backward, optimizer step; each holds the
-    resident model states and what lives at that instant, so that nothing is added that does not coexist.
+    resident model states and the tensors of that instant, so that nothing is added that does not coexist.
     """
     model, cluster, measured = workload.model, workload.cluster, workload.measured
     configuration = as_attended(configuration, cluster.gpu)
@@ -143,7 +143,7 @@ def memory(
 
 
 def _states(model: ModelFacts, configuration: Configuration, ranks: int, detail: Detail) -> States:
-    """Returns the model states of one rank; those of a divided optimizer by its sub-groups, as the engine has them."""
+    """Returns the model states of one rank; a divided optimizer's by its sub-groups, as in the engine."""
     if not configuration.model.is_deepspeed:
         return pytorch_sharding.states(model, configuration, ranks)
     closed = states(trained_on_rank(model, configuration), configuration, ranks)

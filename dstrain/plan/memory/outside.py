@@ -23,7 +23,7 @@ STACK_BYTES = 1024
 """Local memory that a context reserves for each thread that can be resident. Source: CUDA Programming Guide,
 cudaLimitStackSize."""
 UNLISTED_BYTES = 666 * MIB
-"""The context of any other GPU: that of an A100."""
+"""The context of any other GPU: an A100's."""
 
 _RESIDENT_THREADS: Mapping[tuple[int, int], int] = MappingProxyType(
     {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
@@ -32,7 +32,7 @@ _RESIDENT_THREADS: Mapping[tuple[int, int], int] = MappingProxyType(
 specifications per compute capability."""
 
 CONNECTION_BYTES = 12 * MIB
-"""What one connection of one channel takes on the receiving GPU: buffers of its three protocols, 4 + 4.7 + 0.5 MiB, in
+"""Memory of one connection of one channel on the receiving GPU: buffers of its three protocols, 4 + 4.7 + 0.5 MiB, in
 10, and 2 for what both sides share. Source: NVIDIA/nccl src/include/device.h (NCCL_LL128_ELEMS_PER_THREAD and others);
 nccl#1685 counts allocations of 10 and 2 MiB."""
 CONNECTIONS = 2
@@ -48,7 +48,7 @@ SENDING_CHANNELS = 32
 """Channels between any two GPUs of a node that exchange messages of their own, as in an all-to-all. Source: nccl#1685:
 32 on eight H100, whose first all-to-all takes 3.3 GB."""
 SHARED_NETWORK_BYTES = 512 * MIB
-"""What all such messages between nodes share. Source: nccl#2363: 536870912 bytes."""
+"""Memory that all such messages between nodes share. Source: nccl#2363: 536870912 bytes."""
 
 
 def outside_bytes(cluster: Cluster, configuration: Configuration, measured: Measured = NOTHING) -> int:
@@ -63,7 +63,7 @@ def outside_bytes(cluster: Cluster, configuration: Configuration, measured: Meas
 
 
 def context_bytes(gpu: Gpu) -> int:
-    """Returns the bytes of a CUDA context in training: what is loaded, and the stacks of all threads.
+    """Returns the bytes of a CUDA context in training: loaded code, and the stacks of all threads.
 
     >>> from dstrain.facts.cluster.gpus import gpu
     >>> [context_bytes(gpu(name)) // MIB for name in ("a100-80g", "h100-sxm", "rtx-3090", "t4")]
@@ -78,7 +78,7 @@ def context_bytes(gpu: Gpu) -> int:
 def nccl_bytes(cluster: Cluster, configuration: Configuration) -> int:
     """Returns the bytes of NCCL's buffers: of rings and trees of each communicator, and of all-to-alls.
 
-    DeepSpeed reduces on a copy of the world's group, so that the first one has its tree alone, for barriers; ZeRO++'s
+    DeepSpeed reduces on a copy of the world's group, so the original connects only its tree, for barriers; ZeRO++'s
     nodes, sequence, tensor and expert parallel ranks have a communicator each. Source: deepspeed 0.19.8
     utils/groups.py: _clone_world_group; NCCL connects rings and trees when they are first used (2.22 and later).
     """

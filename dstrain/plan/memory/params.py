@@ -185,7 +185,7 @@ def _shard(model: ModelFacts, tp: int) -> ModelFacts:
 
 
 def trained_on_rank(model: ModelFacts, configuration: Configuration) -> Trained:
-    """Returns what trains and what does not, of the part that one tensor- or expert-parallel rank holds."""
+    """Returns the trained and the frozen parameters of one tensor- or expert-parallel rank."""
     method, lora, parallel = configuration.model.method, configuration.model.lora, configuration.parallel
     sharded = shard(model, parallel)
     counts = trained(sharded, method, lora)
@@ -198,7 +198,7 @@ def trained_on_rank(model: ModelFacts, configuration: Configuration) -> Trained:
 
 @cache
 def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
-    """Returns what trains and what does not; of full training what a job does not freeze."""
+    """Returns the trained and the frozen parameters; full training excludes what a job freezes."""
     if method is Method.FULL:
         groups = [group for group in model.tensors if group.num_trained]
         trainable = sum(group.num_trained for group in groups)

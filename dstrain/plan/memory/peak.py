@@ -7,8 +7,8 @@ from enum import IntEnum
 
 
 class Detail(IntEnum):
-    """How memory is computed: in short, with a replay of the engine, or with one of the allocator too; USABLE ends it
-    where it takes more than may be used, and omits it where less is sure to be enough."""
+    """Fidelity of the memory estimate: closed form, engine replay, or engine and allocator replay. USABLE stops the
+    allocator's replay once it is known whether the configuration fits."""
 
     QUICK = 0
     ENGINE = 1
@@ -37,7 +37,7 @@ class Peak:
     logits: int = 0
     """Logits and the copies of the loss."""
     apart: int = 0
-    """Bytes by which the peaks of the streams together exceed this one, as far as that is known."""
+    """Sum of the streams' own peaks minus this peak; 0 if unknown."""
 
     @property
     def total(self) -> int:

@@ -102,7 +102,7 @@ def _moment_bytes_per_param(configuration: Configuration) -> float:
 def _during(
     model: ModelFacts, configuration: Configuration, counts: Trained, instant: Instant, share: int, num_ranks: int
 ) -> Peak:
-    """Returns what is live at one instant of forward and backward beyond parameters and states."""
+    """Returns the live bytes at one instant of forward and backward beyond parameters and states."""
     sizes = _sizes(configuration)
     grads, buffers, gathered = instant.grads * sizes.grad // sizes.compute if share == 1 else instant.grads, 0, 0
     done = instant.layers_done / model.num_hidden_layers

@@ -41,7 +41,7 @@ aten/src/ATen/cuda/CublasHandlePool.cpp."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """What the allocator takes from the driver, up to the end of the replay or the allocation that failed."""
+    """Memory that the allocator takes from the driver, up to the end of the replay or the allocation that failed."""
 
     reserved_bytes: int
     """The peak at any time: torch's max_memory_reserved."""
@@ -71,7 +71,7 @@ def reserved(
     workspace_bytes: int = AMPERE_WORKSPACE_BYTES,
     most_bytes: int | None = None,
 ) -> Reserved:
-    """Returns what the caching allocator holds on one rank of `num_ranks`, whose GPU leaves it `capacity_bytes`.
+    """Returns the memory of the caching allocator on one rank of `num_ranks`, whose GPU leaves it `capacity_bytes`.
 
     Where it would hold more than `most_bytes`, the replay ends as one that runs out of memory.
     Fourteen runs on one H200 are met to -1.6 to +4.9 % (docs/accuracy.md). The model's layer code has to be on the
@@ -179,7 +179,7 @@ def held_by_allocator(
     detail: Detail,
     usable_bytes: int,
 ) -> Held:
-    """Returns what the allocator holds: replayed, or estimated from above.
+    """Returns the memory of the allocator: replayed, or an upper estimate.
 
     What is not expected to run out of memory is replayed as far as it holds no more than may be used. If that is not
     enough to know, it is replayed to the end and, if it runs out of memory, again without a limit: the need.

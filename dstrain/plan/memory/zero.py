@@ -167,7 +167,7 @@ class EngineBuffers:
     resident: int
     """Resident at all times."""
     backward_grads: int
-    """Gradients that exist in the backward pass beyond those of `States.grads`."""
+    """Gradients in the backward pass beyond `States.grads`."""
     backward: int
     """Buckets and temporaries of the backward pass."""
     step: int

@@ -108,7 +108,7 @@ class _Part:
 
 
 def _parts(cluster: Cluster, c: Configuration, work: Work) -> list[_Part]:
-    """Returns the parameters of a rank: what AutoTP leaves; the experts that AutoEP leaves are apart."""
+    """Returns the parameters of a rank under AutoTP; AutoEP's experts are counted apart."""
     tp, ep, counts = c.parallel.tp, c.parallel.ep, work.counts
     ranks = sharing_ranks(cluster, c)
     experts = work.num_expert_params if ep > 1 else 0
@@ -125,7 +125,7 @@ def _parts(cluster: Cluster, c: Configuration, work: Work) -> list[_Part]:
 
 
 def _replicated(c: Configuration, part: _Part, work: Work) -> list[Collective]:
-    """Returns what ZeRO-0 to 2 send: gradients, and after the step the parameters that other ranks updated.
+    """Returns the traffic of ZeRO-0 to 2: gradients, and after the step the parameters that other ranks updated.
 
     DeepSpeed all-reduces every bucket and keeps its own part, where ZeRO only needs a reduce-scatter:
     `use_multi_rank_bucket_allreduce` is on unless somebody turns it off. ZeRO-2 does so for every micro-batch, ZeRO-1
@@ -156,7 +156,7 @@ def _replicated(c: Configuration, part: _Part, work: Work) -> list[Collective]:
 
 
 def _sharded(cluster: Cluster, c: Configuration, part: _Part, work: Work) -> list[Collective]:
-    """Returns what ZeRO-3 and PyTorch's full sharding send for every micro-batch: two gathers and a reduce-scatter.
+    """Returns the traffic of ZeRO-3 and PyTorch's full sharding per micro-batch: two gathers and a reduce-scatter.
 
     Checkpointing computes again while the backward pass has the parameters. DeepSpeed keeps what is used again within
     `max_reuse_distance` elements: around the turn from forward to backward, half of that. With hpZ the backward pass
@@ -234,7 +234,7 @@ def _sequence_parallel(c: Configuration, work: Work) -> list[Collective]:
 
 def _tensor_parallel(c: Configuration, work: Work) -> list[Collective]:
     """Returns AutoTP's all-reduces of the residual stream: two in each layer's forward, two in its backward pass, and
-    that of attention once more where the layer is computed again.
+    attention's once more if the layer is recomputed.
 
     Source: Megatron-LM (arXiv 1909.08053), section 3; deepspeed 0.19.8 module_inject/layers.py.
     """

@@ -142,8 +142,8 @@ def _product_seconds(product: Product, rates: Efficiency, s: Setting) -> tuple[f
 def _attention_seconds(work: Work, rates: Efficiency, s: Setting) -> float:
     """Returns the seconds of all layers' attention in one forward pass.
 
-    Both flash attention and PyTorch's memory-efficient one skip the half above the diagonal; what takes a mask, or
-    holds the scores, does not, and a mask rules out flash attention. Attention's speed rises with the length of the
+    Flash attention and PyTorch's memory-efficient one skip the half above the diagonal. Kernels with a mask, or that
+    hold the scores, do not, and a mask rules out flash attention. Attention's speed rises with the length of the
     sequence. A window leaves each token that many before it, in flash attention; SDPA gets a mask for it.
     """
     width, length = work.attention_width / s.parallel.tp, s.attended_tokens

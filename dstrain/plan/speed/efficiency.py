@@ -1,4 +1,4 @@
-"""Priors of the step time: what hardware reaches of its data sheet, each with its source.
+"""Priors of the step time: the share of the data sheet that hardware reaches, each with its source.
 
 A calibration of the same GPU replaces the priors that it measured.
 """
@@ -25,7 +25,7 @@ HALF_TILE = 64.0
 """Rows of an expert that the last tile of 128 wastes. Source: the same guide, tile quantization."""
 
 GROUPED_RATIO = 0.80
-"""Speed of one grouped matrix product over all experts, over that of a dense one. Source: from memory; NeMo AutoModel
+"""Speed of one grouped matrix product over all experts, relative to a dense one. Source: from memory; NeMo AutoModel
 publishes 277 TFLOP/s for Qwen3-30B-A3B where dense models reach 390."""
 
 SHORT_SEQUENCE = 700.0
@@ -33,7 +33,7 @@ SHORT_SEQUENCE = 700.0
 triton#2459 (H100), TFLOP/s of causal attention at 1k to 16k."""
 
 MASKED_ATTENTION_RATIO = 0.4
-"""Speed of PyTorch's memory-efficient attention, which takes a padding mask, over that of flash attention, which does
+"""Speed of PyTorch's memory-efficient attention, which takes a padding mask, relative to flash attention, which does
 not. Source: flash-attention#416 (0.3), NVIDIA/TileGym#49 (0.43)."""
 
 CALL_KERNELS = (2.0, 4.0)
@@ -102,7 +102,7 @@ asking for it again. Source: pytorch#104509: FSDP on 16 A100 whose allocator ret
 PCIE_RATIO = 0.80
 """Bandwidth of pinned copies over the link's peak. Source: CUDA bandwidthTest, 25 of 31.5 GB/s, from memory."""
 PAGEABLE_RATIO = 0.25
-"""What pageable memory leaves of that, and it cannot be hidden. Source: DeepSpeed#5301: pinned copies of offloaded
+"""Share of that which pageable memory reaches; it cannot be hidden. Source: DeepSpeed#5301: pinned copies of offloaded
 states are 4 to 6 times as fast."""
 
 CPU_ADAM_BYTES_PER_S = 48e9

@@ -21,12 +21,12 @@ LOSS_BYTES_PER_LOGIT: Mapping[LossKernel, float] = MappingProxyType(
     }
 )
 """Bytes moved for each logit, forward and backward, beside the head's products. All at once: fp32 copy 6,
-log-softmax 8, its gradient 12, that of the likelihood and its zeros 4, bf16 gradient 6. Chunked and fused: two reads
+log-softmax 8, its gradient 12, the likelihood's gradient and its zeros 4, bf16 gradient 6. Chunked and fused: two reads
 and a write. Source: Transformers 5.23 loss/loss_utils.py; deepspeed 0.19.8 runtime/chunked_cross_entropy.py;
 liger-kernel 0.8.5 ops/cross_entropy.py."""
 
 FUSED_HEAD_BYTES_PER_WEIGHT = 4.0
-"""Bytes for each weight of the head and each chunk of the fused loss, whose gradient is added to that of the chunk
+"""Bytes for each weight of the head and each chunk of the fused loss, whose gradient is added to the chunk
 before. Source: liger-kernel 0.8.5 ops/fused_linear_cross_entropy.py: addmm(out=grad_weight)."""
 
 EAGER_ATTENTION_BYTES = (18.0, 26.0)
@@ -50,7 +50,7 @@ _partition_global_sequence."""
 
 
 def cached_share(work: Work, rates: Efficiency, s: Setting) -> float:
-    """Returns what the level-2 cache leaves of the layers' elementwise traffic, 0…1.
+    """Returns the share of the layers' elementwise traffic that passes the level-2 cache, 0…1.
 
     All reads hit while the cache holds an input and an output of the residual stream in fp32; beyond twice that none.
     """

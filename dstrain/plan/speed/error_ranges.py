@@ -25,7 +25,7 @@ class ErrorRange:
     is_full: bool
     """Whether the whole model trains; else an adapter."""
     ratio: float
-    """What 80 % of the predictions are off by at most, over the measured throughput; each published table counts as
+    """Error that 80 % of the predictions stay within, over the measured throughput; each published table counts as
     much as any other."""
     runs: int
     """Published runs of the kind."""

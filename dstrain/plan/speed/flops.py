@@ -20,7 +20,7 @@ def flops_per_token(model: ModelFacts, *, method: Method, seq_len: int) -> float
     N are the active parameters without the embedding table (its lookup multiplies nothing; a tied head does), L layers
     of H heads of d elements, s the sequence length, halved for causal attention, also where a window leaves less. A
     layer with linear attention has 18 for each element of its states instead of scores. Recomputation does not count,
-    nor does the gradient of experts' weights from which PEFT makes that of their adapters: they are not the model's.
+    nor does the gradient of experts' weights from which PEFT makes their adapters': they are not the model's.
     Sources: PaLM (arXiv 2204.02311), appendix B, with the causal half; LoRA has no weight gradients;
     `LINEAR_FLOPS_PER_ELEMENT`.
     """

@@ -9,7 +9,7 @@ from dstrain.plan.memory.layers.kernels import FusedParts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What the kernels of one part of a layer cost, products and attention excepted; bf16."""
+    """Cost of the kernels of one part of a layer, without products and attention; bf16."""
 
     forward: float
     """Bytes read and written by the forward pass, for each element of the part's width and each token."""
@@ -86,7 +86,7 @@ FP32_ADAPTER_OUTPUT = Cost(forward=28, backward=28, forward_kernels=0, backward_
 """Adapters, for each element of the adapted linears' inputs and outputs (`_add_adapters`)."""
 
 NORM_WEIGHT_GRADIENT_BYTES = 8.0
-"""Of a norm's backward bytes, those of its weight's gradient, which a frozen model lacks."""
+"""Bytes of the weight's gradient in a norm's backward pass, which a frozen model lacks."""
 
 CAST = Cost(forward=6, backward=6, forward_kernels=1, backward_kernels=1)
 """One copy between bf16 and fp32, and its gradient's way back."""

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Wire(StrEnum):
-    """What two neighbours of a ring are joined by."""
+    """Link between two neighbours of a ring."""
 
     NVLINK = "NVLink"
     PCIE = "PCIe"

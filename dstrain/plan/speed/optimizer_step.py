@@ -33,7 +33,7 @@ EIGHT_BIT_PARAMS_PER_S = 36.6e9 / 132
 H200 takes 14.7 ms for 2^29, three times as long as for fused AdamW (benchmarks/results/gpu_kernels-h200.json)."""
 
 UNFUSED_FACTOR = 3.0
-"""Bytes of PyTorch's foreach AdamW over those of its fused one: eight passes of two to four tensors each. DeepSpeed has
+"""Bytes of PyTorch's foreach AdamW relative to its fused one: eight passes of two to four tensors each. DeepSpeed has
 a fused one of its own. Source: torch 2.13 optim/adamw.py: _multi_tensor_adamw."""
 
 MASTER_COPIES_BYTES_PER_PARAM: Mapping[int, float] = MappingProxyType({4: 28.0, 2: 16.0})
@@ -50,7 +50,7 @@ Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: copy_grads_in_partition,
 runtime/comm/coalesced_collectives.py: reduce_scatter_coalesced."""
 
 ACCUMULATE_BYTES_PER_PARAM = 6.0
-"""Bytes moved to add a gradient to that of the previous micro-batch."""
+"""Bytes moved to add a gradient to the previous micro-batch's."""
 
 GATHER_BYTES_PER_PARAM = 4.0
 """Bytes moved to put gathered shards together. Source: deepspeed 0.19.8 runtime/zero/partition_parameters.py:
@@ -170,7 +170,7 @@ def _orthogonalizing_seconds(cluster: Cluster, c: Configuration, flops: float, r
 def _gpu_bytes(c: Configuration, work: Work, stepped: float, ranks: int, slowdown: float) -> float:
     """Returns the bytes that the optimizer, of `stepped` parameters, and the engine move on the GPU in one step.
 
-    What the engine copies on streams of its own counts like a hidden collective.
+    Copies on the engine's own streams count like a hidden collective.
     """
     counts = work.counts
     kernel = KERNEL_BYTES_PER_PARAM[c.step.optimizer]

@@ -1,4 +1,4 @@
-"""What the computation of a micro-batch depends on."""
+"""Inputs of the computation of a micro-batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dstrain.plan.training_code import ExpertLoop, TrainingCode, needs_reentrant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the computation of a micro-batch depends on; a key of the cache."""
+    """Inputs of the computation of a micro-batch; a key of the cache."""
 
     peak_flops_per_s: float
     """Data sheet's dense FLOP/s of the GPU in the precision."""
@@ -36,7 +36,7 @@ class Setting:
     zero_stage: int
     """ZeRO stage, or as much of PyTorch's own sharding."""
     attended_tokens: float
-    """Tokens over which attention runs: those of a row, or of a sample that attention is called for alone."""
+    """Tokens over which attention runs: a row, or a sample for which attention is called alone."""
     apart: float
     """Samples of a micro-batch for which attention is called one by one; 0 if one call attends all of them."""
     target_share: float
@@ -70,7 +70,7 @@ class Setting:
 
 
 FLASH_ATTENTION_3_SPEED = 1.6
-"""Speed of FlashAttention-3 over that of 2 on Hopper, forward and backward pass together, never above that of matrix
+"""Speed of FlashAttention-3 relative to 2 on Hopper, forward and backward pass together, never above matrix
 products. Source: arXiv 2407.08608 section 4.1: 1.5 to 2.0 times in the forward pass, 1.5 to 1.75 in the backward pass,
 which has 2.5 times as many FLOPs. Version 4 counts as 2, for want of published figures for training."""
 FALLBACK_LOOP = ExpertLoop(kernels=(2.0, 4.0), modules=0)
@@ -79,7 +79,7 @@ Source: Transformers 5.23 integrations/moe.py: _grouped_mm_fallback."""
 
 
 def setting(configuration: Configuration, peak_flops_per_s: float, gpu: Gpu, contents: RowContents | None) -> Setting:
-    """Returns what the computation of a micro-batch on a GPU depends on."""
+    """Returns the inputs of the computation of a micro-batch on a GPU."""
     code = configuration.code
     if configuration.kernels.attn is Attention.FLASH_ATTENTION_3 and gpu.compute_capability == (9, 0):
         code = replace(code, attention_speed=code.attention_speed * FLASH_ATTENTION_3_SPEED)

@@ -44,7 +44,7 @@ LIMITS: Mapping[str, Limit] = MappingProxyType(
 
 
 def speed(workload: Workload, configuration: Configuration) -> Speed | None:
-    """Returns how fast a configuration runs, or None if the speed of the GPU is unknown, as that of a CPU.
+    """Predicts the speed of a configuration; None if the speed of the device is unknown, as of a CPU.
 
     Step = accumulation × (forward + backward) + what collectives and copies show beyond what computation hides +
     optimizer. A hidden collective shows its first message, what outlasts the computation, and a share of the rest by
@@ -97,7 +97,7 @@ def delayed(known: Speed, retries: int) -> Speed:
 def forward_s(workload: Workload, configuration: Configuration) -> float | None:
     """Returns the seconds of one forward pass without a backward pass, as an evaluation has it, on every GPU.
 
-    Parameters are gathered as in a step; what is gathered while the GPU computes is hidden as there. None if the speed
+    Parameters are gathered as in a step; gathers during computation are hidden as there. None if the speed
     of the GPU is unknown.
     """
     c, cluster, gpu = configuration, workload.cluster, workload.cluster.gpu
@@ -114,7 +114,7 @@ def forward_s(workload: Workload, configuration: Configuration) -> float | None:
 def _parts(
     cluster: Cluster, c: Configuration, done: Work, rates: Efficiency, chosen: Setting
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the seconds of a step by part, and those of collectives and copies that computation hides."""
+    """Returns the seconds of a step by part, and of collectives and copies that computation hides."""
     forward, backward = passes(done, rates, chosen)
     copies = stepping(cluster, c, done, rates)
     again, forwards = c.step.grad_accum, c.batch.task.forward_passes
@@ -152,7 +152,7 @@ def _parts(
 def _shown(
     sent: list[Collective], phase: Phase, computing: float, cluster: Cluster, rates: Efficiency
 ) -> list[tuple[str, float, float]]:
-    """Returns what the collectives of a phase add to it, and what is hidden, by link, while the GPU computes.
+    """Returns the exposed and the hidden time of a phase's collectives, by link.
 
     In the order given, each hides behind what is left of the computation, `computing` seconds.
     """
@@ -171,14 +171,14 @@ def _shown(
 
 
 def _shown_copies(copies: Stepping, forward_s: float, backward_s: float, forwards: int) -> float:
-    """Returns what copies over PCIe add to the passes of a micro-batch: what outlasts the computation."""
+    """Returns the time by which copies over PCIe outlast the passes of a micro-batch."""
     if not copies.is_pcie_hidden:
         return forwards * copies.pcie_forward + copies.pcie_backward
     return forwards * max(0.0, copies.pcie_forward - forward_s) + max(0.0, copies.pcie_backward - backward_s)
 
 
 def _limit(parts: Mapping[str, float]) -> Limit:
-    """Returns what the largest part of a step waits for; parts that wait for the same count together."""
+    """Returns the resource that limits the largest part of a step; parts with the same limit count together."""
     sums = dict.fromkeys(Limit, 0.0)
     for part, seconds in parts.items():
         sums[LIMITS[part]] += seconds
@@ -215,7 +215,7 @@ _ETHERNET_FACTOR = 1.5
 def _uncertainty(workload: Workload, c: Configuration, parts: Mapping[str, float], rates: Efficiency) -> float:
     """Returns half the width of the range of the step time, over the step time.
 
-    That of published runs of the kind, less what a calibration knows better, and what they have not; without such runs
+    The range of published runs of the kind, corrected for calibrated and for missing parts; without such runs
     each part's own, weighted by its share of the step.
     """
     step_s = sum(parts.values())
@@ -244,8 +244,8 @@ def _part_error(part: str, rates: Efficiency) -> float:
 def difference_error_s(first: Speed, second: Speed, rates: Efficiency, *, scales: tuple[float, float]) -> float:
     """Returns how far the difference of two plans' times may be off: of each part, the seconds in which they differ.
 
-    Their common parts have the same error. What is hidden counts too, since it shows if it is not hidden after all.
-    `scales`: what both times are multiplied by.
+    Their common parts have the same error. Hidden parts count too, since they show if they are not hidden after all.
+    `scales`: factors of both times.
     """
     times = [
         {part: scale * (seconds + known.hidden_s.get(part, 0.0)) for part, seconds in known.parts_s.items()}

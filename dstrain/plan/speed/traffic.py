@@ -87,7 +87,7 @@ class Work:
     query_width: int
     """Width of the queries over all layers."""
     key_width: int
-    """Width of the keys over all layers, which that of the values equals."""
+    """Width of the keys over all layers; the values have the same."""
     num_quantized_params: int
     """Elements of weights in 4 bits."""
     counts: Trained

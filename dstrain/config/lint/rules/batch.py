@@ -84,7 +84,7 @@ def _micro_batch(subject: Subject) -> Iterator[Fault]:
 def _identity(subject: Subject) -> Iterator[Fault]:
     """Reports a violation of train_batch_size = micro-batch × accumulation × data-parallel ranks.
 
-    Ranks of one sequence-parallel group share their samples. So do those of AutoTP, but the engine counts each of them,
+    Ranks of one sequence-parallel group share their samples. So do AutoTP's, but the engine counts each of them,
     because it checks before it creates the groups.
     """
     batch = subject.at("train_batch_size", None)

@@ -80,7 +80,7 @@ class Bound:
     """Dotted, if it is in a section."""
     is_odd: Callable[[Job], bool]
     than: Callable[[Job], str]
-    """What it is at odds with, as the end of a sentence."""
+    """The contradicted setting, as the end of a sentence."""
     effect: str
     fix: str
 
@@ -117,7 +117,7 @@ BOUNDS = (
     Bound(
         key="learning_rate",
         is_odd=lambda job: job.learning_rate > LARGEST_RATE,
-        than=lambda job: f"rates above {LARGEST_RATE} are of no use to {job.optimizer}",
+        than=lambda job: f"rates above {LARGEST_RATE} are too large for {job.optimizer}",
         effect="the loss diverges in the first steps",
         fix="write 1e-5 (full) or 1e-4 (lora), or leave it out",
     ),

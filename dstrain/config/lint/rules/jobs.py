@@ -183,7 +183,7 @@ def _too_long(subject: Subject) -> Iterator[Fault]:
 
 
 def _shorter_or_scaled(model: ModelFacts, rope_type: RopeType, seq_len: int) -> str:
-    """Returns what to write for a length beyond a model's own."""
+    """Returns the settings for a length beyond the model's own."""
     fix = f"write seq_len: {model.max_position_embeddings}"
     scaling = rope_scaling.reaching(model, rope_type, seq_len)
     if scaling is None or rope_scaling.fault(model, scaling, seq_len) is not None:

@@ -196,7 +196,7 @@ def _meaningless(subject: Subject) -> Iterator[Fault]:
 
 
 def _instead(subject: Subject, row: Key) -> str:
-    """Returns what to write in place of a key that goes; if that is there already, only that the key goes."""
+    """Returns the replacement of a key to remove; if it is there already, only the removal."""
     text = row.instead or "remove it"
     named = [path for path in _PATH.findall(text) if tuple(path.split(".")) in KEYS]
     present = [path for path in named if lookup(subject.config, tuple(path.split("."))) is not ABSENT]

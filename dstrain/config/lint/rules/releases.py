@@ -11,7 +11,7 @@ from dstrain.config.lint.subject import Subject
 
 
 def _find(advisory: Advisory) -> Find:
-    """Returns the check of one advisory; what rests on something unknown is at most a warning."""
+    """Returns the check of one advisory; a finding that rests on an unknown is at most a warning."""
 
     def find(subject: Subject) -> Iterator[Fault]:
         affected = advisory.affects(subject.versions)

@@ -120,7 +120,7 @@ RULES = (
     Rule(
         id="DS227",
         severity=Severity.ERROR,
-        title="name that no part of the model has",
+        title="name not found in the model",
         find=_named_in_vain,
         source="dstrain/train/model_parts.py; peft 0.21 tuners/tuners_utils.py: check_target_module_exists",
     ),
@@ -134,7 +134,7 @@ RULES = (
     Rule(
         id="DS908",
         severity=Severity.WARNING,
-        title="label smoothing that the loss has not",
+        title="label smoothing without effect on this loss",
         find=_unused_smoothing,
         source="trl 1.16 trainer/dpo_trainer.py: DPOTrainer._compute_loss",
     ),

@@ -63,7 +63,7 @@ def profile(model: ModelFacts, configuration: Configuration) -> tuple[Instant, .
 
 
 def _of_fewest_ranks(model: ModelFacts, variant: Variant) -> Variant:
-    """Returns what holds as much to 1 %, and is played once for all: parts of fewer samples, shared by fewer ranks.
+    """Returns a smaller question with the same bytes to 1 %, played once for all: fewer samples and ranks.
 
     Tables of positions and masks, of which larger parts of a sample need more, are a hundredth at most.
     """
@@ -222,7 +222,7 @@ def play(run: Context, depth: dict[str, int]) -> None:
 
 
 def _forward(run: Context, code: LayerCode, depth: dict[str, int], images: Tensor | None) -> Tensor:
-    """Returns the loss; what the model's forward pass keeps in its frame goes when it returns."""
+    """Returns the loss; tensors in the frame of the model's forward pass are freed when it returns."""
     tape, model, variant = run.tape, run.model, run.variant
     places = tape.new(variant.seq_len, ops.INDEX)
     share = variant.parallel.tp if model.tie_word_embeddings else 1  # AutoTP cuts an embedding only with its head

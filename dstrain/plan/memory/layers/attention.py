@@ -227,7 +227,7 @@ def _in_order(run: Context, x: Tensor, *, is_copy: bool) -> Tensor:
 
 
 def _plain(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
-    """What is left where no kernel fits: scaled queries and keys, every score written out in the training precision.
+    """Fallback if no kernel fits: scaled queries and keys, every score written out in the training precision.
 
     Source: torch 2.13 ATen/native/transformers/attention.cpp: _scaled_dot_product_attention_math.
     """

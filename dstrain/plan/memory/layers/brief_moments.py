@@ -1,4 +1,4 @@
-"""What lives at the marks of a few layers of a deep model, from a recording of a shallow one."""
+"""Live tensors at the marks of a few layers of a deep model, from a recording of a shallow one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Place(NamedTuple):
     number: int
     """The layer for which it stands."""
     kept: tuple[int, ...]
-    """Bytes that are kept in it beyond those of the layer that was played, by part."""
+    """Bytes kept in it beyond the layer that was played, by part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ def moments_at_edges(
 ) -> list[Moment]:
     """Returns the moments of the layers within about `edge` of either end of their kind, as at the whole `depth`.
 
-    `moments` are those of a model with the layers that were `played`: of each kind as many at either end, in step with
-    the `period` of recomputed ones. Layers between them keep as much as their neighbours.
+    `moments` belong to a model with the `played` layers: of each kind as many at either end, in step with the
+    `period` of recomputed ones. Layers between them keep as much as their neighbours.
     """
     parts = _parts(moments)
     places = list(_places(parts, depth, played, period, edge))
@@ -53,7 +53,7 @@ def moments_at_edges(
 
 
 def only_layers(moments: list[Moment], numbers: Sequence[int]) -> list[Moment]:
-    """Returns the moments outside of the layers, and those of some layers."""
+    """Returns the moments outside of the layers and of some layers."""
     parts = _parts(moments)
     return [
         *parts.outside["before"],
@@ -130,7 +130,7 @@ def _copy(place: _Place, layers: int, growth: tuple[int, ...], times: int) -> _P
 
 
 def _growth(parts: _Parts, layer: int, period: int) -> tuple[int, ...]:
-    """Returns what a period of layers before this one keeps."""
+    """Returns the bytes that a period of layers before this one keeps."""
     later, earlier = (parts.forward[number][0].begin for number in (layer, layer - period))
     return tuple(after - before for after, before in zip(later, earlier, strict=True))
 

@@ -99,7 +99,7 @@ def variant_of(configuration: Configuration) -> Variant:
 
 
 def _release(configuration: Configuration) -> GradRelease:
-    """Returns how long autograd keeps gradients; later micro-batches add to those of the first."""
+    """Returns how long autograd keeps gradients; later micro-batches add to the first one's."""
     if configuration.zero.stage <= 1 and not configuration.zero.is_offloaded:
         return GradRelease.AT_STEP if configuration.step.grad_accum == 1 else GradRelease.AT_ONCE
     return GradRelease.AT_ONCE if configuration.model.is_deepspeed else GradRelease.AFTER_LAYER
@@ -170,7 +170,7 @@ class Context:
         self.has_mask = variant.has_mask
         """Whether the current layer has a mask."""
         self.is_tiling = False
-        """Whether the current operations are those of one tile of an MLP."""
+        """Whether the current operations belong to one tile of an MLP."""
         self.kept_tensors: list[Tensor] = []
         """Tensors that a caller's frame keeps alive until the loss exists."""
         self.router_logits: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""What precedes the decoder layers on the tape: embeddings, rotary tables, the attention mask."""
+"""Plays the embeddings, rotary tables and attention mask that precede the decoder layers."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def positions(run: Context, *, by_row: bool, by_kind: bool, is_windowed: bool) -
 
 
 def idle_mask(run: Context) -> Tensor | None:
-    """Makes the mask of windows that Qwen 2 MoE makes where no layer has one: with rows of any length it is needed.
+    """Makes the mask of windows that Qwen 2 MoE makes although no layer has windows: rows of any length need it.
 
     Source: Transformers 5.23 modeling_qwen2_moe.py: Qwen2MoeModel.forward; configuration_qwen2_moe.py: a window of 0.
     """

@@ -12,11 +12,11 @@ from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.tensor import Param, Tensor
 
 ALIGNMENT = 8
-"""Rows to which those of each expert are padded. Source: moe/ep_kernels.py: TOKEN_GROUP_ALIGN_SIZE_M."""
+"""Rows to which each expert's rows are padded. Source: moe/ep_kernels.py: TOKEN_GROUP_ALIGN_SIZE_M."""
 
 
 def routed(run: Context, x: Tensor) -> Tensor:
-    """Returns what the experts make of x, without those that all tokens visit: (tokens, hidden)."""
+    """Returns the output of the experts for x, without shared experts: (tokens, hidden)."""
     tape, moe, width = run.tape, run.moe, run.model.hidden_size
     scores, order = _route(run, x)
     rows = scores.numel

@@ -21,10 +21,10 @@ _Placed = tuple[int, Home, int]
 def repeated(short: Recording, copies: Mapping[int, int], *, period: int = 1) -> Recording | None:
     """Returns the recording with more `copies` of some periods of layers, or None if one differs from its neighbours.
 
-    A slice of the recording reaches from the first linear of a period to that of the next, backward from the gradient
-    of its output to that of the one before it. Each tensor is known by the slice that allocates it and its place there;
-    what a copy frees of a neighbour is the neighbour's tensor at the same place. What lives at a mark grows by the same
-    bytes from copy to copy.
+    A slice of the recording reaches from the first linear of a period to the next period's, backward from the gradient
+    of its output to the gradient before it. Each tensor is known by the slice that allocates it and its place there; a
+    copy that frees a neighbour's tensor frees the one at the same place. Live bytes at a mark grow by the same amount
+    from copy to copy.
     """
     cut = _Cut(short, period)
     if not all(cut.is_regular(number) for number in copies):
@@ -119,7 +119,7 @@ class _Writer:
         self.events: list[TapeEvent] = []
         self.moments: list[Moment] = []
         self.grown = (0,) * len(Part)
-        """Live bytes beyond those of the short recording, by part."""
+        """Live bytes beyond the short recording's, by part."""
 
     def write(self) -> Recording:
         for slice_ in self.cut.order:
@@ -137,7 +137,7 @@ class _Writer:
         return number + sum(count for repeated_, count in self.copies.items() if repeated_ < number)
 
     def _slice(self, slice_: Slice, number: int) -> None:
-        """Writes a slice as that of `number`."""
+        """Writes a slice as number `number`."""
         moments = iter(self.cut.moments[slice_])
         moment = next(moments, None)
         for position, home, size in self.templates[slice_]:
@@ -172,7 +172,7 @@ class _Writer:
         return self.ids.setdefault(home, len(self.ids))
 
     def _freed(self) -> Iterator[TapeEvent]:
-        """Yields the final frees, those of a repeated period once for every copy."""
+        """Yields the final frees, a repeated period's once for every copy."""
         for key, _ in self.short.freed:
             direction, other, place = self.cut.home[key]
             for copy in range(self.copies.get(other, 0) + 1):

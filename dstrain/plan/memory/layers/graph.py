@@ -17,7 +17,7 @@ class RecomputedEnough(Exception):
 
 
 class Frame:
-    """One checkpointed call: what it saved is made again when the backward pass first asks for it."""
+    """One checkpointed call: its saved tensors are recomputed when the backward pass first asks for them."""
 
     __slots__ = ("again", "is_filled", "result", "slots", "used")
 
@@ -30,7 +30,7 @@ class Frame:
 
 
 class Saved:
-    """What one operation keeps for its backward pass: tensors, or a promise to recompute them."""
+    """Tensors that one operation keeps for its backward pass, or a promise to recompute them."""
 
     __slots__ = ("frame", "index", "tape", "tensors")
 

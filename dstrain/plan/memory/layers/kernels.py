@@ -1,4 +1,4 @@
-"""Which of a model's parts run on fused kernels: what Liger replaces in each family."""
+"""Parts of a model that run on fused kernels, as Liger replaces them in each family."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedParts:
-    """What runs on fused kernels."""
+    """Parts that run on fused kernels."""
 
     norm: bool = True
     norm_in_place: bool = True
@@ -49,7 +49,7 @@ LIGER: Mapping[str, FusedParts] = MappingProxyType(
         "smollm3": _DENSE,
     }
 )
-"""What Liger replaces by default, which ranks take as it is, except for the loss; a job with another family is refused.
+"""Parts that Liger replaces by default, as ranks do, except for the loss; jobs with other families are refused.
 Source: liger-kernel 0.8.5 transformers/monkey_patch.py: apply_liger_kernel_to_…. It has kernels for Qwen3-VL too, and
 cannot load them: transformers/model/output_classes.py asks for a class that Transformers 5.23 does not have.
 
@@ -59,5 +59,5 @@ cannot load them: transformers/model/output_classes.py asks for a class that Tra
 
 
 def fused_parts(model_type: str, *, liger: bool, otherwise: FusedParts) -> FusedParts:
-    """Returns what of a family runs on fused kernels: what Liger replaces, or what does without it."""
+    """Returns the parts of a family that run on fused kernels, with or without Liger."""
     return LIGER.get(model_type, PLAIN) if liger else otherwise

@@ -24,7 +24,7 @@ def qwen3_moe(run: Context, x: Tensor) -> Tensor:
 
 
 def _routed(run: Context, x: Tensor, router: Router) -> Tensor:
-    """Returns what the experts that the router picks make of x."""
+    """Returns the output of the routed experts for x."""
     if run.variant.parallel.ep > 1:
         return expert_parallel.routed(run, x)
     logits, weights, indices = router(run, x)
@@ -120,7 +120,7 @@ def softmax_router(run: Context, x: Tensor, *, normalises: bool = True, narrows:
 
 
 def balancing_loss(run: Context, loss: Tensor) -> Tensor:
-    """Adds the loss that balances experts to that of tokens: for each layer, the softmax of its router's logits, which
+    """Adds the loss that balances experts: for each layer, the softmax of its router's logits, which
     the backward pass needs, in fp32 for its sum, and the experts picked once more.
 
     Logits go with the model's outputs, before the backward pass, which has the gradients of all of them first.
@@ -180,7 +180,7 @@ def _sigmoid_router(run: Context, x: Tensor) -> Routing:
 
 
 def _top_k(run: Context, scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The best k of each row, and where they are."""
+    """The best k of each row, and their indices."""
     rows, k = scores.numel // run.moe.num_experts, run.moe.experts_per_token
     indices = run.tape.new(rows * k, ops.INDEX)
     return ops.picked(run.tape, scores, indices.numel, indices), indices

@@ -1,4 +1,4 @@
-"""PyTorch operations on sizes: what each allocates, saves, and allocates in its backward pass.
+"""PyTorch operations on sizes: allocations, saved tensors, and allocations of the backward pass.
 
 Source of every rule: torch 2.13 tools/autograd/derivatives.yaml and the CUDA kernels it names.
 """

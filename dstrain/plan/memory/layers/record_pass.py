@@ -21,10 +21,10 @@ from dstrain.plan.memory.layers.recording import MarkedContext, MarkedLedger, Mo
 from dstrain.plan.memory.layers.tensor import GradRelease
 
 EDGE = 3
-"""Layers at each end of a kind that are written out as they were played. The first is unlike the others where its input
+"""Layers at each end of a kind that are written out as they were played. The first is unlike the others if its input
 needs no gradient; the others are there because layers free what their neighbours made."""
 BRIEF_EDGE = 2
-"""The same where only bytes at the moments matter: the first layer, and one that keeps as much as its neighbours."""
+"""Layers at each end if only peaks are needed: the first, and a typical one."""
 RECORDINGS_KEPT = 24
 """Number of cached recordings; one is about a megabyte."""
 BRIEF_RECORDINGS_KEPT = 256
@@ -56,7 +56,7 @@ def brief(model: ModelFacts, configuration: Configuration, passes: Passes, edge:
 
 
 def _variant(configuration: Configuration, passes: Passes) -> Variant:
-    """Returns what the tape plays, while the engine gathers."""
+    """Returns the recording of the tape, while the engine gathers."""
     workspaces = passes.kernel_workspaces
     return replace(variant_of(configuration), release=passes.release, gathers=False, kernel_workspaces=workspaces)
 

@@ -16,8 +16,8 @@ from dstrain.plan.memory.layers.tensor import Ledger, Part, Tensor
 TapeEvent = tuple[Hashable, int]
 """An allocation `(id, bytes)` or a free `(id, 0)`, on the main stream."""
 Key = tuple[str, int, str]
-"""What begins (`forward`, `forward end`, `recompute`, `recompute end`, `backward`, `after`), its layer (-1: outside of
-the layers) and the module; or an instant of the tape with layer and an empty name."""
+"""Phase (`forward`, `forward end`, `recompute`, `recompute end`, `backward`, `after`), its layer (-1: outside of the
+layers) and the module; or an instant of the tape with layer and an empty name."""
 END: Key = ("backward end", -1, "")
 """The mark after the backward pass."""
 
@@ -37,7 +37,7 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """One micro-batch at the whole depth of the model. It has no slots, so that it remembers what follows from it."""
+    """One micro-batch at the whole depth of the model. No slots: cached properties need `__dict__`."""
 
     events: list[TapeEvent]
     """Forward and backward."""
@@ -96,7 +96,7 @@ class MarkedLedger(Ledger):
         super().enter(str(len(self.marks) - 1))
 
     def moments(self) -> list[Moment]:
-        """Returns what lived, mark by mark, and nothing at the end."""
+        """Returns the live bytes, mark by mark, and none at the end."""
         assert self.events is not None
         nothing = (0,) * len(Part)
         return [

@@ -103,7 +103,7 @@ class View(Tensor):
 
 
 class Node:
-    """One operation of the graph: gives the gradients of its inputs from that of its output."""
+    """One operation of the graph: computes the gradients of its inputs from its output's."""
 
     __slots__ = ("backward", "inputs", "order")
 

@@ -54,7 +54,7 @@ def qwen3_vl(run: Context, hidden: Tensor, images: Tensor) -> Seen:
 
 
 def _joined(run: Context, x: Tensor) -> Tensor:
-    """The features of each image, and then those of all of them."""
+    """The features of each image, and then of all."""
     count = _num_samples(run)
     return ops.cat(run.tape, ops.split(run.tape, x, (x.numel // count,) * count))
 
