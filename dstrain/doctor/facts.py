@@ -77,7 +77,7 @@ class Toolchain:
     locks: tuple[Lock, ...]
     """Locks of extensions that no visible process holds."""
     architectures: str = ""
-    """TORCH_CUDA_ARCH_LIST: what CUDA code is compiled for; empty: the GPUs that are there."""
+    """TORCH_CUDA_ARCH_LIST: architectures that CUDA code is compiled for; empty: the present GPUs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

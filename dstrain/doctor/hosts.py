@@ -51,7 +51,7 @@ class Answer:
 
 
 def ask(needs: Needs, hosts: Hosts, names: Collection[str], *, timeout_s: float = TIMEOUT_S) -> list[Answer]:
-    """Returns every host's answer within about `timeout_s`; `names` are those of this machine."""
+    """Returns every host's answer within about `timeout_s`; `names` are this machine's."""
     path = python_path(os.environ)
     words = [*(["env", f"PYTHONPATH={path}"] if path else []), *python("-m", _GATHER)]
 
@@ -170,11 +170,11 @@ _ALIKE: Mapping[str, Callable[[Facts], str | None]] = {
     "MTU": _mtu,
     "RDMA:": _rdma,
 }
-"""What should be the same on all hosts, by its label in findings."""
+"""Facts that should be equal on all hosts, by their label in findings."""
 
 
 def _most_common(values: Sequence[str | None]) -> str | None:
-    """Returns what most hosts have; of equals, what the first has."""
+    """Returns the value of most hosts; in a tie, the first one's."""
     counts = Counter(value for value in values if value is not None)
     return counts.most_common(1)[0][0] if counts else None
 

@@ -63,7 +63,7 @@ def _for(
     model: ModelFacts | None = None,
     wish: Wish | None = None,
 ) -> Needs:
-    """Returns the needs of a job, without those of RAM and disk if its hosts are not known yet."""
+    """Returns the needs of a job, without RAM and disk if its hosts are not known yet."""
     family = model.model_type if model else None
     needs = wanted.of_job(file.job, os.environ, hosts, config, estimate, model_type=family, wish=wish)
     if file.job.hostfile is None or hosts is not None:
@@ -96,7 +96,7 @@ def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]
 
 
 def _wish(file: JobFile, subject: Subject) -> Wish | None:
-    """Returns what a job asks for as its attention; None if its machines are unknown."""
+    """Returns the attention that a job asks for; None if its machines are unknown."""
     from dstrain.launch.prepare.attention import wish_of
 
     if subject.cluster is None:

@@ -21,7 +21,7 @@ def quick(prepared: PreparedRun, environment: Mapping[str, str]) -> list[Finding
     """Returns the findings about this machine before a launch, within 5 s: errors stop the run, warnings are printed.
 
     It checks versions, stale locks, GPUs with their ECC and Xid errors, limits, RAM and disk against the estimate,
-    and the port of rank 0. `environment` is that of the launcher. A machine without ranks needs only
+    and the port of rank 0. `environment` is the launcher's. A machine without ranks needs only
     the software and the disk.
     """
     own = names()

@@ -1,4 +1,4 @@
-"""What a run requires of its machines."""
+"""Requirements of a run on its machines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _URLS = {
 """Name → the variable that names a mirror, and the address without one."""
 _PASSWORD = re.compile(r"://[^/@\s]*@")
 HUBS = {Hub.HF: "Hugging Face", Hub.MODELSCOPE: "ModelScope"}
-"""What a hub is called."""
+"""Name of a hub."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Needs:
     model_type: str | None = None
     """The family of the model; None if unknown."""
     wish: Wish | None = None
-    """What the job asks for as its attention; None if that is unknown, or decided already."""
+    """Attention that the job asks for; None if unknown, or decided already."""
     packs_rows: bool = False
     """Whether samples share rows."""
     host_bytes: int | None = None
@@ -113,7 +113,7 @@ def of_job(
     wish: Wish | None = None,
     is_quick: bool = False,
 ) -> Needs:
-    """Returns the needs of a job; `estimate` is that of its configuration, if there is one."""
+    """Returns the needs of a job; `estimate` belongs to its configuration, if it has one."""
     merged = {**environment, **job.env}
     on_cpu = merged.get(ACCELERATOR) == "cpu"
     memory = estimate.memory if estimate else None

@@ -49,5 +49,5 @@ def _look(name: str, look: Callable[[], Any], results: dict[str, Seen]) -> None:
 
 
 def run(command: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Completed:
-    """Returns what a command writes in English, within `limit_s` seconds. Raises FileNotFoundError."""
+    """Returns the output of a command in English, within `limit_s` seconds. Raises FileNotFoundError."""
     return child_process.run(command, {**environment, "LC_ALL": "C"}, limit_s)

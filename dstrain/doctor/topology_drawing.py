@@ -105,7 +105,7 @@ def _components(members: Iterable[int], joined: Iterable[tuple[int, int]]) -> li
 
 
 def _node(group: Sequence[int], groups: Sequence[Sequence[int]], topology: Topology) -> str:
-    """Returns the NUMA node of a group: its GPU's, or that of a GPU it shares a node with; nothing where unknown."""
+    """Returns the NUMA node of a group: its GPU's, or a GPU's on the same node; empty if unknown."""
     gpus = [device for device in group if device < topology.num_gpus]
     near = [
         gpu

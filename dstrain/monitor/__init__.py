@@ -1,1 +1,1 @@
-"""Monitors runs: the metrics of every step, and where they are kept."""
+"""Monitors runs: measures every step and records the metrics."""

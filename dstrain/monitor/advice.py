@@ -1,4 +1,4 @@
-"""What to change after the first steps, and what it brings."""
+"""Advises a change after the first steps, with its gain."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dstrain.plan.search.out_of_memory import Shortage, fixes
 from dstrain.units import format_bytes, format_seconds
 
 MEMORY_RANGE = 1 - USABLE_GPU_RATIO
-"""The share by which memory may differ from the plan: what plans leave free of a GPU."""
+"""Tolerated difference of memory from the plan: the share of a GPU that plans leave free."""
 SLOW_LINK = SPEED_RULES[HealthRule.BUS_BANDWIDTH].warn
 """Share of the planned bandwidth below which links are the cause."""
 _WORKERS = (2, 4, 8, 16)
@@ -53,12 +53,12 @@ class Judged(Measured, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """What to change."""
+    """The change."""
 
     setting: str
     """The line to change, as it is written."""
     gain: str
-    """What it brings, in words."""
+    """Its gain, in words."""
     step_ratio: float | None = None
     """How much longer a step takes, as a share of what it takes now; None if that is unknown."""
     device_bytes_per_gpu: int | None = None
@@ -86,14 +86,14 @@ _SMALL_MESSAGE = 2**22
 _BUCKETS = (50_000_000, 200_000_000, 500_000_000)
 """Elements of a bucket that are proposed, each time the next more; the last is DeepSpeed's default."""
 _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
-"""What DeepSpeed reduces gradients with: the first under ZeRO-1 and 2, the second under ZeRO-3.
+"""Collectives with which DeepSpeed reduces gradients: the first under ZeRO-1 and 2, the second under ZeRO-3.
 Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: allreduce_and_scatter; stage3.py: __avg_scatter_grads"""
 _WORTH_A_CHANGE = SPEED_RULES[HealthRule.DATA_WAIT].warn
 """Share of a step that a larger bucket has to save at most to be proposed: that from which waiting for data is."""
 
 
 def faster(run: Judged, cause: Difference, estimate: Estimate) -> tuple[Advice | None, str]:
-    """Returns what to change for a part of the time that is longer than planned, or a note."""
+    """Returns the change for a part of the time that is longer than planned, or a note."""
     if cause.part in TIME_NOTES:
         return None, TIME_NOTES[cause.part]
     share = middle(run.windows, "bus_share")
@@ -207,7 +207,7 @@ def less_memory(run: Judged, estimate: Estimate) -> tuple[Advice | None, str]:
     total = run.cluster.gpu.memory_bytes
     free = short.limit_bytes - short.needed_bytes
     if free >= MEMORY_RANGE * total:
-        return None, f"it fits all the same: {format_bytes(free)} of {format_bytes(total)} are free"
+        return None, f"still fits: {format_bytes(free)} of {format_bytes(total)} free"
     tight = f"only {format_bytes(max(0, free))} of {format_bytes(total)} are free"
     stages = (1, 2) if estimate.configuration.zero.stage in (1, 2) else (estimate.configuration.zero.stage,)
     with suppress(DstrainError):
@@ -222,7 +222,7 @@ def less_memory(run: Judged, estimate: Estimate) -> tuple[Advice | None, str]:
 
 
 def _shortage(windows: Sequence[Line], workload: Workload, estimate: Estimate) -> Shortage | None:
-    """Returns what PyTorch's allocator held and could hold, of the fullest rank; None if it was not measured."""
+    """Returns the used and the total memory of PyTorch's allocator on the fullest rank; None if not measured."""
     held, outside = (_most(windows, name) for name in ("reserved_bytes_by_rank", "outside_bytes_by_rank"))
     if held is None:
         return None

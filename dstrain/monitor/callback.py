@@ -139,7 +139,7 @@ class MetricsCallback(TrainerCallback):
         self._saved_at = now
 
     def tell(self, findings: Sequence[Finding]) -> None:
-        """Writes what is unhealthy to `health.jsonl` and prints it, on rank 0."""
+        """Writes findings to `health.jsonl` and prints them, on rank 0."""
         for finding in findings:
             if self._health is not None:
                 self._write(self._health, {**asdict(finding), "time_s": round(time.time(), 3)})
@@ -237,7 +237,7 @@ class MetricsCallback(TrainerCallback):
             self._say("\n".join(verdict.lines(self._first_steps.cluster)))
 
     def _findings(self, step: int, logs: dict[str, Any]) -> list[Finding]:
-        """Writes what is unhealthy to `health.jsonl`, and prints what was not unhealthy in the last window."""
+        """Writes findings to `health.jsonl`, and prints those that are new since the last window."""
         nonfinite, broken = check(step, logs), self._watch.see(step, logs)
         for finding in (*nonfinite, *broken):
             if self._health is not None:

@@ -23,7 +23,7 @@ class Curve:
     """Its name there: the section, a slash and the rest."""
     unit: str = ""
     label: str
-    """What it is, in English."""
+    """Meaning, in English."""
     chinese: str
     """The same in Chinese."""
     per: float = 1.0
@@ -115,7 +115,7 @@ _ORDER = {name: number for number, name in enumerate(CURVES)}
 
 
 def tag_of(name: str) -> str:
-    """Returns the name of a metric's curve; one that the table lacks gets that of Transformers' `rewrite_logs`.
+    """Returns the name of a metric's curve; a metric outside the table is named as by Transformers' `rewrite_logs`.
 
     >>> [tag_of(name) for name in ("loss", "eval_loss", "rewards/margins", "expert_load_cv/layer_07")]
     ['train/loss', 'eval/loss', 'train/rewards/margins', 'experts_load_cv/layer_07']

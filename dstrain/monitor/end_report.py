@@ -48,7 +48,7 @@ class Ended:
 
 
 def read_end(run_dir: RunDir, *, estimate: Estimate | None, cluster: Cluster | None) -> Ended:
-    """Returns what a run has recorded, without warnings of an earlier run in the same folder."""
+    """Returns the records of a run, without warnings of an earlier run in the same folder."""
     lines = read_jsonl(run_dir.metrics)
     logged = current_steps(lines)
     windows = [line for line in logged if "loss" in line]
@@ -96,7 +96,7 @@ def report_to(
 ) -> None:
     """Gives the sinks the report of a run, and the load of its experts.
 
-    No error in it reaches training, such as that of a damaged file.
+    No error in it reaches training, such as one from a damaged file.
     """
     tables: list[Table] = []
     with suppress(Exception):

@@ -22,7 +22,7 @@ COLUMNS = ("layer", "deviation / mean", "busiest / mean", "busiest expert", "div
 BOUNDS = (0.25, 0.5, 0.8, 1.25, 2.0, 4.0)
 """Load at which the color of a cell of a map changes; 0 has a color of its own."""
 _COLORS = (0x000000, 0x2F62C9, 0x6F92D9, 0xB3C5EB, 0xF1F2F4, 0xF6CFB3, 0xE8935A, 0xC62828)
-"""Of each shade, for pictures: those of the page on white."""
+"""Colors of the shades in pictures, as on the page on white."""
 _DIGITS = 3
 """Decimals of the figures of a layer."""
 _LEAST = 0.01
@@ -82,7 +82,7 @@ class LoadMap:
         return tuple(found)
 
     def table(self, step: int) -> Table:
-        """Returns what sinks show at the end of a run, after a step."""
+        """Returns the table and picture that sinks show at the end of a run, after a step."""
         text = f"# Load of experts\n\n{self.text}\n\n{markdown(COLUMNS, self.rows)}\n"
         cells = tuple(tuple(_COLORS[shade(load)] for load in of_layer) for of_layer in self.loads)
         return Table(name=EVENT, step=step, text=text, columns=COLUMNS, rows=self.rows, cells=cells)

@@ -15,7 +15,7 @@ COLUMNS = ("prompt", "text", "tokens")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedText:
-    """What the model answered to a prompt after a step."""
+    """Answer of the model to a prompt after a step."""
 
     __pydantic_config__ = type_config
 
@@ -23,13 +23,13 @@ class GeneratedText:
     prompt: str
     text: str
     tokens: int
-    """Tokens of the text, that of its end included."""
+    """Tokens of the text, including the end token."""
     seconds: float
     """Time of this text on its rank, with waiting for other ranks under ZeRO-3."""
 
 
 def table(texts: Sequence[GeneratedText]) -> Table:
-    """Returns what sinks show of the texts after one step."""
+    """Returns the texts of one step as sinks show them."""
     rows = tuple((one.prompt, one.text, f"{one.tokens:,}") for one in texts)
     step = texts[-1].step if texts else 0
     return Table(name="samples", step=step, text=markdown(COLUMNS, rows) + "\n", columns=COLUMNS, rows=rows)

@@ -1,4 +1,4 @@
-"""Reads what this process and its machine say of themselves: memory, clocks, power, waiting for a CPU."""
+"""Reads counters of this process and its machine: memory, clocks, power, waiting for a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RunQueue:
     """How long this process's main thread was ready to run while other processes had its CPU."""
 
     def __init__(self) -> None:
-        """Opens the kernel's counter, where there is one. Source: Linux, Documentation/scheduler/sched-stats.rst."""
+        """Opens the kernel's counter, if it exists. Source: Linux, Documentation/scheduler/sched-stats.rst."""
         self._file: int | None = None
         with suppress(OSError):
             self._file = os.open("/proc/self/schedstat", os.O_RDONLY)
@@ -43,7 +43,7 @@ def used_bytes() -> float:
 
 
 def nvml(read: Callable[[], float]) -> float:
-    """Returns what NVML says; NaN without a GPU, or without an answer."""
+    """Returns NVML's figures; NaN without a GPU, or without an answer."""
     if torch.cuda.is_available():
         with suppress(Exception):  # NVML has many errors, and none matters to training
             return float(read())

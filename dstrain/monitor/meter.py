@@ -20,7 +20,7 @@ COUNTS = "dstrain_counts"
 
 
 class Counts(NamedTuple):
-    """What a micro-batch holds."""
+    """Contents of a micro-batch."""
 
     tokens: int = 0
     """Tokens without padding."""
@@ -39,7 +39,7 @@ class Meter:
     """Counts tokens, waiting and forward time in this rank's window, without synchronizing the device."""
 
     def __init__(self, collectives: Collectives | None = None) -> None:
-        """Starts with an empty window; `collectives` are those of this rank."""
+        """Starts with an empty window; `collectives` are this rank's."""
         self.collectives = collectives or Collectives()
         self.traffic = NOTHING
         """Collectives of the window that was closed last."""
@@ -110,7 +110,7 @@ class Meter:
     def end_step(self) -> None:
         """Begins what is no step: on a GPU at what its stream does next, so that only what it waits for counts.
 
-        Collectives in it, such as that of the logged loss, do not count there.
+        Collectives in it, such as the logged loss's, do not count there.
         """
         self._stalls, self._num_stalls = self.collectives.stalls, len(self.collectives.stalls)
         self._between, self._ended_at_s = self.collectives.new_span(), time.thread_time()

@@ -154,7 +154,7 @@ def summarize(readings: Sequence[Reading], *, steps: int, against: Hardware | No
 
 
 def _contents(readings: Sequence[Reading]) -> dict[str, float]:
-    """Returns what the rows held (`RowContents`); nothing if samples were not counted."""
+    """Returns the contents of the rows (`RowContents`); empty if samples were not counted."""
     tokens, samples, squared, targets = (
         sum(getattr(reading, name) for reading in readings)
         for name in ("tokens", "samples", "squared_tokens", "targets")
@@ -165,7 +165,7 @@ def _contents(readings: Sequence[Reading]) -> dict[str, float]:
 
 
 def _beside_computation(readings: Sequence[Reading], steps: int) -> dict[str, Any]:
-    """Returns each rank's seconds of a step that are no computation, and those of checkpoints and evaluations."""
+    """Returns each rank's seconds of a step that are no computation, and the seconds of checkpoints and evaluations."""
     metrics: dict[str, Any] = {
         f"{name}_by_rank": [getattr(reading, name) / steps for reading in readings] for name in ("host_s", "other_s")
     }
@@ -174,7 +174,7 @@ def _beside_computation(readings: Sequence[Reading], steps: int) -> dict[str, An
 
 
 def _nvml(readings: Sequence[Reading]) -> dict[str, Any]:
-    """Returns what NVML says of the GPUs: means over the ranks that know it, and each rank's if all do."""
+    """Returns NVML's figures of the GPUs: means over the ranks that know them, and each rank's if all do."""
     metrics: dict[str, Any] = {}
     for name in ("gpu_utilization", "gpu_power_w", "gpu_clock_mhz"):
         values = [getattr(reading, name) for reading in readings]

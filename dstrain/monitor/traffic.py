@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    """What a collective does."""
+    """Kind of a collective."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -26,7 +26,7 @@ NAMES = tuple(f"comm/{kind}_{figure}" for kind in Kind for figure in ("bytes", "
 MESSAGES = 16
 """Large collectives of each kind whose time is kept: the first ones of a window."""
 LARGE_BYTES = 2**20
-"""Bytes from which the time of a collective is that of its bytes. Smaller ones take the time of their start."""
+"""Size from which bytes determine the time of a collective. Smaller ones are dominated by latency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Traffic:
     """The first large ones of each kind."""
 
     def numbers(self) -> list[float]:
-        """Returns what the other ranks do not know, in order, for a gather: (90,)."""
+        """Returns this rank's figures, in order, for a gather: (90,)."""
         seconds = [[one.seconds for one in of_kind] for of_kind in self.messages]
         padded = [values + [math.nan] * (MESSAGES - len(values)) for values in seconds]
         return [*self.exposed_s, *map(float, self.calls), *(value for values in padded for value in values)]
@@ -86,7 +86,7 @@ def communication(
 ) -> dict[str, Any]:
     """Returns the metrics of a window from rank 0's traffic and the numbers of every rank; nothing for a single one.
 
-    Seconds, bytes and calls are those of a step; seconds of a kind are means over the ranks.
+    Seconds, bytes and calls are per step; seconds of a kind are means over the ranks.
 
     >>> message = Message(kind=Kind.ALL_GATHER, num_bytes=8_000_000, ranks=(0, 1), seconds=0.004)
     >>> one = Traffic(calls=(1, 0, 0, 0, 0), num_bytes=(8_000_000, 0, 0, 0, 0), exposed_s=(0.5, 0, 0, 0, 0),
@@ -119,7 +119,7 @@ def communication(
 def _bus(own: Traffic, ranks: Sequence[Sequence[float]], expected: Expected | None) -> dict[str, float]:
     """Returns the bus bandwidth of large messages, and what it is of the plan's links; nothing without such messages.
 
-    The last rank to enter a collective waits for nobody, so that its time is that of the bytes. A collective that runs
+    The last rank to enter a collective waits for nobody, so its time is the transfer's. A collective that runs
     beside computation may end long before anybody waits for it: the upper quartile is that of those that do not.
     """
     rates, shares = [], []

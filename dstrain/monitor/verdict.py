@@ -1,4 +1,4 @@
-"""The verdict after the first steps: what was measured beside the plan, what differs, and what to change."""
+"""The verdict after the first steps: measured figures beside the plan, the largest difference, and the advice."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FEWEST_STEPS, LATEST_STEPS = 20, 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the first steps of a start say about its plan."""
+    """Verdict of a start's first steps on its plan."""
 
     step: int
     """Optimizer steps done, those before a resume included."""
@@ -51,13 +51,13 @@ class Verdict:
     """Which of them do not count in times, in words; empty if all do."""
     comparisons: tuple[Comparison, ...]
     parts: tuple[StepPart, ...]
-    """What a step consists of."""
+    """Parts of a step."""
     cause: Difference | None
     """The part that differs most, if it differs by more than the range of the plan."""
     advice: Advice | None
     """None if no setting is known that would help."""
     note: str
-    """What holds if nothing differs, or if nothing is to be changed."""
+    """The note if nothing differs, or if nothing is to be changed."""
 
     def to_data(self) -> dict[str, Any]:
         """Returns the verdict as JSON-ready data: a line of `metrics.jsonl` that is no step."""
@@ -94,7 +94,7 @@ class FirstSteps:
     states: tuple[Mapping[str, int], ...] = ()
     is_judged: bool = False
     link_seconds: Expected | None = field(init=False, default=None)
-    """Tells what the links of the plan need for a collective; None if they are not known."""
+    """Predicts the time of a collective on the plan's links; None if they are not known."""
 
     def __post_init__(self) -> None:
         """Reads the prediction."""
@@ -132,7 +132,7 @@ class FirstSteps:
 
 
 def judge(run: FirstSteps, *, steps: int, estimate: Estimate) -> Verdict:
-    """Returns what the windows of a run say about its plan."""
+    """Compares the windows of a run with its plan."""
     beyond = [each for each in differences(run) if abs(each.share) > _range_of(each, estimate)]
     cause = max(beyond, key=lambda each: abs(each.share), default=None)
     advice, note = None, ""

@@ -16,7 +16,7 @@ START = "start_step"
 WARM_UP_RATIO = 1.1
 """How much longer than later steps the steps of a window take while they warm up, at least."""
 WARM_UP_STEPS = 100
-"""Steps of a start after which nothing warms up any more: what is slower then is slow for another reason."""
+"""Steps of a start after which warm-up is over: later slowness has another reason."""
 _LOOKED_AT = 300
 """Windows of a start that are compared with each other."""
 _STATES = ("params", "grads", "optimizer", "host")
@@ -43,12 +43,12 @@ def series(windows: Sequence[Line], name: str) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True, slots=True)
 class Throughput:
-    """What all logged steps of a run trained on."""
+    """Rows and tokens of all logged steps of a run."""
 
     tokens: int
     """Tokens of all ranks, without padding."""
     seconds: float
-    """Seconds of the steps, without those of evaluations and checkpoints."""
+    """Seconds of the steps, without evaluations and checkpoints."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -80,7 +80,7 @@ class Settled:
 
     @property
     def note(self) -> str:
-        """What does not count, in words; empty if nothing is left out."""
+        """Omitted parts, in words; empty if nothing is omitted."""
         words = "step that warms up" if self.warm_up_steps == 1 else "steps that warm up"
         doubt = "; the last may warm up, too" if len(self.windows) == 1 else ""
         return f"without {self.warm_up_steps:,} {words}{doubt}" if self.warm_up_steps else ""

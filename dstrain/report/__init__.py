@@ -1,1 +1,1 @@
-"""What became of a run: what its directory recorded, compared with its plan."""
+"""Reports the outcome of a run: the records of its directory, compared with its plan."""

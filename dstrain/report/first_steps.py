@@ -1,4 +1,4 @@
-"""Reads what the first steps of a run said about its plan."""
+"""Reads the verdict of a run's first steps on its plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dstrain.records import from_data
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstVerdict:
-    """What the first steps of the last start said about the plan."""
+    """Verdict of the last start's first steps on the plan."""
 
     step: int
     cause: Difference | None
@@ -20,9 +20,9 @@ class FirstVerdict:
     setting: str
     """The line to change; empty if there is none."""
     gain: str
-    """What that brings."""
+    """Its gain."""
     note: str
-    """What holds otherwise."""
+    """The note if there is no advice."""
 
 
 def first_verdict(line: Line | None) -> FirstVerdict | None:

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What a run directory recorded; None or empty for what is missing or cannot be read."""
+    """Records of a run directory; missing or unreadable ones are None or empty."""
 
     run_dir: RunDir
     state: State | None
@@ -40,7 +40,7 @@ class Recorded:
     """Whether `dstrain run` is training there now."""
     job: Job | None
     estimate: Estimate | None
-    """The prediction for this run, its speed that of rows as they were."""
+    """The prediction for this run, with the speed for its actual rows."""
     model: ModelFacts | None
     cluster: Cluster | None
     """None also if its GPU was assumed."""
@@ -62,9 +62,9 @@ class Recorded:
     preflight: Preflight | None
     """The checks before the first step of the last start."""
     out_of_memory: OutOfMemory | None
-    """What a rank held that ran out of GPU memory in the last start."""
+    """Memory of a rank that ran out of GPU memory in the last start."""
     verdict: Line | None
-    """What the first steps of the last start said about the plan (`monitor.verdict.Verdict.to_data`)."""
+    """Verdict of the last start's first steps on the plan (`monitor.verdict.Verdict.to_data`)."""
     samples: tuple[GeneratedText, ...]
     """The texts that the model generated last, if the job asks for some."""
     summary: Line
@@ -93,7 +93,7 @@ _FACTS: tuple[tuple[str, type[Any]], ...] = (("model", ModelFacts), ("cluster", 
 
 
 def read(run_dir: RunDir) -> Recorded:
-    """Returns what a run directory recorded. Raises InvalidConfig if the folder is no run directory."""
+    """Reads the records of a run directory. Raises InvalidConfig if the folder is no run directory."""
     _refuse_other_folders(run_dir)
     reader = _Reader()
     lines = [line for line in reader.lines(run_dir.metrics) if _has_place(line)]
@@ -214,7 +214,7 @@ def _last_words(logged: Sequence[Line]) -> list[Line]:
 
 
 def _of_this_run(lines: Sequence[Line], logged: Sequence[Line], run: State | None) -> list[Line]:
-    """Returns the lines without those of an earlier run in the same folder, which are older than its first step."""
+    """Drops lines of an earlier run in the same folder, which are older than the first step."""
     times = [number(line.get("time_s")) for line in logged[:1]] + [run.began if run is not None else None]
     first = min((at for at in times if at is not None), default=0.0)
     return [line for line in lines if (number(line.get("time_s")) or first) >= first]

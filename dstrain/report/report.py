@@ -49,7 +49,7 @@ class Mark:
     count: int
     """How often it was told."""
     message: str
-    """What it told last."""
+    """Its last message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Restart:
     cause: str | None
     """Why the start before it ended; None if a person resumed the run."""
     change: str
-    """What is different since then; empty if nothing is."""
+    """Changes since then; empty if none."""
     time_s: float | None
     """When, in seconds since the epoch."""
 
@@ -81,7 +81,7 @@ class Report:
     """The report of one run."""
 
     recorded: Recorded
-    """What it was made from."""
+    """Files it was made from."""
     stage: str
     """A stage of `dstrain status`, or `unknown`."""
     seconds: float | None
@@ -94,11 +94,11 @@ class Report:
     largest: Difference | None
     """The part that differs most from the plan."""
     parts: tuple[StepPart, ...]
-    """What a step consists of."""
+    """Parts of a step."""
     traffic: tuple[tuple[Kind, float, float], ...]
     """Kind, bytes and exposed seconds of a step's collectives, most bytes first."""
     first: FirstVerdict | None
-    """What the first steps said; None before them."""
+    """Verdict of the first steps; None before them."""
     marks: tuple[Mark, ...]
     quarters: tuple[float, ...]
     """Median tokens per second of all GPUs in each quarter of the run."""
@@ -113,7 +113,7 @@ class Report:
     damaged: tuple[str, ...]
     """Newer checkpoints that are incomplete, and why."""
     missing: tuple[str, ...]
-    """What is not known or not measured, and why; each once."""
+    """Figures that are unknown or not measured, with the reason; each once."""
 
     @property
     def is_good(self) -> bool:
@@ -228,7 +228,7 @@ def quarters(values: Sequence[float]) -> tuple[float, ...]:
 
 
 def _restarts(recorded: Recorded) -> tuple[Restart, ...]:
-    """Returns the starts after the first one: those of `dstrain run` with their cause, then those by hand."""
+    """Returns the starts after the first one: by `dstrain run` with their cause, then by hand."""
     own = [
         Restart(from_step=line["from_step"], cause=line["cause"], change=line["change"], time_s=line["time_s"])
         for line in recorded.restarts
@@ -259,7 +259,7 @@ def _advisories(recorded: Recorded) -> tuple[Advised, ...] | None:
 
 
 def _missing(recorded: Recorded, advisories: object) -> list[str]:
-    """Returns what cannot be said of a run, and why."""
+    """Returns the figures that a run lacks, and why."""
     estimate, cluster = recorded.estimate, recorded.cluster
     on_cpu = cluster is not None and cluster.gpu.is_cpu
     unchecked = "the checks before the first step were off (preflight: false); they try the heaviest micro-batch"
@@ -284,7 +284,7 @@ def _missing(recorded: Recorded, advisories: object) -> list[str]:
 
 
 def settings(recorded: Recorded) -> dict[str, Any]:
-    """Returns the settings of a run by dotted key: the job's, and `ds_config.` with those of the engine."""
+    """Returns the settings of a run by dotted key: the job's, and the engine's under `ds_config.`."""
     job = {} if recorded.job is None else to_data(recorded.job)
     return flat({**job, "ds_config": recorded.ds_config or {}})
 

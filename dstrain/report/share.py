@@ -91,7 +91,7 @@ def _settings(recorded: Recorded) -> dict[str, Any]:
 
 
 def _names_layers(recorded: Recorded) -> bool:
-    """Returns whether the adapter wraps layers by names that may be the user's: other ones than those of the model."""
+    """Returns whether the adapter wraps layers by names that may be the user's, as the model has none of them."""
     if recorded.estimate is None:
         return False
     known = {"all-linear", *(linear_names(recorded.model) if recorded.model is not None else ())}
@@ -115,7 +115,7 @@ def _figures(values: dict[Quantity, float | None]) -> Figures:
 
 
 def _counted(recorded: Recorded) -> Counted | None:
-    """Returns what counts for a calibration; None if nothing does, as on a CPU."""
+    """Returns the measurements that count for a calibration; None if none does, as on a CPU."""
     with suppress(DstrainError, OSError):
         observed = read_run(recorded.run_dir, Calibration()).observed
         return Counted(

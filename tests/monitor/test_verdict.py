@@ -170,7 +170,7 @@ def test_memory_beyond_the_plan_that_fits_needs_no_change(tmp_path: Path) -> Non
     verdict, _, _ = judged(gpu_run(tmp_path / "run", more_bytes=8 * GIB), seen=held)
     assert verdict.cause is not None
     assert (verdict.cause.part, verdict.advice) == (Part.TRANSIENT, None)
-    assert verdict.note.startswith("it fits all the same: ")
+    assert verdict.note.startswith("still fits: ")
 
 
 def test_memory_that_leaves_less_than_a_tenth_is_answered_by_the_planner(tmp_path: Path) -> None:

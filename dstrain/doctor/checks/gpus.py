@@ -29,9 +29,9 @@ class Fault:
     """Whether a GPU has it."""
     mark: Mark
     what: str
-    """What it is; `{each}` stands for what differs from GPU to GPU."""
+    """The fault; `{each}` stands for the part that differs from GPU to GPU."""
     fix: str
-    """What to type; `{gpus}` stands for the GPUs' numbers, `{gpu}` for the first of them."""
+    """The remedy; `{gpus}` stands for the GPUs' numbers, `{gpu}` for the first of them."""
     each: Callable[[GpuState], str] = lambda gpu: ""
     """The part of `what` that differs between GPUs."""
     is_unfit: bool = False

@@ -62,7 +62,7 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
 
 
 def _check_locks(tools: Toolchain, needs: Needs, notes: Notes) -> None:
-    """Notes the locks that no visible process holds; those of extensions that a job does not need stop nothing."""
+    """Notes the locks that no visible process holds; locks of extensions that the job does not need are harmless."""
     for lock in tools.locks:
         idle = format_seconds(lock.idle_s)
         held = f"{lock.path} is held by no visible process"
@@ -90,7 +90,7 @@ def _check_architectures(listed: str, notes: Notes) -> None:
 
 
 def lacks(op: str, tools: Toolchain, *, on_cpu: bool) -> tuple[str, ...]:
-    """Returns what an extension lacks. Source: deepspeed 0.19.8 op_builder: async_io, fused_adam, cpu."""
+    """Returns missing needs of an extension. Source: deepspeed 0.19.8 op_builder: async_io, fused_adam, cpu."""
     needed = {COMPILER: tools.compiler is not None, NINJA: tools.has_ninja, HEADERS: tools.has_python_headers}
     if op == "async_io":
         needed[LIBAIO] = tools.has_libaio

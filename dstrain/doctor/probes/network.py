@@ -65,7 +65,7 @@ def _read(path: Path) -> str:
 
 
 def _user(port: int) -> str | None:
-    """Returns who listens on a port; None where rank 0 could."""
+    """Returns the process that listens on a port; None if rank 0 could."""
     if is_free(port):
         return None
     with suppress(psutil.Error, OSError):

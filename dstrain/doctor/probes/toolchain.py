@@ -53,4 +53,4 @@ def _has_libaio(environment: Mapping[str, str]) -> bool:
 
 
 _NAMES = ("libaio.so", "libaio.a")
-"""What `-laio` looks for."""
+"""Library that `-laio` looks for."""
