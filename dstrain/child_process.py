@@ -42,7 +42,7 @@ class Completed:
 def run(
     command: Sequence[str], environment: Mapping[str, str], limit_s: float, *, stdin: str | None = None
 ) -> Completed:
-    """Returns what a command wrote. After `limit_s` seconds it is killed with its children.
+    """Returns the output of a command. After `limit_s` seconds it is killed with its children.
 
     Raises FileNotFoundError if the program does not exist.
     """

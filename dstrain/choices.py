@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Method(StrEnum):
-    """What is trained."""
+    """Trained parameters: all, or an adapter."""
 
     FULL = "full"
     LORA = "lora"
@@ -14,7 +14,7 @@ class Method(StrEnum):
 
 
 class Task(StrEnum):
-    """What a model learns from: conversations, texts, or preferences between answers."""
+    """Training task: conversations, texts, or preferences between answers."""
 
     SFT = "sft"
     PRETRAIN = "pretrain"
@@ -24,7 +24,7 @@ class Task(StrEnum):
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is made of what the model says of whole answers, not that of the model itself."""
+        """Whether the loss is computed from scores of whole answers, not by the model itself."""
         return self not in (Task.SFT, Task.PRETRAIN)
 
     @property
@@ -71,7 +71,7 @@ class Precision(StrEnum):
 
 
 class Offload(StrEnum):
-    """What leaves GPU memory: nothing, the optimizer to the CPU, that and the parameters, or both to NVMe."""
+    """States kept outside GPU memory: none, the optimizer or also the parameters on the CPU, or both on NVMe."""
 
     NONE = "none"
     OPTIMIZER = "optimizer"
@@ -157,7 +157,7 @@ LOGITS_PER_TILE = 2**27
 
 
 class CompileBackend(StrEnum):
-    """What torch.compile makes of a graph, by PyTorch's names: kernels of its own, or the same operations as before."""
+    """Backend of torch.compile, by PyTorch's names: its own kernels, or the same operations as before."""
 
     INDUCTOR = "inductor"
     AOT_EAGER = "aot_eager"
@@ -210,7 +210,7 @@ class Column(StrEnum):
 
 
 class LossOn(StrEnum):
-    """Which tokens count in the loss: those of all answers, of the last answer, or all."""
+    """Which tokens count in the loss: of all answers, of the last answer, or all."""
 
     ANSWER = "answer"
     LAST = "last"
@@ -234,14 +234,14 @@ class StoppingStrategy(StrEnum):
 
 
 class OnLongSample(StrEnum):
-    """What happens to a sample longer than the sequence."""
+    """Treatment of a sample longer than the sequence."""
 
     TRUNCATE = "truncate"
     DROP = "drop"
 
 
 class OnBadRow(StrEnum):
-    """What happens to a row that cannot be used."""
+    """Treatment of a row that cannot be used."""
 
     STOP = "stop"
     SKIP = "skip"
@@ -287,7 +287,7 @@ class SwanLabMode(StrEnum):
 
 
 class OnOom(StrEnum):
-    """What `run` does if a rank runs out of GPU memory: reports changes that fit, or makes the fastest and restarts."""
+    """Reaction of `run` if a rank runs out of GPU memory: report changes that fit, or make the fastest and restart."""
 
     TELL = "tell"
     ADAPT = "adapt"

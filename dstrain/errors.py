@@ -64,7 +64,7 @@ class RunFailed(DstrainError):
     def __init__(
         self, problem: str, *, hint: str | None = None, rank_exit_code: int | None = None, stopped_by: str | None = None
     ) -> None:
-        """`rank_exit_code` is that of the rank or launcher that failed first, if any; `stopped_by` the health rule that
+        """`rank_exit_code` belongs to the first rank or launcher that failed, if any; `stopped_by` the health rule that
         ended the run."""
         super().__init__(problem, hint=hint)
         self.rank_exit_code = rank_exit_code

@@ -1,4 +1,4 @@
-"""When Python looks for garbage: unreachable cycles of objects, of which imports and plans make hardly any."""
+"""Tunes the garbage collector: imports and plans create few cycles."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ COUNT_S = 0.5
 
 
 class Phase(StrEnum):
-    """What a rank is doing."""
+    """Phase of a rank."""
 
     START = "start"
     """Importing what it needs; from here on it heeds signals."""
@@ -105,7 +105,7 @@ class Heartbeat:
     step: int
     """Optimizer steps done, or what the phase counts."""
     phase: Phase
-    """What it is doing."""
+    """Its phase."""
     total: int = 0
     """All of them, of the whole run or the phase; 0 where that is not known."""
 
@@ -129,7 +129,7 @@ class Sender:
         """Called in this process with each message, whether anybody else listens or not."""
 
     def count(self, phase: Phase, done: int, total: int) -> None:
-        """Says how far a phase is that counts something, a few times a second at most."""
+        """Reports the progress of a counted phase, at most a few times a second."""
         if time.monotonic() >= self._next:
             self.send(done, phase, total)
 
@@ -167,7 +167,7 @@ class Receiver:
             self._socket.bind(address(mark))
 
     def receive(self) -> list[Heartbeat]:
-        """Returns what came since the last call."""
+        """Returns the messages since the last call."""
         heartbeats: list[Heartbeat] = []
         while True:
             try:

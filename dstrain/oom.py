@@ -17,7 +17,7 @@ SCHEMA = 1
 
 
 class Phase(StrEnum):
-    """What a rank did when an allocation failed."""
+    """Activity of a rank when an allocation failed."""
 
     LOAD = "load"
     """Before the first step: loading the model, setting up the engine, trying the loss."""
@@ -38,27 +38,27 @@ class Batch:
     tokens_per_row: int
     """Tokens of a row, padding included."""
     samples: tuple[int, ...]
-    """Tokens of each sample; empty where they were not counted."""
+    """Tokens of each sample; empty if they were not counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allocator:
-    """What the GPU and PyTorch's allocator held when an allocation failed, in bytes."""
+    """Memory of the GPU and PyTorch's allocator when an allocation failed, in bytes."""
 
     requested_bytes: int
-    """What could not be allocated."""
+    """Size of the failed allocation."""
     allocated_bytes: int
     """Live tensors (torch's memory_allocated)."""
     reserved_bytes: int
-    """What the allocator held after it had returned its cache (torch's memory_reserved)."""
+    """Memory of the allocator after it had returned its cache (torch's memory_reserved)."""
     free_bytes: int
-    """What the driver had left."""
+    """Memory that the driver had left."""
     device_bytes: int
     """Memory of the GPU, or the share of it that PyTorch may use."""
 
     @property
     def limit_bytes(self) -> int:
-        """What PyTorch could have held."""
+        """Memory that PyTorch could have held."""
         return self.reserved_bytes + self.free_bytes
 
     @property
@@ -68,7 +68,7 @@ class Allocator:
 
     @property
     def words(self) -> str:
-        """What was requested, and what was held and free."""
+        """Requested, held and free memory."""
         return (
             f"{format_bytes(self.requested_bytes)} requested; PyTorch held {format_bytes(self.reserved_bytes)},"
             f" {format_bytes(self.allocated_bytes)} of it in tensors; {format_bytes(self.free_bytes)} of"
@@ -137,7 +137,7 @@ class PartBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What the plan says of a GPU."""
+    """Planned memory of a GPU."""
 
     device_bytes_per_gpu: int
     live_bytes_per_gpu: int
@@ -179,14 +179,14 @@ class ProposedChange:
         return ", ".join([*self.set, *([self.keys] if self.ds_config else [])])
 
     def typed(self, *, resumes: bool, command: str = "dstrain run") -> str:
-        """Returns what to type, to go on from the newest checkpoint if there is one; `command` starts the run."""
+        """Returns the command that continues from the newest checkpoint, if one exists; `command` starts the run."""
         sets = [*self.set, *(["resume=auto"] if resumes else [])]
         command = " ".join([command, *(f"--set {item}" for item in sets)])
         return f"in ds_config.json {self.keys}; then {command}" if self.ds_config else command
 
     @property
     def price(self) -> str:
-        """What it costs, in words."""
+        """Its cost, in words."""
         parts = []
         if self.device_bytes_per_gpu is not None:
             parts.append(f"{format_bytes(self.device_bytes_per_gpu)} per GPU")

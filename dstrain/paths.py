@@ -39,7 +39,7 @@ _EMPTY_IS_UNSET = (
     *("DS_ACCELERATOR", "TORCH_EXTENSIONS_DIR", "OMP_NUM_THREADS", "NO_COLOR", "HF_HOME", "HF_HUB_CACHE"),
     *("SLURM_JOB_ID", "LOCAL_WORLD_SIZE", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "MASTER_ADDR"),
 )
-"""Variables of which an empty value means nothing, but that libraries read as a value: DeepSpeed knows no accelerator
+"""Variables to drop if empty: libraries take "" for a value: DeepSpeed knows no accelerator
 of that name, PyTorch builds its extensions in the current folder. An empty CUDA_VISIBLE_DEVICES hides all GPUs."""
 
 
@@ -57,7 +57,7 @@ def ignore_empty(environ: MutableMapping[str, str]) -> None:
 
 
 def prefer_own_programs(environ: MutableMapping[str, str]) -> None:
-    """Makes the programs beside this Python, such as ninja, found; those of a virtual environment come first.
+    """Puts the programs beside this Python, such as ninja, on PATH; a virtual environment's come first.
 
     Two releases of ninja do not read each other's log, and each compiles DeepSpeed's extensions anew.
     """
@@ -272,7 +272,7 @@ def _raw(text: str) -> bytes:
 
 
 def _mode(path: Path, like: Mapping[Path, Path] | None) -> int:
-    """Returns the mode of the file to imitate or of the existing file, else that of a new file."""
+    """Returns the mode of the file to imitate or of the existing file, else a new file's."""
     model = next((file for file in ((like or {}).get(path, path), path) if file.exists()), None)
     return model.stat().st_mode & 0o777 if model else 0o666 & ~_umask()
 

@@ -13,14 +13,14 @@ SCHEMA = 1
 
 
 class CheckName(StrEnum):
-    """What is checked, in this order."""
+    """The checks, in this order."""
 
     LABELS = "labels"
     """Two samples are shown with the text that has loss."""
     WORST_BATCH = "worst batch"
     """Forward and backward of the heaviest micro-batch fit into memory."""
     FIRST_LOSS = "first loss"
-    """The loss of that micro-batch is not far above that of a model that guesses."""
+    """The loss of that micro-batch is not far above a guessing model's."""
     GRADIENTS = "gradients"
     """Loss and gradients are finite on every rank."""
     TEMPLATE = "chat template"
@@ -51,7 +51,7 @@ class Check:
     seconds: float = 0.0
     """Time that it took on rank 0; 0 if an earlier check has measured what it needs."""
     figures: Mapping[str, float | tuple[float | None, ...] | None] = field(default_factory=dict)
-    """What was measured, by name: losses, norms of each rank, tokens. None: not finite."""
+    """Measurements by name: losses, norms of each rank, tokens. None: not finite."""
 
     @property
     def line(self) -> str:

@@ -76,7 +76,7 @@ class RunDir:
     logs = _Entry("logs")
     """Folder of log files, one per rank."""
     oom = _Entry("oom.json")
-    """What a rank held that ran out of GPU memory in the last start, and what would fit (`dstrain.oom`)."""
+    """Memory of a rank that ran out of it in the last start, and changes that fit (`dstrain.oom`)."""
     unusable = _Entry("unusable.json")
     """The checkpoint that a rank of the last start could not use, and why (`unusable_checkpoint`)."""
     adaptations = _Entry("adaptations.jsonl")
@@ -104,7 +104,7 @@ class RunDir:
     tune = _Entry("tune")
     """Folder of the short runs of `dstrain tune`, a run directory each."""
     trial = _Entry("trial.json")
-    """What `dstrain tune` concluded from a short run (`launch.run.trial`)."""
+    """Conclusion of `dstrain tune` from a short run (`launch.run.trial`)."""
     final = _Entry("final")
     """The final model or adapter, for `from_pretrained`."""
 

@@ -50,7 +50,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_sizes(*counts: float) -> list[str]:
-    """Returns sizes in one unit, that of the smallest, so that they can be compared.
+    """Returns sizes in the unit of the smallest, so that they can be compared.
 
     >>> format_sizes(1008 * 2**30, 2**40), format_sizes(512, 2048)
     (['1008 GiB', '1024 GiB'], ['512 B', '2048 B'])

@@ -1,4 +1,4 @@
-"""Wraps text at a width; what people paste, such as a command, stays on one line."""
+"""Wraps text at a width; text to paste, such as a command, stays on one line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPTION = rf"--?[a-z][\w-]*{_VALUE}"
 _TYPED = re.compile(rf"`[^`]*`|(?:dstrain [a-z][\w-]*|(?<!\S){_OPTION})(?: {_OPTION})*")
 """Text to type: in backticks, or a verb and options with their values."""
 _NEXT = re.compile(r"next(?: \d+)?: ")
-"""What a line begins with that is nothing but the next thing to type."""
+"""Prefix of lines that only hold a command to type."""
 
 
 def wrapped(line: str, columns: int = COLUMNS, *, indent: str | None = None) -> str:

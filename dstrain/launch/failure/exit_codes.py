@@ -46,7 +46,7 @@ def signal_of(code: int) -> signal.Signals | None:
 
 
 def decode(code: int) -> str:
-    """Returns what an exit code means, in words.
+    """Returns the meaning of an exit code, in words.
 
     >>> decode(247)
     'code 247 (SIGKILL): killed'

@@ -27,7 +27,7 @@ class Death:
     at: float
     """When it was noticed, in seconds since the epoch."""
     note: str = ""
-    """What its node knows about the cause, as a clause."""
+    """Cause as far as its node knows, as a clause."""
 
 
 def traceback_of(text: str) -> str | None:

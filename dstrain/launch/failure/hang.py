@@ -35,7 +35,7 @@ def stacks(text: str) -> list[list[str]]:
 
 
 def main_stack(text: str) -> list[str]:
-    """Returns the stack of a rank's main thread, innermost frame first; empty where its log has none."""
+    """Returns the stack of a rank's main thread, innermost frame first; empty if its log has none."""
     runs = [stack for stack in stacks(text) if any("<module>" in frame for frame in stack)]
     return runs[-1] if runs else []
 
@@ -71,7 +71,7 @@ def hang_lines(hang: Hang, texts: Mapping[int, str], hosts: Hosts) -> tuple[list
 
 
 _DOING = MappingProxyType({Phase.BUSY: "evaluating and saving for the last time", Phase.DONE: "ending"})
-"""What ranks do after their last step, in words."""
+"""Activity of ranks after their last step, in words."""
 _WORDS: Mapping[Phase | None, str] = MappingProxyType(
     {
         None: "not reporting",

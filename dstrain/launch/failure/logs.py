@@ -30,7 +30,7 @@ class Tail:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self, *, most_behind: int | None = None) -> str:
-        """Returns what was added since the last call, a piece that one message can hold.
+        """Returns the text added since the last call, up to the size of one message.
 
         If more than `most_behind` bytes wait, continues with the last piece, and says how much is left out.
         """
@@ -51,7 +51,7 @@ class Tail:
 
 
 def left_out(num_bytes: int, path: Path) -> str:
-    """Returns what stands in place of output that was too much to pass on."""
+    """Returns the note in place of output that was too long to pass on."""
     size = format_bytes(num_bytes)
     return f"\n[dstrain: {size} of output left out here; all of it is in {path} on this rank's node]\n"
 
@@ -87,7 +87,7 @@ def files(folder: Path) -> frozenset[Path]:
 
 
 def rank_logs(folder: Path, earlier: Collection[Path]) -> dict[int, Path]:
-    """Returns the log file of each rank, without those of earlier starts."""
+    """Returns the log file of each rank, without earlier starts."""
     logs = {}
     for path in sorted(folder.glob("*_rank*.log")):
         match = _LOG.fullmatch(path.name)

@@ -44,7 +44,7 @@ class Hang:
     start: Start | None = None
     """The progress of the start, if the first step was not reached."""
     phase: Phase = Phase.STEP
-    """What the ranks did."""
+    """Outcome of the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,13 +57,13 @@ class Outcome:
     """The launcher's exit code, negative for a signal; of several the first bad one. 0 alone proves nothing: it is 0
     when `launch` was killed."""
     stopped_by: str | None = None
-    """What stopped dstrain: a signal's name or `dstrain stop`; None if nothing did."""
+    """Signal or `dstrain stop` that stopped dstrain; None if nothing did."""
     is_interrupt: bool = False
     """Whether it was Ctrl-C."""
     deaths: tuple[Death, ...] = ()
     """The ranks that failed, in the order in which it was noticed."""
     reported: tuple[str | None, int] | None = None
-    """The first failure in a launcher's own log: the node (None: that of the launcher) and the rank's code."""
+    """The first failure in a launcher's own log: the node (None: the launcher's) and the rank's code."""
     lost: tuple[Lost, ...] = ()
     """The nodes that stopped responding, first one first."""
     orphaned: tuple[str, ...] = ()

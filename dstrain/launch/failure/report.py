@@ -187,7 +187,7 @@ def _lost_lines(outcome: Outcome, hosts: Hosts, texts: Mapping[int, str]) -> lis
 
 
 def _first(outcome: Outcome, texts: Mapping[int, str]) -> int | None:
-    """Returns the rank that failed first, or None where no rank is known to have failed."""
+    """Returns the rank that failed first, or None if no rank is known to have failed."""
     tracebacks = {rank: traceback for rank, text in texts.items() if (traceback := traceback_of(text)) is not None}
     errors = {rank for rank, text in texts.items() if error_of(text) is not None}
     times = {rank: _mtime(outcome.rank_logs[rank]) for rank in {*tracebacks, *errors}}
@@ -232,7 +232,7 @@ def _is_traceback_first(rank: int, deaths: tuple[Death, ...]) -> bool:
 
 
 def _evidence(text: str) -> list[str]:
-    """Returns what a rank's log says about the cause, after its first line."""
+    """Returns the lines of a rank's log about the cause, after its first line."""
     if (error := error_of(text)) is not None:
         return error.split("\n")[1:]
     if (traceback := traceback_of(text)) is not None:

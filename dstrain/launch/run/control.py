@@ -22,7 +22,7 @@ SAVE_SIGNAL = signal.SIGUSR1
 def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator[StopRequests]:
     """Yields the requests of signals; outside the main thread signals are left alone.
 
-    SIGINT and SIGTERM stop it, a second one at once; where no rank runs they raise Interrupted or RunFailed. With
+    SIGINT and SIGTERM stop it, a second one at once; while no rank runs they raise Interrupted or RunFailed. With
     `saves_on_term` the first SIGTERM saves and leaves instead, as SIGUSR1 always does. SIGHUP, a login that dropped,
     ends nothing: from then on output goes to `screen_log`. Ctrl-Z is ignored, since agents end their ranks if `run` is
     silent.

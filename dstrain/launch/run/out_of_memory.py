@@ -1,4 +1,4 @@
-"""Explains a run that ran out of GPU memory: what was measured, what was predicted, and changes that fit."""
+"""Explains a run that ran out of GPU memory: measured and predicted memory, and changes that fit."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Diagnosis:
     remedies: tuple[ProposedChange, ...]
     """The fastest first; empty if none is known."""
     others_bytes: int
-    """What other programs hold of the GPU, as far as it is more than the plan can be off by; else 0."""
+    """GPU memory of other programs, if it exceeds the error of the plan; else 0."""
     record: OutOfMemory
-    """All of that as data: what is in `oom.json`."""
+    """The contents of `oom.json`."""
 
     def hint(self, *, resumes: bool, command: Sequence[str] = RUN) -> list[str]:
         """Returns the lines that say what to type, given the words that start the run."""

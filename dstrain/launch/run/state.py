@@ -133,7 +133,7 @@ def is_alive(state: State, run_dir: RunDir) -> bool:
 
 
 def _age_s(state: State, run_dir: RunDir) -> float:
-    """Returns the seconds since the state was written, by the clock of the file system: those of machines differ."""
+    """Returns the seconds since the state was written, by the clock of the file system, as machines' clocks differ."""
     try:
         with tempfile.TemporaryFile(dir=run_dir.path) as probe:
             return os.fstat(probe.fileno()).st_mtime - run_dir.state.stat().st_mtime

@@ -44,7 +44,7 @@ _OWN_FAULT = frozenset({2, 3, 4, 5, 6})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What to do if a run fails."""
+    """Policy if a run fails."""
 
     max_restarts: int = 0
     on_oom: OnOom = OnOom.TELL
@@ -271,7 +271,7 @@ class Supervisor:
         return self._next(failed, error, ", ".join(changes))
 
     def _next(self, failed: Launch, error: DstrainError, words: str) -> Launch:
-        """Returns the next start, from the newest checkpoint; says and records where it begins and what changed."""
+        """Returns the next start, from the newest checkpoint; reports and records its beginning and the changes."""
         newest = failed.prepared.run_dir.newest_checkpoint(for_resume=True)
         launch = self._plan(self._hosts, newest.folder is not None, self._adaptation)
         where = f"from step {newest.step}" if newest.folder else "from the beginning"

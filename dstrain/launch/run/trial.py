@@ -52,7 +52,7 @@ OVERRIDES = (
     "health={}",
     "monitor={sinks: []}",
 )
-"""What a trial changes in a job: it measures every step, and writes nothing but metrics and logs."""
+"""Changes of a trial to a job: it measures every step, and writes only metrics and logs."""
 
 
 def fewer_samples(job: Job, num_ranks: int, steps: int) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ KEPT = frozenset({Ending.MEASURED, Ending.SLOWER, Ending.OUT_OF_MEMORY})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What a short run measured."""
+    """Measurements of a short run."""
 
     __pydantic_config__ = type_config
 
@@ -236,7 +236,7 @@ def title_of(c: Configuration) -> str:
 
 
 def folder_of(run_dir: RunDir, c: Configuration) -> Path:
-    """Returns the run directory of a trial below that of its job, named after its choices.
+    """Returns the run directory of a trial below its job's, named after its choices.
 
     >>> from dstrain.plan.configuration import DEFAULTS, changed
     >>> folder_of(RunDir(Path("/out")), changed(DEFAULTS, zero_stage=2, micro_batch=4))

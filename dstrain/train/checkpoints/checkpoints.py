@@ -129,7 +129,7 @@ class Written:
     only_model: bool = False
     """Whether it has the weights alone, without optimizer and random states."""
     checksums: Mapping[str, str] = field(default_factory=dict)
-    """The checksum of each file, by its path in the checkpoint; with several disks those of all of them."""
+    """The checksum of each file, by its path in the checkpoint, over all disks."""
 
 
 def complete(folder: Path, written: Written) -> None:

@@ -38,7 +38,7 @@ _UNTIED = "the exported model has a head of its own, because the adapter changes
 def export(source: Path, out: Path, *, precision: Precision | None = None) -> Path:
     """Writes model, config and tokenizer of `source` to `out`, and returns the folder that was read.
 
-    `precision` is by default that of the base model. Raises InvalidConfig for an incomplete checkpoint or another kind
+    `precision` is by default the base model's. Raises InvalidConfig for an incomplete checkpoint or another kind
     of folder, and Conflict if `out` is not empty.
     """
     _refuse_full(out)
@@ -154,7 +154,7 @@ def _gathered(folder: Path, precision: Precision | None) -> Any:
 
 
 def _is_shared_out(folder: Path) -> bool:
-    """Returns whether DeepSpeed cannot gather the shards of a checkpoint: those of tensor- or expert-parallel ranks.
+    """Returns whether DeepSpeed cannot gather the shards of a checkpoint, as with tensor- or expert-parallel ranks.
 
     Without ZeRO there are none. With sequence parallelism under ZeRO-1 and 2, files are named as if they were. The
     weights that were saved with the checkpoint, in the dtype of the base model, are whole.

@@ -28,8 +28,8 @@ _CALLERS: tuple[Any, ...] = (transformers.modeling_utils, peft.peft_model)
 def reading_back(engine: Any = None) -> Iterator[dict[Path, str]]:
     """Reads each file of tensors back that is written within it, and yields their checksums by path.
 
-    These are the files of models and adapters, and those of DeepSpeed's `engine`. Raises RunFailed for a file with
-    other bytes than those of the live tensors.
+    These are the files of models, of adapters, and of DeepSpeed's `engine`. Raises RunFailed for a file with
+    bytes that differ from the live tensors.
     """
     checksums: dict[Path, str] = {}
     writer: Any = getattr(engine, "checkpoint_engine", None)

@@ -1,6 +1,6 @@
-"""Stores the loss of a micro-batch with a checkpoint, and compares it with that of the model which was loaded again.
+"""Stores the loss of a micro-batch with a checkpoint, and compares it with the reloaded model's.
 
-The micro-batch is the last one of rank 0 before the save (with sequence parallelism those of its group), evaluated
+The micro-batch is the last one of rank 0 before the save (with sequence parallelism, of its group), evaluated
 without dropout, on all ranks alike: any number of ranks computes the same loss.
 """
 
@@ -24,14 +24,14 @@ FILE = "resume_check.pt"
 _WARNED, _ENDS = 1e-3, 1e-2
 """Relative differences of the loss that are a warning, and that end the run."""
 _LEAST = 0.1
-"""Losses below it are compared as if they were it: what kernels round differs more from almost nothing."""
+"""Smaller losses are compared as if they were this large: rounding of kernels exceeds a loss near zero."""
 
 Inputs = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Known:
-    """What a checkpoint knows of its loss."""
+    """Loss stored with a checkpoint."""
 
     kind: str
     """How the job makes micro-batches; one of another kind does not fit the model's inputs."""
@@ -74,19 +74,19 @@ def loss_on(
 ) -> float | None:
     """Returns the loss of the micro-batches, evaluated by all ranks; None without one that is finite.
 
-    `index` is that of this rank; `totals_of` returns the sum of the losses and their number: (2,), float64.
+    `index` is this rank's; `totals_of` returns the sum of the losses and their number: (2,), float64.
     """
     loss, _ = mean_loss(totals_of, [batches[index % len(batches)]], group)
     return loss if math.isfinite(loss) else None
 
 
 def write(folder: Path, known: Known) -> None:
-    """Writes what a checkpoint knows."""
+    """Writes the loss beside a checkpoint."""
     torch.save({"kind": known.kind, "batches": list(known.batches), "loss": known.loss}, folder / FILE)
 
 
 def read(folder: Path, *, is_reader: bool, group: Any) -> Known | None:
-    """Returns what a checkpoint knows, on all ranks; one of them reads it. None if it has no loss."""
+    """Returns the loss stored with a checkpoint, on all ranks; one of them reads it. None if it has none."""
     known = torch.load(folder / FILE, weights_only=True) if is_reader and (folder / FILE).is_file() else None
     known = _of_rank(known, 0, group)
     return None if known is None else Known(**known)

@@ -121,7 +121,7 @@ def require_whole_model(folder: Path, *, trust_remote_code: bool = False) -> Non
 
 
 def _other_dtypes(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> list[str]:
-    """Returns problems with dtypes other than that of the configuration and fp32, which some families keep."""
+    """Returns problems with dtypes other than the configuration's and fp32, which some families keep."""
     names = set(_SAFETENSORS_NAMES.values())
     wanted = _SAFETENSORS_NAMES.get(dtype) if dtype is not None else None
     others = [name for name, tensor in tensors.items() if tensor.dtype in names - {wanted, "F32"}]

@@ -46,7 +46,7 @@ _OTHER_RANKS = ("/torch/distributed/", "/deepspeed/comm/")
 
 
 def recorded(checkpoint: Path, *, universal: bool = False) -> dict[str, str]:
-    """Returns the checksum of each file by its name, with those of the universal copy if that is read.
+    """Returns the checksum of each file by its name, including the universal copy if it is read.
 
     A checkpoint of an earlier version has none.
     """
@@ -139,7 +139,7 @@ def _share(
 ) -> dict[str, str]:
     """Returns the files that a rank verifies: its own shards, and a part of those that all ranks of its node read.
 
-    Weights that no rank reads are dealt out to all ranks, where the checkpoint is whole.
+    Weights that no rank reads are dealt out to all ranks, if the checkpoint is whole.
     """
     read = needed(checksums, {rank.index}, written_by=resume.world_size, num_ranks=rank.world_size)
     numbers = shard_numbers(checksums, resume.world_size) if resume.world_size == rank.world_size else {}

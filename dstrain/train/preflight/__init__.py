@@ -1,1 +1,1 @@
-"""Checks before the first step: what would fail after hours fails in the first minutes."""
+"""Checks before the first step: faults that would show after hours show in the first minutes."""

@@ -73,7 +73,7 @@ class Checks:
         """Checks, prints a line for each check, and writes `preflight.json`. `batches` is the data loader.
 
         A run that goes on from a checkpoint repeats those that depend on memory. The heaviest micro-batch always runs;
-        its cost is at most that of a step. Raises InvalidConfig if a packed row has another loss than its samples, or
+        its cost is at most one step. Raises InvalidConfig if a packed row has another loss than its samples, or
         the model cannot generate the texts of the job, and EnvironmentProblem if the first checkpoint cannot be
         written.
         """
@@ -164,7 +164,7 @@ class Checks:
         self._note(gradients.check(CheckName.GRADIENTS, 0.0))
 
     def _first_loss(self, loss: float, vocab_size: int) -> Found:
-        """Compares the loss with that of a model that guesses, by the health rule `first_loss` and its limits."""
+        """Compares the loss with a guessing model's, by the health rule `first_loss` and its limits."""
         broken = Watch(self._job.health, self._facts).see(1, {"loss": loss})
         messages = [finding.message for finding in broken if finding.rule == HealthRule.FIRST_LOSS]
         guessing = math.log(vocab_size)

@@ -1,4 +1,4 @@
-"""What a check found, before it is noted with its cost."""
+"""Result of a check, before it is noted with its cost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Figures = Mapping[str, float | tuple[float | None, ...] | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What a check found."""
+    """Result of a check."""
 
     passed: bool
     text: str

@@ -23,7 +23,7 @@ NUM_TOKENS = 4
 
 
 def samples_of(trainer: Trainer) -> SamplesCallback | None:
-    """Returns what generates the texts of a run; None if it has none."""
+    """Returns the generator of a run's texts; None if it has none."""
     callbacks: Any = trainer.callback_handler.callbacks
     return next((callback for callback in callbacks if isinstance(callback, SamplesCallback)), None)
 

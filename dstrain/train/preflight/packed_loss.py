@@ -1,4 +1,4 @@
-"""Compares the loss of a packed row with that of its samples, each in a row of its own."""
+"""Compares the loss of a packed row with its samples' loss, each in a row of its own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PackedLoss:
         return self.targets == self.targets_alone and abs(self.packed - self.alone) <= tolerance * abs(self.alone)
 
     def found(self, count: int, tolerance: float, dtype: str) -> Found:
-        """Returns what the losses of `count` samples say about packing."""
+        """Judges packing by the losses of `count` samples."""
         figures = {"packed": self.packed, "alone": self.alone, "tolerance": tolerance}
         text = f"{count} samples have a loss of {self.packed:.5g} in one row, {self.alone:.5g} one by one"
         if self.agrees(tolerance):

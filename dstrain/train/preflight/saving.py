@@ -36,7 +36,7 @@ _SLOWER = 1.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Disk:
-    """What a rank knows of the disk that it writes to."""
+    """Facts about the disk that a rank writes to."""
 
     bytes_per_s: float = 0.0
     """While all ranks write."""
@@ -49,7 +49,7 @@ class _Disk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Lack:
-    """What checkpoints need of the disk of a rank, and what it has."""
+    """Space that checkpoints need on a rank's disk, and its free space."""
 
     rank: int
     needed_bytes: int
@@ -97,7 +97,7 @@ def try_saving(trainer: Trainer, *, planned_bytes: int | None, left_s: float, st
 
 
 def _share(count: int, save_s: float, run_s: float) -> str:
-    """Returns what all checkpoints take of a run of `run_s` seconds, if that is known and more than a hundredth.
+    """Returns the share of all checkpoints in a run of `run_s` seconds, if it is known and above a hundredth.
 
     >>> _share(10, 30.0, 5000.0)
     '; all 10 take 6 % of the run'
@@ -114,7 +114,7 @@ def _most_at_once(job: Job, count: int) -> int:
 
 
 def _lack(trainer: Trainer, size: int, count: int, disks: list[_Disk]) -> _Lack | None:
-    """Returns what is missing if `count` checkpoints of `size` do not fit on a disk; a disk apart has its ranks' part.
+    """Returns the shortage if `count` checkpoints of `size` do not fit on a disk; a disk apart has its ranks' part.
 
     Of several disks that where the most is missing, the same on all ranks.
     """
@@ -202,9 +202,9 @@ def _written(folder: Path, index: int, most: int) -> _Disk:
 
 
 def _saved(trainer: Trainer, folder: Path) -> tuple[int, float]:
-    """Writes what a checkpoint consists of, and returns its bytes and seconds, the longest of all ranks.
+    """Writes the contents of a checkpoint, and returns its bytes and seconds, the longest of all ranks.
 
-    Raises EnvironmentProblem where the system refuses, on the rank that it refuses.
+    Raises EnvironmentProblem on the rank that the system refuses.
     """
     began = time.monotonic()
     try:

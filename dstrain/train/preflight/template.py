@@ -33,7 +33,7 @@ MOST_CONVERSATIONS = 8
 _READ = 64
 """Samples among which they are looked for."""
 _CLEAR = 0.1
-"""Nats per token from which a higher loss is told, if it is two standard errors too. A choice, not a measurement."""
+"""Smallest loss increase (nats per token) that is reported, if it also exceeds two standard errors. A choice."""
 _GUESSING = 0.75
 """Share of ln(vocabulary) above which a model has learned too little to know a template."""
 
@@ -76,7 +76,7 @@ class Losses:
 
     @property
     def is_higher(self) -> bool:
-        """Whether that of the job is clearly higher, as a paired difference.
+        """Whether the job's loss is clearly higher, as a paired difference.
 
         >>> Losses(job=(2.1, 2.4, 1.9), own=(1.2, 1.6, 1.1)).is_higher
         True
@@ -90,7 +90,7 @@ class Losses:
         return statistics.mean(differences) > max(_CLEAR, 2 * error)
 
     def found(self, vocab_size: int | None) -> Found:
-        """Returns what the losses say."""
+        """Returns the finding from the losses."""
         job, own = statistics.mean(self.job), statistics.mean(self.own)
         text = f"answers of {counted(len(self.job), 'conversation')} have a loss of {job:.4g} per token in the job's, "
         text += f"{own:.4g} in the model's own"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """What a rank has of a forward and backward pass."""
+    """Memory of a rank during a forward and backward pass."""
 
     loss: float
     norm: float | None
@@ -36,7 +36,7 @@ class Pass:
 
 
 def num_passes(trainer: Trainer) -> int:
-    """Returns how often the micro-batch runs: twice if gradients accumulate, as those of the first stay for the second.
+    """Returns how often the micro-batch runs: twice if gradients accumulate, as the first one's stay for the second.
 
     A step of the run costs no less.
     """
@@ -46,7 +46,7 @@ def num_passes(trainer: Trainer) -> int:
 def worst_rows(trainer: Trainer, batches: Any) -> list[Any]:
     """Returns the rows of the heaviest micro-batch; of a run that is shorter than an epoch, among those it draws.
 
-    Those of a stream are as long as any, since its lengths are not known.
+    A stream's lengths are unknown, so its rows count as full.
     """
     data: Any = trainer.train_dataset
     size = trainer.args.per_device_train_batch_size
@@ -58,7 +58,7 @@ def worst_rows(trainer: Trainer, batches: Any) -> list[Any]:
 
 
 def run_worst_batch(trainer: Trainer, batches: Any, *, group: Any) -> tuple[list[Pass], Found]:
-    """Returns what each rank has of the heaviest micro-batch, the same one on all ranks, and what that says.
+    """Runs the heaviest micro-batch, the same one on all ranks; returns each rank's memory and the finding.
 
     `group` is a gloo group of all ranks; None with one.
     """

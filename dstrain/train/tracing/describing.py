@@ -93,7 +93,7 @@ def _has_flash(model: Any) -> bool:
 
 
 def _whole_numbers(config: Any, names: Mapping[str, tuple[str, ...]]) -> dict[str, int]:
-    """Returns what a config says under the first of several names, as far as it is a whole number."""
+    """Returns the value of a config under the first of several names that has a whole number."""
     numbers = {}
     for name, candidates in names.items():
         value = next((value for key in candidates if (value := getattr(config, key, None)) is not None), None)

@@ -1,4 +1,4 @@
-"""Images without data: what processors make of them, and towers that run on it."""
+"""Traces images without data: the inputs that processors make, and the towers that run on them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LEAVE_OUT = "Leave out the image patches: the language model alone can be trace
 
 
 def inputs(question: Question, model: Any) -> dict[str, Any]:
-    """Returns what the processor of a family adds for the images of a micro-batch, and the model's positions.
+    """Returns the inputs that a family's processor adds for the images of a micro-batch, and the model's positions.
 
     Raises InvalidConfig if images of the family cannot be traced, or not so many patches.
     """
@@ -80,10 +80,10 @@ def _tokens(model: Any, patches: int) -> int:
 
 @contextmanager
 def at_work(model: Any, see: Callable[[int], None]) -> Iterator[None]:
-    """Within it, a model runs on images without data; `see` is told how many tokens of the language model they are.
+    """Context in which the model runs on meta images; `see` receives their token count.
 
     Functions of Transformers' `vision_utils` make indices from grids, which keep their data: their results go where the
-    pixels are, but for the borders of images, which code looks into. So it does into sizes, which stay where they are.
+    pixels are, but for the borders of images, which code looks into. It also looks into sizes, which keep their device.
     """
     base, _, takes = _seeing(model)
     features = base.model.get_image_features
@@ -202,7 +202,7 @@ def grid(patches: int, merge: int) -> tuple[int, int]:
 def _unpadded(
     model: Any, pixel_values: torch.Tensor, pixel_attention_mask: torch.Tensor | None = None, **options: Any
 ) -> Any:
-    """What Idefics 3 and SmolVLM make of images: their own code looks into pixels for images that are padding.
+    """Inputs of Idefics 3 and SmolVLM, whose own code looks into pixels for images that are padding.
 
     Here none is. Source: Transformers 5.23 models/idefics3/modeling_idefics3.py: get_image_features.
     """
@@ -223,7 +223,7 @@ def _unpadded(
 def _pooled(
     model: Any, see: Callable[[int], None], pixel_values: torch.Tensor, image_position_ids: torch.Tensor, **options: Any
 ) -> Any:
-    """What Gemma 4 makes of images without padding: its own code reads from the places how many tokens each becomes.
+    """Inputs of Gemma 4 for images without padding, whose own code derives token counts from the positions.
 
     Source: Transformers 5.23 models/gemma4/modeling_gemma4.py: get_image_features.
     """

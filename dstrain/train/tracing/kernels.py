@@ -64,7 +64,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Returns what `F.scaled_dot_product_attention` does, from the kernel that CUDA takes.
+    """Stands in for `F.scaled_dot_product_attention`, by the kernel that CUDA takes.
 
     Flash without a mask, in half precision, for queries and values of one width of up to 256; else the
     memory-efficient kernel, which cannot group queries; else plain matrices. A boolean mask becomes an additive one.
@@ -130,7 +130,7 @@ def flash_attn_func(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """Returns what flash_attn 2's function of the same name does, of (batch, tokens, heads, width).
+    """Stands in for flash_attn 2's function of the same name: (batch, tokens, heads, width).
 
     It keeps queries, keys, values, output and the log-sum-exp, as PyTorch's own flash kernel does.
     Source: flash_attn 2.8 flash_attn_interface.py: FlashAttnFunc.
@@ -154,12 +154,12 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """Returns what flash_attn 2's function of the same name does: of sequences one behind the other, as one row."""
+    """Stands in for flash_attn 2's function of the same name: sequences one after the other, as one row."""
     return flash_attn_func(q[None], k[None], v[None], dropout_p, softmax_scale, causal)[0]
 
 
 def dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Returns what `F.dropout` does on CUDA, which keeps one byte of mask an element.
+    """Stands in for `F.dropout` on CUDA, which keeps one byte of mask per element.
 
     Source: torch 2.13 aten/src/ATen/native/Dropout.cpp: dropout, is_fused_kernel_acceptable.
     """
@@ -175,7 +175,7 @@ def _autocast(device_type: str, *args: Any, _original: Any = torch.autocast, **k
 
 
 def _flash_functions(*_: Any, **__: Any) -> tuple[tuple[Any, ...], tuple[Any, Any]]:
-    """Returns what Transformers' `lazy_import_flash_attention` does, without the package."""
+    """Stands in for Transformers' `lazy_import_flash_attention`, without the package."""
     flash = modeling_flash_attention_utils
     process = flash._lazy_define_process_function(flash_attn_varlen_func)  # type: ignore[no-untyped-call]
     functions = (flash_attn_func, flash_attn_varlen_func, None, flash._pad_input, flash._unpad_input)

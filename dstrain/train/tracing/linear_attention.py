@@ -1,6 +1,6 @@
-"""Kernels of linear attention on tensors without data: what they allocate, and what they keep for the backward pass.
+"""Kernels of linear attention on tensors without data: their allocations, and tensors kept for the backward pass.
 
-Transformers calls flash-linear-attention and causal-conv1d where they are installed, which is what is planned; without
+Transformers calls flash-linear-attention and causal-conv1d if they are installed, as plans assume; without
 them its own PyTorch code keeps several times as much.
 """
 
@@ -30,7 +30,7 @@ def causal_conv1d_fn(
     activation: str | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """Returns what the function of the same name in causal_conv1d does, of (batch, channels, tokens)."""
+    """Stands in for causal_conv1d's function of the same name: (batch, channels, tokens)."""
     out: torch.Tensor = _Convolution.apply(hidden_states, weight, bias)  # type: ignore[no-untyped-call]
     return out
 
@@ -38,7 +38,7 @@ def causal_conv1d_fn(
 def chunk_gated_delta_rule(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **options: Any
 ) -> tuple[torch.Tensor, None]:
-    """Returns what the function of the same name in fla does, of (batch, tokens, heads, width), in training."""
+    """Stands in for fla's function of the same name in training: (batch, tokens, heads, width)."""
     out: torch.Tensor = _DeltaRule.apply(query, key, value, g, beta)  # type: ignore[no-untyped-call]
     return out, None
 

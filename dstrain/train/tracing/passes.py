@@ -28,7 +28,7 @@ _AT_THE_HEAD = ("head backward", "embedding backward", "vision backward")
 
 
 def trace(question: Question) -> Trace:
-    """Returns what the pass of a question needs. Raises DstrainError if the model cannot run without data.
+    """Traces the pass of a question. Raises DstrainError if the model cannot run without data.
 
     Rows are attended as in training: with a mask if samples cannot be attended one by one.
     """
@@ -70,7 +70,7 @@ def _trace(question: Question, *, by_sample: bool) -> Trace:
 def _run(model: Any, question: Question, tracker: StorageTracker, anatomy: Anatomy, *, by_sample: bool) -> int:
     """Runs the pass, and returns the bytes of its inputs.
 
-    Pixels go before the backward pass, as they do in the Trainer; what is kept of tokens and masks is small.
+    Pixels are freed before the backward pass, as in the Trainer; remaining tokens and masks are small.
     """
     sees = images.at_work(model, tracker.see) if question.image_patches else nullcontext()
     with _without_collecting(), as_on_cuda(is_packed=question.is_packed), sees, tracker:
@@ -119,7 +119,7 @@ class _Witness:
         self._watch(anatomy)
 
     def saved_bytes(self) -> tuple[int, ...]:
-        """Returns how live bytes grew from the beginning of each layer to that of the next."""
+        """Returns how live bytes grew from the beginning of each layer to the next."""
         return tuple(after - before for before, after in pairwise(self._begins))
 
     def _watch(self, anatomy: Anatomy) -> None:
@@ -146,7 +146,7 @@ class _Witness:
         return hook
 
     def _end(self, phase: str, backward: str, layer: int | None = None, next_layer: int | None = None) -> Any:
-        """Returns a hook after a module: what follows is `phase`, and `backward` begins when its gradient is there."""
+        """Returns a hook after a module: `phase` begins there, and `backward` when its gradient exists."""
 
         def hook(module: Any, args: Any, output: Any) -> None:
             self._tracker.enter_phase(phase, next_layer)
@@ -184,7 +184,7 @@ def _tied_bytes(anatomy: Anatomy, question: Question) -> int | None:
 
 
 class _Kinds:
-    """What each storage is for: activations, logits or gradients of parameters, in the order of a Moment.
+    """Purpose of each storage: activations, logits or gradients of parameters, in the order of a Moment.
 
     Logits are what was allocated between the head and the end of the loss's backward pass. The gradients of a tied head
     are two, one from the head and one from the embedding, of which only the sum comes to the parameter.

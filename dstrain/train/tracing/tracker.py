@@ -18,7 +18,7 @@ _INDEXED = frozenset(
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts each meta storage once, from the operation that returns it until its last tensor is gone.
 
-    Storages that exist before (parameters, buffers) are not counted. What a kernel allocates for itself is not seen.
+    Storages that exist before (parameters, buffers) are not counted. Allocations inside a kernel are not seen.
     A question to the data that has yes or no for an answer is answered no: an attention mask has padding in it, and
     nothing is infinite. A boolean index, whose result depends on data, is taken to be true as often as `see` says, and
     becomes the integer index that CUDA makes of it. Source: torch 2.13
