@@ -31,7 +31,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ADAPTER = Lora()
 
 _MACHINES = (
-    click.option("--gpus", type=int, help="GPUs altogether.  [default: those of this machine, or of the hosts]"),
+    click.option("--gpus", type=int, help="GPUs altogether.  [default: this machine's, or the hosts']"),
     click.option(
         "--gpu",
         type=Named(lambda: gpus.NAMES),
@@ -59,11 +59,13 @@ _MACHINES = (
 _REQUEST = (
     click.option("--hub", type=Choice(Hub), default=Hub.HF.value, show_default=True, help="Where ids are looked up."),
     click.option(
-        "--method", type=Choice(Method), default=Method.FULL.value, show_default=True, help="What is trained."
+        "--method",
+        type=Choice(Method),
+        default=Method.FULL.value,
+        show_default=True,
+        help="All parameters, or an adapter.",
     ),
-    click.option(
-        "--task", type=Choice(Task), default=Task.SFT.value, show_default=True, help="What the model learns from."
-    ),
+    click.option("--task", type=Choice(Task), default=Task.SFT.value, show_default=True, help="Training task."),
     click.option("--seq-len", type=int, help="Longest sample in tokens.  [default: 4096, or the model's limit]"),
     click.option("--global-batch", type=int, help="Samples of one optimizer step over all GPUs.  [default: about 64]"),
     click.option(
@@ -75,7 +77,7 @@ _REQUEST = (
 )
 _CHOICES = (
     click.option("--zero-stage", type=click.IntRange(0, 3), help="ZeRO stage.  [default: chosen]"),
-    click.option("--offload", type=Choice(Offload), help="What leaves GPU memory.  [default: chosen]"),
+    click.option("--offload", type=Choice(Offload), help="States to keep outside GPU memory.  [default: chosen]"),
     click.option(
         "--offload-ratio",
         type=float,
@@ -125,7 +127,7 @@ _CHOICES = (
     click.option(
         "--rope-scaling",
         type=Choice(RopeType),
-        help="Positions beyond the model's length.  [default: yarn where its makers document it]",
+        help="Positions beyond the model's length.  [default: yarn if the model's makers document it]",
     ),
     click.option(
         "--packing/--no-packing",

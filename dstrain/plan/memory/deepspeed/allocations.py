@@ -32,7 +32,7 @@ ENGINE_IDS = -(1 << 40)
 LOADED = 1 << 40
 """The id of the parameters as the model was loaded with them."""
 REPLAYS_KEPT = 4
-"""Replays whose events are kept; those of one are a few megabytes."""
+"""Number of replays whose events are kept, a few megabytes each."""
 
 
 class Script:
@@ -43,7 +43,7 @@ class Script:
         self._next = first_id
 
     def allocate(self, size: float, stream: int = MAIN) -> int:
-        """Allocates; ids are negative, those of a recording are not."""
+        """Allocates; ids are negative, unlike a recording's."""
         key, self._next = self._next, self._next - 1
         nbytes = round(size)
         if nbytes:
@@ -67,7 +67,7 @@ class Script:
 def steps(
     model: ModelFacts, configuration: Configuration, num_ranks: int, workspace_bytes: int
 ) -> Iterator[list[Event]]:
-    """Yields the events of the first rank before the first step, then those of each step.
+    """Yields the events of the first rank before the first step, then of each step.
 
     ZeRO-1 and 2 flatten the parameters that the model was loaded with, which leave their place to what comes later.
     """

@@ -71,7 +71,7 @@ class ByteAccount:
         self.remove(self.add(part, size))
 
     def cut(self, key: Key) -> Action:
-        """Returns the allocations and frees since the last cut as those of a mark."""
+        """Returns the allocations and frees since the last cut as a mark's."""
         action = Action(key, tuple(self.events), self.highest, tuple(self.parts))
         self.high, self.highest = self.live, action.after
         self.events.clear()

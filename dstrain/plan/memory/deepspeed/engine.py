@@ -29,7 +29,7 @@ from dstrain.plan.memory.peak import Peak
 SHORT_SEQ_LEN = 16
 """Tokens of the micro-batch that is recorded where only the model's modules are of interest."""
 PEAKS_KEPT = 256
-"""Number of cached peaks: a search asks for one before it replays the allocator, and for that of the choice again."""
+"""Number of cached peaks: a search asks for one before it replays the allocator, and again for the choice."""
 
 
 def brief_peak(
@@ -37,7 +37,7 @@ def brief_peak(
 ) -> Peak:
     """Returns `peak` under ZeRO-3 from the passes of a few layers at each end.
 
-    What is gathered, and what waits in buckets, is the same in all layers between them.
+    Gathered parameters and waiting buckets are the same in all layers between them.
     """
     edge = _edge(model, configuration)
     brief = record_pass.brief(model, configuration, _record_passes(configuration, kernel_workspaces), edge)
@@ -122,7 +122,7 @@ def _secondary_elsewhere(micro_batch: Program, settings: Settings, ranks: int) -
 
 
 def _resident(model: ModelFacts, settings: Settings, ranks: int, all_modules: Modules) -> Resident:
-    """Returns what is resident, with the scales of quantised weights: they are no parameters, so each rank has all."""
+    """Returns the resident states, with the scales of quantised weights: no parameters, so each rank has all."""
     parameters = resident(all_modules, settings, ranks)
     scales = NF4_BYTES_PER_PARAM - 2 / QUANTIZED_PER_ELEMENT
     quantized = trained(model, settings.model.method, settings.model.lora).quantized
@@ -141,13 +141,13 @@ def host_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> 
 
 
 def resident_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Resident:
-    """Returns what a rank holds between two steps; like `host_of` it depends on the parameters alone."""
+    """Returns the states of a rank between two steps; like `host_of` they depend on the parameters alone."""
     all_modules, settings = _alone(model, configuration)
     return resident(all_modules, settings, num_ranks)
 
 
 def _alone(model: ModelFacts, configuration: Configuration) -> tuple[Modules, Settings]:
-    """Returns the modules, and the engine's settings without those of a micro-batch."""
+    """Returns the modules, and the engine's settings without the micro-batch's."""
     asked, parallel = settings_of(configuration), replace(configuration.parallel, sp=1)
     settings = replace(asked, parallel=parallel, checkpointing=DEFAULTS.checkpointing)
     batch = replace(DEFAULTS.batch, seq_len=SHORT_SEQ_LEN)

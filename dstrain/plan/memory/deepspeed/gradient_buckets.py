@@ -27,7 +27,7 @@ class Reduces:
     item: int
     """Bytes of one element of a gradient."""
     communicated: int
-    """Bytes of one element while ranks exchange it: fp32 where they share sequences.
+    """Bytes of one element while ranks exchange it: fp32 if they share sequences.
     Source: runtime/engine.py: communication_data_type; runtime/constants.py: SEQ_PARALLEL_COMMUNICATION_DATA_TYPE."""
     accumulated: int
     """Bytes of one element of accumulated gradients."""
@@ -72,7 +72,7 @@ class Reducer:
         return self.micro == self.how.micro_steps - 1
 
     def by_ranks(self, weights: list[int]) -> list[list[int]]:
-        """Returns the parameters that all data-parallel ranks share, and those of which some have others."""
+        """Returns the parameters that all data-parallel ranks share, and the ones that differ between ranks."""
         kinds: dict[int, list[int]] = {}
         for weight in weights:
             kinds.setdefault(self.weights[weight].ep, []).append(weight)
@@ -83,7 +83,7 @@ class Reducer:
         return rounded(self.numel[weight] * self.how.item)
 
     def grad(self, weight: int) -> None:
-        """Stores a gradient; those of later micro-batches are added to the first."""
+        """Stores a gradient; later micro-batches' are added to the first."""
         if self.micro:
             self.account.passing(Part.GRADS, self.size(weight))
         else:
@@ -125,7 +125,7 @@ class WideReducer(Reducer):
 class ShardedReducer(Reducer):
     """ZeRO-3: gradients pass through one bucket that is always there into the rank's flat gradient, which is too.
 
-    A full bucket is copied for the reduce-scatter, except where it holds one gradient that the ranks share evenly.
+    A full bucket is copied for the reduce-scatter, unless it holds one gradient that the ranks share evenly.
     Source: deepspeed 0.19.8 runtime/zero/stage3.py: __add_grad_to_ipg_bucket, __reduce_and_partition_ipg_grads,
     partition_grads; runtime/comm/coalesced_collectives.py: reduce_scatter_coalesced.
     """

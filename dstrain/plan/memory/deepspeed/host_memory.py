@@ -1,4 +1,4 @@
-"""What one rank keeps in host RAM and on NVMe when the optimizer or parameters are offloaded."""
+"""Host RAM and NVMe of one rank if the optimizer or parameters are offloaded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Host:
 
 
 def host(modules: Modules, settings: Settings, ranks: int, rank: int = 0) -> Host:
-    """Returns what a rank keeps in RAM, with P trainable and F frozen elements of s bytes over N ranks.
+    """Returns the RAM of a rank, with P trainable and F frozen elements of s bytes over N ranks.
 
     ZeRO-1, 2: master 4, gradient 4, staging s and states 8 of P/N, and one largest gradient; when micro-batches add up,
     the gradients that touch its partition too. ZeRO-3: flat gradient s, gradients 4, master 4 and states 8 of P/N;

@@ -83,7 +83,7 @@ till then, and the most while it acts; and whether that is the optimizer's step.
 
 
 class _Level(NamedTuple):
-    """What the engine holds till it acts, and the most while it acts."""
+    """Bytes of the engine until it acts, and the peak while it acts."""
 
     before: Parts
     high: Parts
@@ -126,7 +126,7 @@ def highest(engine: Engine, recording: Recording, *, overlaps: bool) -> Peak:
 
 @cache
 def _levels(replay: Replay) -> tuple[tuple[_Level, ...], ...]:
-    """Returns what the engine holds around its actions, micro-batch by micro-batch."""
+    """Returns the engine's bytes around its actions, micro-batch by micro-batch."""
     before: Parts = (0, 0, 0)
     micro_batches = []
     for actions in replay.micro_batches:

@@ -72,7 +72,7 @@ class Modules:
     norm: Module
     """The norm after the last layer."""
     head: Module
-    """The head; its weight is the embedding's where they are tied."""
+    """The head; its weight is the embedding's if they are tied."""
 
     def groups(self) -> tuple[tuple[int, ...], ...]:
         """Returns the trainable parameters by optimizer group: decayed, the rest, and experts that ranks share."""

@@ -1,4 +1,4 @@
-"""What the optimizer step adds: norms, flat copies of gradients and those in the master copy's dtype, temporaries."""
+"""Bytes that the optimizer step adds: norms, flat and master-dtype copies of gradients, temporaries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dstrain.plan.memory.optimizer_states import master_item
 
 
 class StepInstant(NamedTuple):
-    """What a rank holds beyond what is resident, in bytes."""
+    """Bytes of a rank beyond its resident states."""
 
     grads: int
     """Gradients."""

@@ -271,7 +271,7 @@ class _Writer:
             any(self.forward(child, layer, "recompute", until=module) for child in again.children)
 
     def finish(self, module: Module, base: Module, layer: int) -> None:
-        """Writes the end of a module's backward pass: what it saved goes, gradients come to rest."""
+        """Writes the end of a module's backward pass: frees its saved tensors and stores gradients."""
         keeps = self.checkpointing.recomputes(layer) and not self.is_reentrant
         if base.is_linear and keeps and module.mark:
             self.events += [(Event.DROP, index) for index in base.weights]

@@ -1,4 +1,4 @@
-"""Replays the program of a micro-batch on each rank: what the engine allocates and frees at every mark."""
+"""Replays the program of a micro-batch on each rank: the engine's allocations and frees at every mark."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Replay:
 
     rank: int
     micro_batches: tuple[tuple[Action, ...], ...]
-    """What it does at the marks of each micro-batch, quiet ones left out; the last is the end."""
+    """Actions at the marks of each micro-batch, without quiet ones; the last is the end."""
     kept: int
     """Bytes of gradient that remain for the step."""
 

@@ -1,4 +1,4 @@
-"""What one rank holds between two steps: parameters, master copies, optimizer states, buckets."""
+"""Bytes of one rank between two steps: parameters, master copies, optimizer states, buckets."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def accumulation_item(settings: Settings) -> int:
 
 
 def communication_item(settings: Settings) -> int:
-    """Returns the bytes of an element of a gradient while ranks exchange it: fp32 where they share sequences."""
+    """Returns the bytes of an element of a gradient while ranks exchange it: fp32 if they share sequences."""
     return FP32 if settings.parallel.sp > 1 else settings.model.item
 
 
@@ -138,7 +138,7 @@ def num_staying(groups: Sequence[object], zero: Zero) -> int:
 
 
 def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
-    """Returns what a rank holds between two steps, with P trainable and F frozen elements of s bytes over N ranks.
+    """Returns the bytes of a rank between two steps, with P trainable and F frozen elements of s bytes over N ranks.
 
     ZeRO-0: sP + 12P, in fp32 sP + 8P. ZeRO-1, 2: sP + 12P/N. ZeRO-3: (s + 12)P/N, the flat gradient sP/N and the
     bucket. Frozen: sF, or sF/N under ZeRO-3. Of states in bf16 12 is 6.

@@ -15,7 +15,7 @@ them from the beginning, only ZeRO++'s secondary partitions make a difference.""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the engine does depends on these, whatever a micro-batch holds."""
+    """The engine's behaviour depends on these, whatever a micro-batch holds."""
 
     model: TrainedModel
     step: OptimizerStep

@@ -224,7 +224,7 @@ class PartitionedReducer(Reducer):
         self.micro += 1
 
     def _add_up(self) -> None:
-        """Adds the partition to that of the micro-batches before, and frees it; the first is kept."""
+        """Adds the partition to the earlier micro-batches', and frees it; the first is kept."""
         if self.is_wide or self.partition is None:
             return
         if self.sum is None:

@@ -101,7 +101,7 @@ class Coordinator:
         self.blocks: dict[int, EngineEvent] = {}
         """Where parameters are whole, or gathered without a buffer; one that persists has none of the account's."""
         self.orphans: dict[int, EngineEvent] = {}
-        """Saved parameters that have been given back since: what was saved lives on by itself."""
+        """Saved parameters that have been released since: the saved copy stays alive."""
         self.secondary: set[int] = set()
         """Parameters with a secondary partition."""
         self.reset()
@@ -175,7 +175,7 @@ class Coordinator:
     def _gather(self, weights: list[int]) -> None:
         """Starts a collective: into a single parameter itself, else into a flat buffer; one rank just copies.
 
-        With qwZ the buffer has one byte an element, and so has that of a single parameter.
+        With qwZ the buffer has one byte per element, also for a single parameter.
         """
         self.available += sum(self.numel[weight] for weight in weights)
         flat: list[EngineEvent] = []
