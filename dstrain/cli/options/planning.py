@@ -59,11 +59,7 @@ _MACHINES = (
 _REQUEST = (
     click.option("--hub", type=Choice(Hub), default=Hub.HF.value, show_default=True, help="Where ids are looked up."),
     click.option(
-        "--method",
-        type=Choice(Method),
-        default=Method.FULL.value,
-        show_default=True,
-        help="All parameters, or an adapter.",
+        "--method", type=Choice(Method), default=Method.FULL.value, show_default=True, help="Trained parameters."
     ),
     click.option("--task", type=Choice(Task), default=Task.SFT.value, show_default=True, help="Training task."),
     click.option("--seq-len", type=int, help="Longest sample in tokens.  [default: 4096, or the model's limit]"),
