@@ -19,33 +19,11 @@ class Task(StrEnum):
     SFT = "sft"
     PRETRAIN = "pretrain"
     DPO = "dpo"
-    REWARD = "reward"
-    KTO = "kto"
-
-    @property
-    def has_own_loss(self) -> bool:
-        """Whether the loss is computed from scores of whole answers, not by the model itself."""
-        return self not in (Task.SFT, Task.PRETRAIN)
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the loss compares the model with itself before training."""
-        return self in (Task.DPO, Task.KTO)
-
-    @property
-    def has_score(self) -> bool:
-        """Whether the head gives each sequence a number, in place of logits of the vocabulary to each token."""
-        return self is Task.REWARD
 
     @property
     def rows(self) -> int:
         """Sequences of one sample."""
-        return 2 if self in (Task.DPO, Task.REWARD) else 1
-
-    @property
-    def forward_passes(self) -> int:
-        """Forward passes of a micro-batch: KTO estimates in one without gradients how far the model has moved."""
-        return 2 if self is Task.KTO else 1
+        return 2 if self is Task.DPO else 1
 
 
 class DpoLoss(StrEnum):
@@ -178,7 +156,6 @@ class DataFormat(StrEnum):
     MESSAGES = "messages"
     TEXT = "text"
     PREFERENCE = "preference"
-    UNPAIRED = "unpaired"
 
 
 class Column(StrEnum):
@@ -202,7 +179,6 @@ class Column(StrEnum):
     FUNCTIONS = "functions"
     IMAGES = "images"
     VIDEOS = "videos"
-    AUDIOS = "audios"
     WEIGHT = "weight"
     CHOSEN = "chosen"
     REJECTED = "rejected"

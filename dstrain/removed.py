@@ -8,6 +8,9 @@ from types import MappingProxyType
 _EXPORTED = "export-config says what a job needs without DeepSpeed."
 _TRAINED = "Jobs train with adamw, adamw_8bit, adamw_bf16 and muon."
 _COMPUTED = "Jobs train with full, chunked and fused."
+_KTO = "train by KTO with TRL's KTOTrainer; of preferences, task: dpo remains"
+_QGZ = "leave it out: write zero_quantized_gradients into ds_config.json, which lint explains"
+_REWARD = "train reward models with TRL's RewardTrainer; of preferences, task: dpo remains"
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "plan --states": _EXPORTED,
@@ -20,8 +23,27 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "plan --loss=in-place": _COMPUTED,
         "plan --loss=liger": _COMPUTED,
         "plan --loss=tiled": _COMPUTED,
+        "plan --task=kto": _KTO,
+        "plan --task=reward": _REWARD,
+        "gen-config --task=kto": _KTO,
+        "gen-config --task=reward": _REWARD,
+        "plan --qgz": _QGZ,
+        "plan --no-qgz": _QGZ,
+        "gen-config --qgz": _QGZ,
+        "gen-config --no-qgz": _QGZ,
+        "demo --task=kto": _KTO,
+        "demo --task=reward": _REWARD,
     }
 )
 """Words of a command line → what to type instead: `watch`, `run --sync`, `plan --task=kto`."""
-JOB: Mapping[str, str] = MappingProxyType({})
+JOB: Mapping[str, str] = MappingProxyType(
+    {
+        "kto": _KTO,
+        "reward": _REWARD,
+        "task=kto": _KTO,
+        "task=reward": _REWARD,
+        "data_format=unpaired": _KTO,
+        "audio_max_seconds": "dstrain trains on text, images and videos, not on sound",
+    }
+)
 """Keys of job.yaml, or one of their values → what to write instead: `kto`, `monitor.notify`, `task=kto`."""

@@ -95,8 +95,6 @@ def job_reference() -> str:
     prefixes = {
         "Job": "",
         "Dpo": "dpo.",
-        "Reward": "reward.",
-        "Kto": "kto.",
         "DataSource": "data[].",
         "Lora": "lora.",
         "RopeScaling": "rope_scaling.",

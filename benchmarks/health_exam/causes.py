@@ -22,7 +22,6 @@ CAUSES: Mapping[str, Callable[[Injection], None]] = {
     "slow data": delays.slow_data,
     "memory leak": faults.leak,
     "NaN in a batch": faults.bad_batch,
-    "NaN once": faults.bad_step,
     "random labels": faults.bad_labels,
     "learning rate x 100": faults.high_rate,
     "rising learning rate": faults.rising_rate,

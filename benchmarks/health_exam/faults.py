@@ -36,16 +36,6 @@ def bad_batch(injection: Injection) -> None:
         injection.trainer.model.get_input_embeddings().register_forward_hook(poison)
 
 
-def bad_step(injection: Injection) -> None:
-    """Makes the embeddings of one step of one rank NaN; the same micro-batches later are finite."""
-
-    def poison(_: Any, __: Any, output: torch.Tensor) -> torch.Tensor:
-        return output * float("nan") if _is_onset(injection) else output
-
-    if injection.rank == injection.on_rank:
-        injection.trainer.model.get_input_embeddings().register_forward_hook(poison)
-
-
 def _is_onset(injection: Injection) -> bool:
     trainer = injection.trainer
     return bool(trainer.model.training) and int(trainer.state.global_step) + 1 == injection.onset

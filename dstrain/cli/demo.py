@@ -13,8 +13,10 @@ from typing import Any
 
 import click
 
+from dstrain.choices import Task
 from dstrain.cli.console import answer_json, say
 from dstrain.cli.output.run import summary, summary_rows
+from dstrain.cli.types import Choice
 from dstrain.config.document import Change
 from dstrain.config.edits import edit_yaml
 from dstrain.errors import EnvironmentProblem, RunFailed
@@ -29,9 +31,6 @@ EXPERTS = 8
 """Experts of each layer with `--moe`."""
 PATCHES = 48
 """Patches of a picture with `--images`."""
-NO_PREFERENCE = "loss of a model without preference"
-BARS = {"dpo": (NO_PREFERENCE, math.log(2)), "reward": (NO_PREFERENCE, math.log(2)), "kto": (NO_PREFERENCE, 0.5)}
-"""What a model has to beat that learns of preferences: by task, the name of a loss and the loss."""
 SETTINGS = {
     "logging_steps": "10",
     "save_total_limit": "1",
@@ -58,9 +57,7 @@ ALL_PARTS = ("--no-freeze-vision-tower", "--no-freeze-multi-modal-projector")
     show_default=True,
     help="Optimizer steps; after a few, nothing is learned yet, which ends with exit code 1.",
 )
-@click.option(
-    "--task", type=click.Choice(["sft", "pretrain", *BARS]), default="sft", show_default=True, help="What is trained."
-)
+@click.option("--task", type=Choice(Task), default=Task.SFT, show_default=True, help="What is trained.")
 @click.option("--moe", is_flag=True, help=f"Train a mixture of {EXPERTS} experts, with the loss that balances them.")
 @click.option("--images", is_flag=True, help="Train a vision-language model to say what is in pictures.")
 @click.option("--json", "as_json", is_flag=True, help="Print the table as JSON to stdout.")
@@ -70,7 +67,7 @@ def command(
     offload: str | None,
     hostfile: Path | None,
     steps: int,
-    task: str,
+    task: Task,
     moe: bool,
     images: bool,
     as_json: bool,
@@ -86,10 +83,10 @@ def command(
       dstrain demo demo3 --zero-stage 3
       dstrain demo pictures --images --zero-stage 3
     """
-    if images and (moe or task != "sft"):
+    if images and (moe or task is not Task.SFT):
         raise click.UsageError(f"--images does not go with {'--moe' if moe else f'--task {task}'}")
     folder = folder.resolve()
-    kinds = (f"output-zero{zero_stage}", offload, moe and "moe", images and "images", task != "sft" and task)
+    kinds = (f"output-zero{zero_stage}", offload, moe and "moe", images and "images", task is not Task.SFT and task)
     output = _free_name(folder, "-".join(kind for kind in kinds if kind))
     made = _build(folder, ["--images"] if images else ["--experts", str(EXPERTS if moe else 0), "--task", task])
     gpus = len(probe.local_gpus())
@@ -100,24 +97,25 @@ def command(
     sizes = ["--global-batch", str(8 * (gpus or RANKS)), *_sizes(task, images=images)]
     _type(["gen-config", "--model", "./model", *where, *choice, *sizes, *data], folder)
     _set_rate(folder / "job.yaml", RATE_OF_IMAGES if images else RATE)
-    settings = _settings(steps, balances=moe and task not in BARS)
+    settings = _settings(steps, balances=moe and task is not Task.DPO)
     _type(["run", *(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))], folder)
-    bar = BARS.get(task, (_bar_name(task, images=images), made["loss_to_beat"]))
-    _tell(bar, RunDir(folder / output), folder, as_json=as_json)
+    _tell(_bar(task, made["loss_to_beat"], images=images), RunDir(folder / output), folder, as_json=as_json)
 
 
-def _bar_name(task: str, *, images: bool) -> str:
-    """Returns the name of the loss to beat."""
+def _bar(task: Task, entropy: float, *, images: bool) -> tuple[str, float]:
+    """Returns the name of the loss to beat, and the loss; `entropy` is that of the data."""
+    if task is Task.DPO:
+        return "loss of a model without preference", math.log(2)
     if images:
-        return "loss of a model without pictures"
-    return f"unigram entropy of its {'texts' if task == 'pretrain' else 'answers'}"
+        return "loss of a model without pictures", entropy
+    return f"unigram entropy of its {'texts' if task is Task.PRETRAIN else 'answers'}", entropy
 
 
-def _sizes(task: str, *, images: bool) -> list[str]:
+def _sizes(task: Task, *, images: bool) -> list[str]:
     """Returns the options of gen-config for the samples of a task."""
     if images:
         return ["--seq-len", "64", "--image-patches", str(PATCHES), *ALL_PARTS]
-    return ["--seq-len", "256", "--task", task, *([] if task in BARS else ["--packing"])]
+    return ["--seq-len", "256", "--task", task, *([] if task is Task.DPO else ["--packing"])]
 
 
 def _set_rate(path: Path, rate: float) -> None:

@@ -40,7 +40,7 @@ JOB = "job.yaml"
     help="Release whose known faults to report, such as 0.18.9.  [default: the installed one]",
 )
 @click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="Rule to skip, such as DS701.")
-@click.option("--check-images", is_flag=True, help="Read every image, video and audio of the data, not only find it.")
+@click.option("--check-images", is_flag=True, help="Read every image and video of the data, not only find it.")
 @click.option("--fix", is_flag=True, help="Apply safe fixes; every other byte stays.")
 @click.option("-n", "--dry-run", is_flag=True, help="With --fix: print the fixed text and write nothing.")
 @TRUST

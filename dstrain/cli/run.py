@@ -90,7 +90,7 @@ class Options:
 )
 @click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: one that is free]")
 @click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="Rule of lint to skip, such as DS802.")
-@click.option("--check-images", is_flag=True, help="Read every image, video and audio of the data, not only find it.")
+@click.option("--check-images", is_flag=True, help="Read every image and video of the data, not only find it.")
 @click.option(
     "--max-restarts",
     type=click.IntRange(0),

@@ -34,7 +34,7 @@ from dstrain.choices import (
 from dstrain.job.data_source import DataSource, Positive, PositiveFloat, Sources, listed
 from dstrain.job.model_changes import Lora, Ratio, RopeScaling
 from dstrain.job.monitor import HealthLimits, HealthRule, Monitor, Samples
-from dstrain.job.task_losses import Dpo, Kto, Reward
+from dstrain.job.task_losses import Dpo
 from dstrain.records import type_config
 
 Beta = Annotated[float, Ge(0), Lt(1)]
@@ -54,13 +54,9 @@ class Job:
     output_dir: str
     """The run directory: metrics, checkpoints, the final model."""
     task: Task = Task.SFT
-    """`sft` (conversations), `pretrain` (texts), `dpo` or `reward` (pairs of answers), or `kto` (labeled answers)."""
+    """`sft` (conversations), `pretrain` (texts) or `dpo` (pairs of answers)."""
     dpo: Dpo = field(default_factory=Dpo)
     """The loss, for `dpo`."""
-    reward: Reward = field(default_factory=Reward)
-    """The loss, for `reward`."""
-    kto: Kto = field(default_factory=Kto)
-    """The loss, for `kto`."""
     data: Sources | None = None
     """Training data: a JSONL, JSON, Parquet or Arrow file, a glob, a data set id on the hub, or a list of data sets."""
     eval_data: Sources | None = None
@@ -68,7 +64,7 @@ class Job:
     val_split: PositiveFloat | None = None
     """Samples of `data` held out for evaluation, in place of `eval_data`: a share below 1, or a number."""
     data_format: DataFormat = DataFormat.AUTO
-    """`alpaca` (also other questions), `messages` (also ShareGPT), `text`, `preference`, `unpaired`, or `auto`."""
+    """`alpaca` (also other questions), `messages` (also ShareGPT), `text`, `preference`, or `auto`."""
     columns: Mapping[Column, str] = field(default_factory=dict)
     """Columns of the data: the name that dstrain knows → the name in the file, such as `{question: Q, answer: A}`."""
     system: str | None = None
@@ -124,8 +120,6 @@ class Job:
     """Frames of a video per second, also of a list of frames; default: the processor's (2 in Qwen3-VL)."""
     video_maxlen: Annotated[int, Ge(2)] | None = None
     """Frames of a video at most, evenly spaced; default: the processor's (768 in Qwen3-VL)."""
-    audio_max_seconds: Annotated[float, Ge(0.1)] | None = None
-    """Seconds of an audio at most, from its beginning; default: what the processor takes (30 in Qwen2-Audio)."""
     image_patches: Annotated[int, Ge(0)] = 0
     """Patches of all images and videos of a sample, for estimates of memory and speed alone."""
     freeze_vision_tower: bool = True
@@ -143,7 +137,7 @@ class Job:
     chat_template: str | None = None
     """A chat template, or a file with one; default: the model's own."""
     micro_batch: Positive = 1
-    """Samples (with packing: rows; for `dpo` and `reward`: pairs) per forward pass of one GPU."""
+    """Samples (with packing: rows; for `dpo`: pairs) per forward pass of one GPU."""
     grad_accum: Positive = 1
     """Micro-batches per optimizer step."""
     sp: Positive = 1

@@ -68,7 +68,6 @@ SYNONYMS = MappingProxyType(
         "max_frames": "video_maxlen",
         "fps_max_frames": "video_maxlen",
         "fps": "video_fps",
-        "max_audio_len": "audio_max_seconds",
         "resume_from_checkpoint": "resume",
         "deepspeed": "ds_config",
         "lora_rank": "lora: rank",

@@ -36,8 +36,8 @@ class TaskLimit:
     """The supported values; the first one works always."""
     why: str
     """The reason, as the end of a sentence."""
-    tasks: frozenset[Task] = frozenset(task for task in Task if task.has_own_loss)
-    """The tasks, by default those with a loss of whole answers."""
+    task: Task = Task.DPO
+    """The task."""
     advice: str | None = None
     """The remedy, if another key has to change; default: to write `instead`."""
 
@@ -48,7 +48,7 @@ class TaskLimit:
     @property
     def says(self) -> str:
         """The limit in words."""
-        return f"task {', '.join(sorted(self.tasks))} needs {self.instead}: {self.why}"
+        return f"task {self.task} needs {self.instead}: {self.why}"
 
     @property
     def instead(self) -> str:
@@ -66,13 +66,6 @@ LIMITS = (
         key="loss",
         values=(LossKernel.CHUNKED, LossKernel.FULL),
         why="it needs a sum for each answer, and the fused loss has one for all tokens",
-        tasks=frozenset(task for task in Task if task.has_own_loss and not task.has_score),
-    ),
-    TaskLimit(
-        key="loss",
-        values=(LossKernel.FULL,),
-        why="its head has one output, so there are no logits to save",
-        tasks=frozenset(task for task in Task if task.has_score),
     ),
     TaskLimit(key="packing", values=(False,), why="each answer has a row of its own"),
     TaskLimit(key="sp", values=(1,), why="an answer cannot be split between ranks"),
@@ -80,46 +73,28 @@ LIMITS = (
     TaskLimit(key="ep", values=(1,), why="it was not tried with shared experts"),
     TaskLimit(key="router_aux_loss_coef", values=(None, 0.0), why="its loss has no place for that of routers"),
     TaskLimit(key="loss_on", values=(LossOn.ANSWER, LossOn.LAST), why="only the last answer counts"),
-    TaskLimit(
-        key="data_format",
-        values=(DataFormat.AUTO, DataFormat.PREFERENCE),
-        why="it trains on pairs of answers",
-        tasks=frozenset(task for task in Task if task.rows == 2),
-    ),
-    TaskLimit(
-        key="data_format",
-        values=(DataFormat.AUTO, DataFormat.UNPAIRED),
-        why="it trains on answers that are marked as desirable or not",
-        tasks=frozenset({Task.KTO}),
-    ),
+    TaskLimit(key="data_format", values=(DataFormat.AUTO, DataFormat.PREFERENCE), why="it trains on pairs of answers"),
     TaskLimit(
         key="data_format",
         values=(DataFormat.AUTO, DataFormat.TEXT),
         why="it trains on texts",
-        tasks=frozenset({Task.PRETRAIN}),
+        task=Task.PRETRAIN,
     ),
     TaskLimit(
         key="data_format",
         values=(DataFormat.AUTO, DataFormat.MESSAGES, DataFormat.ALPACA, DataFormat.TEXT),
         why="it has one answer for each question",
-        tasks=frozenset({Task.SFT}),
+        task=Task.SFT,
     ),
 )
 """Settings that tasks do not support; the first six keys are choices of the planner as well."""
 
 WITH_MEDIA = (
-    TaskLimit(key="task", values=(Task.DPO, Task.KTO, Task.SFT), why="scores of them were not tried"),
     TaskLimit(key="samples", values=(None,), why="generation was not tried with them"),
     TaskLimit(key="sp", values=(1,), why="they are not shared by ranks"),
     TaskLimit(key="tp", values=(1,), why="it was not tried with them"),
 )
-"""What data with images, videos or audios do not support yet."""
-WITH_AUDIOS = (
-    TaskLimit(key="task", values=(Task.SFT,), why="pairs and marked answers were not tried with them"),
-    TaskLimit(key="streaming", values=(False,), why="their tokens were not tried in a stream"),
-    TaskLimit(key="ep", values=(1,), why="it was not tried with them"),
-)
-"""What data with audios do not support yet."""
+"""What data with images or videos do not support yet."""
 _UNKNOWN_POSITIONS = TaskLimit(
     key="packing", values=(False,), why="in packed rows, their positions are not known of this model's family"
 )
@@ -198,7 +173,7 @@ def _broken_by_streaming(job: Job) -> Iterator[tuple[TaskLimit, str]]:
 
 def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
     """Yields the limits that a job exceeds, and the problem in words."""
-    yield from _exceeded(job, (limit for limit in LIMITS if job.task in limit.tasks), f"task {job.task} does")
+    yield from _exceeded(job, (limit for limit in LIMITS if job.task is limit.task), f"task {job.task} does")
     if job.method is not Method.FULL:
         embedding = () if "embed_tokens" in job.lora.modules_to_save else (FROZEN_EMBEDDING,)
         yield from _exceeded(job, (*WITH_ADAPTERS, *BY_NAME, *embedding), f"method {job.method} does")
@@ -213,17 +188,16 @@ def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
 
 
 def broken_by_media(job: Job, columns: Sequence[str], *, packs: bool) -> Iterator[tuple[TaskLimit, str]]:
-    """Yields the limits of data with images, videos or audios that a job exceeds, and the problem in words.
+    """Yields the limits of data with images or videos that a job exceeds, and the problem in words.
 
     `columns`: the media of the data. `packs`: whether the family's positions in packed rows are known.
     """
-    limits = limits_of_media(hears="audios" in columns, packs=packs)
-    yield from _exceeded(job, limits, f"data with {' and '.join(columns)} do")
+    yield from _exceeded(job, limits_of_media(packs=packs), f"data with {' and '.join(columns)} do")
 
 
-def limits_of_media(*, hears: bool, packs: bool) -> tuple[TaskLimit, ...]:
-    """Returns the limits of data with images, videos or, if the model hears, audios; `packs` as above."""
-    return (*WITH_MEDIA, *(WITH_AUDIOS if hears else ()), *(() if packs else (_UNKNOWN_POSITIONS,)))
+def limits_of_media(*, packs: bool) -> tuple[TaskLimit, ...]:
+    """Returns the limits of data with images or videos; `packs` as above."""
+    return WITH_MEDIA if packs else (*WITH_MEDIA, _UNKNOWN_POSITIONS)
 
 
 def _exceeded(job: Job, limits: Iterable[TaskLimit], subject: str) -> Iterator[tuple[TaskLimit, str]]:
@@ -242,7 +216,7 @@ def require_for_media(job: Job, columns: Sequence[str], *, packs: bool) -> None:
 def require_format(task: Task, data_format: DataFormat) -> None:
     """Raises InvalidConfig for data in a format that a task does not support."""
     for limit in LIMITS:
-        if limit.key == "data_format" and task in limit.tasks and data_format not in limit.values:
+        if limit.key == "data_format" and task is limit.task and data_format not in limit.values:
             raise InvalidConfig(limit.problem(f"task {task} does", data_format), hint=limit.instead)
 
 

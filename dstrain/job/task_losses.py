@@ -25,27 +25,3 @@ class Dpo:
     """Share of pairs whose preference is wrong, for `robust`."""
     sft_weight: Annotated[float, Ge(0)] = 0.0
     """Weight of the chosen answer's own loss per token, which is added: `rpo_alpha` of ms-swift."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reward:
-    """The loss of `task: reward`, by TRL's names."""
-
-    __pydantic_config__ = type_config
-
-    center_rewards_coefficient: Annotated[float, Ge(0)] = 0.0
-    """Weight of the squared sum of both rewards of a pair, which keeps rewards around 0; TRL recommends 0.01."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kto:
-    """The loss of `task: kto`, by TRL's names."""
-
-    __pydantic_config__ = type_config
-
-    beta: Annotated[float, Gt(0)] = 0.1
-    """How closely the model keeps to the reference, which is the model before training."""
-    desirable_weight: Annotated[float, Gt(0)] = 1.0
-    """Weight of the losses of desirable answers."""
-    undesirable_weight: Annotated[float, Gt(0)] = 1.0
-    """Weight of those of undesirable ones; weighted sums of 1:1 to 4:3 (desirable to undesirable) are recommended."""

@@ -195,8 +195,6 @@ class Zero:
     """Ranks that share ZeRO++'s secondary copy of the parameters; 1: no such copy."""
     qwz: bool = False
     """Whether parameters are gathered in 8 bits (ZeRO++), which rounds them."""
-    qgz: bool = False
-    """Whether gradients are reduced in 4 bits between nodes (ZeRO++), which rounds them."""
 
     @property
     def is_offloaded(self) -> bool:

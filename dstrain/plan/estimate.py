@@ -182,7 +182,6 @@ def _zero(model: ModelFacts, section: Mapping[str, Any]) -> Zero:
         offload_ratio=ratio,
         hpz=max(1, _within("zero_hpz_partition_size", hpz, 0, _LARGEST)),
         qwz=stage == 3 and section.get("zero_quantized_weights") is True,
-        qgz=stage == 3 and section.get("zero_quantized_gradients") is True,
         overlap_comm=stage == 3 if overlaps is None else bool(overlaps),
         pin_memory=bool(optimizer.get("pin_memory", True)),
         **{key.removeprefix("stage3_"): number(key) for key in _SIZES},

@@ -20,7 +20,7 @@ def label(configuration: Configuration) -> str:
     if zero.is_offloaded and zero.offload_ratio != 1:
         words[0] += f" of {100 * zero.offload_ratio:.0f} %"
     words += [f"{name} {value}" for name, value in _degrees(configuration) if value > 1]
-    words += [name for name, is_on in (("qwZ", zero.qwz), ("qgZ", zero.qgz)) if is_on]
+    words += ["qwZ"] if zero.qwz else []
     words += ["Liger"] if configuration.kernels.liger else []
     if zero.is_offloaded and not zero.pin_memory:
         words.append("pageable memory")
@@ -50,7 +50,6 @@ def short_label(configuration: Configuration) -> str:
     words += [f"{name.lower()}{value}" for name, value in _degrees(configuration) if value > 1]
     words += ["liger"] if configuration.kernels.liger else []
     words += ["qwz"] if zero.qwz else []
-    words += ["qgz"] if zero.qgz else []
     words += ["pageable"] if zero.is_offloaded and not zero.pin_memory else []
     return " ".join(words)
 

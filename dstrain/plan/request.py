@@ -60,8 +60,6 @@ class Request:
     """GPUs of a node that share a second copy of ZeRO-3's parameters (ZeRO++); 1: no copy; None: chosen."""
     qwz: bool = False
     """Whether ZeRO-3 gathers parameters in 8 bits (ZeRO++)."""
-    qgz: bool = False
-    """Whether ZeRO-3 reduces gradients in 4 bits between nodes (ZeRO++)."""
     precision: Precision | None = None
     """Dtype of forward and backward."""
     attn: Attention | None = None

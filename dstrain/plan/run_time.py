@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dstrain.choices import Interval
+from dstrain.choices import Interval, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.best_fit import best_fit
 from dstrain.facts.data.lengths import Lengths
-from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.vision_towers import packs_media
+from dstrain.facts.model.vision_towers import PACKS_IMAGES
 from dstrain.facts.workload import Workload
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import limits_of_media
@@ -97,7 +96,7 @@ def with_lengths(
     if lengths.has_media:
         request = for_media(request, model)
     limit = row_tokens(request, model)
-    if request.packing is None and not request.task.has_own_loss and _keeps_apart(model, lengths):
+    if request.packing is None and request.task is not Task.DPO and _keeps_apart(model, lengths):
         items, scale = _rows(lengths, limit, is_packed=True), lengths.num_samples / len(lengths.tokens)
         steps = max_steps or len(items) * scale * epochs / (request.global_batch or DEFAULT_GLOBAL_BATCH)
         fill = sum(min(length, limit) for length in lengths.tokens) / len(lengths.tokens) / limit
@@ -110,25 +109,24 @@ def with_lengths(
 
 
 def for_media(request: Request, model: ModelFacts) -> Request:
-    """Returns the request without the choices that a run on images, videos or audios refuses.
+    """Returns the request without the choices that a run on images or videos refuses.
 
     Raises InvalidConfig if it asks for one.
     """
-    hears = model.model_type in TRAINS_AUDIO
-    limits = limits_of_media(hears=hears, packs=packs_media(model.model_type))
+    limits = limits_of_media(packs=model.model_type in PACKS_IMAGES)
     for limit in (limit for limit in limits if hasattr(request, limit.key)):  # others are no choice of a plan
         asked = getattr(request, limit.key)
         if asked is None:
             request = replace(request, **{limit.key: limit.values[0]})
         elif asked not in limit.values:
-            problem = limit.problem(f"data with {'audios' if hears else 'images or videos'} do", asked)
+            problem = limit.problem("data with images or videos do", asked)
             raise InvalidConfig(problem, hint=f"Leave --{limit.key} out, or name other data.")
     return request
 
 
 def _keeps_apart(model: ModelFacts, lengths: Lengths) -> bool:
     """Returns whether a family is known to keep the samples of a row apart, and their images if they have any."""
-    return has_layer_code(model) and (not lengths.has_media or packs_media(model.model_type))
+    return has_layer_code(model) and (not lengths.has_media or model.model_type in PACKS_IMAGES)
 
 
 def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job, *, eval_samples: int = 0) -> RunTime:
@@ -201,8 +199,7 @@ def _times(strategy: Interval, interval: float | None, steps: int, per_epoch: in
 def _forward_share(workload: Workload, configuration: Configuration) -> float:
     """Returns the share of a micro-batch's forward passes in the time of a step."""
     alone, whole = forward_s(workload, configuration), speed(workload, configuration)
-    passes = configuration.batch.task.forward_passes
-    return passes * alone / whole.step_s if alone is not None and whole is not None else 0.0
+    return alone / whole.step_s if alone is not None and whole is not None else 0.0
 
 
 def _rows(lengths: Lengths, seq_len: int, *, is_packed: bool) -> list[int]:
@@ -215,7 +212,7 @@ def _rows(lengths: Lengths, seq_len: int, *, is_packed: bool) -> list[int]:
 
 def _packed(model: ModelFacts, c: Configuration, lengths: Lengths) -> list[int]:
     """Returns the tokens of each row that samples would share; none if they do already, or cannot."""
-    if c.batch.packing or c.batch.task.has_own_loss or not _keeps_apart(model, lengths):
+    if c.batch.packing or c.batch.task is Task.DPO or not _keeps_apart(model, lengths):
         return []
     return _rows(lengths, c.batch.seq_len, is_packed=True)
 

@@ -13,7 +13,6 @@ from dstrain.facts.model import parts
 from dstrain.job.model_changes import ALL_EXPERTS, Lora, read_adapter, shape_of_adapter
 from dstrain.job.schema import Job
 from dstrain.plan.named_parts import unknown_experts
-from dstrain.train import scoring
 from dstrain.train.checkpoints.saved_model import shape_of
 
 
@@ -79,8 +78,8 @@ def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype 
         target_parameters=_adapted_experts(lora, model),
         exclude_modules=rf".*\.({others})\..*" if parts.has_tower(model.config) else None,
         modules_to_save=list(lora.modules_to_save) or None,
-        ensure_weight_tying=bool(lora.modules_to_save) and is_tied(model) and not scoring.has_score(model),
-        task_type="SEQ_CLS" if scoring.has_score(model) else "CAUSAL_LM",  # whose score trains whole
+        ensure_weight_tying=bool(lora.modules_to_save) and is_tied(model),
+        task_type="CAUSAL_LM",
     )
     if grad_ckpt:
         require_input_grads(model)
@@ -130,7 +129,7 @@ def untie(model: Any) -> bool:
 
     base = model.get_base_model()
     ends = (base.get_input_embeddings(), base.get_output_embeddings())
-    if scoring.has_score(base) or not is_tied(base) or not any(isinstance(end, BaseTunerLayer) for end in ends):
+    if not is_tied(base) or not any(isinstance(end, BaseTunerLayer) for end in ends):
         return False
     head = getattr(ends[1], "base_layer", ends[1])
     head.weight = torch.nn.Parameter(head.weight.detach().clone())

@@ -30,17 +30,6 @@ def _pairs(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         yield {"prompt": [question], "chosen": [answer], "rejected": [{**answer, "content": backwards}]}
 
 
-def _labeled(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yields answers with a label: docstrings, and of every other function its docstring from last word to first."""
-    for number, pair in enumerate(_pairs(samples)):
-        is_desirable = number % 2 == 0
-        yield {
-            "prompt": pair["prompt"],
-            "completion": pair["chosen" if is_desirable else "rejected"],
-            "label": is_desirable,
-        }
-
-
 def texts(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yields functions with their docstrings, as texts."""
     for sample in samples:
@@ -50,6 +39,6 @@ def texts(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 ROWS: Mapping[Task, Callable[[Sequence[dict[str, Any]]], Iterable[dict[str, Any]]]] = MappingProxyType(
-    {Task.SFT: list, Task.PRETRAIN: texts, Task.DPO: _pairs, Task.REWARD: _pairs, Task.KTO: _labeled}
+    {Task.SFT: list, Task.PRETRAIN: texts, Task.DPO: _pairs}
 )
 """The rows of a task's data, from conversations."""

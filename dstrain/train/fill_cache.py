@@ -18,7 +18,6 @@ from dstrain.records import from_data, to_data
 from dstrain.train import job_data
 from dstrain.train.data.prepare import PreparedData
 from dstrain.train.data.tokenized import cache_folder
-from dstrain.train.tasks.objective import objective_of
 from dstrain.train.tokenizer import source_of
 
 
@@ -34,7 +33,7 @@ def fill(job: Job, out: TextIO) -> Prepared:
     task_limits.require(job)
     if job.streaming:
         raise InvalidConfig("streaming is true: nothing is tokenized ahead of the run", hint="streaming: false")
-    data = job_data.load(job, source_of(job), objective_of(job), report)
+    data = job_data.load(job, source_of(job), report)
     assert isinstance(data.train, PreparedData)
     both = [data.train, *([data.eval] if data.eval is not None else [])]
     return Prepared(

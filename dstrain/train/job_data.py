@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from dstrain.choices import Task
 from dstrain.job.schema import Job
 from dstrain.train.data.image_processor import load_media_reader
 from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.streamed import StreamedData, streamed
 from dstrain.train.data.tokenized import SEQUENCES, Report, with_media
-from dstrain.train.tasks.objective import Objective
+from dstrain.train.preferences.pairs import PAIRS
 from dstrain.train.tokenizer import load_tokenizer
 
 
@@ -22,7 +23,7 @@ class JobData:
 
     tokenizer: Any
     media_reader: MediaReader | None
-    """Reads images, videos and audios; None: the model has no tower, or the task takes none."""
+    """Reads images and videos; None: the model has no tower."""
     train: PreparedData | StreamedData
     eval: PreparedData | None
 
@@ -32,14 +33,14 @@ class JobData:
         return [note for data in (self.train, self.eval) if data for note in data.notes]
 
 
-def load(job: Job, source: str, objective: Objective | None, report: Report) -> JobData:
+def load(job: Job, source: str, report: Report) -> JobData:
     """Returns the data of a job; `source` has its tokenizer.
 
     Raises InvalidConfig with file and line for an unusable row.
     """
     tokenizer = load_tokenizer(job, source)
-    media_reader = None if job.task.has_score else load_media_reader(job, source, tokenizer)
-    form = objective.form if objective else SEQUENCES
+    media_reader = load_media_reader(job, source, tokenizer)
+    form = PAIRS if job.task is Task.DPO else SEQUENCES
     form = with_media(form, media_reader) if media_reader else form
     tokens = partial(prepare, job, tokenizer, report=report, form=form)
     if job.streaming:

@@ -62,7 +62,7 @@ def computes_own_loss(model: Any) -> bool:
 def asked_loss(model: Any) -> Callable[..., torch.Tensor]:
     """Returns the loss that a model should ask for, as the Trainer calls it in its place: a mean over a step's tokens.
 
-    Source: transformers 5.23 models/qwen2_audio/modeling_qwen2_audio.py, which takes that of each micro-batch.
+    Source: transformers 5.23 trainer.py: Trainer.compute_loss, `compute_loss_func`.
     """
     base = without_adapter(model)
     vocab_size = base.config.get_text_config().vocab_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
@@ -14,12 +14,12 @@ from transformers.integrations.deepspeed import deepspeed_config
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.utils.logging import set_tqdm_hook
 
-from dstrain.choices import LossKernel, Method
-from dstrain.errors import EnvironmentProblem
+from dstrain.choices import LossKernel, Method, Task
+from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.ds_config import zero_stage
 from dstrain.facts.model.parts import ALIGNER, VISION, has_tower
 from dstrain.job.schema import Job
-from dstrain.train import adapters, model_parts, rope_scaling, scoring
+from dstrain.train import adapters, model_parts, rope_scaling
 from dstrain.train.arguments import is_deepcompile
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
 from dstrain.train.compiled_layers import compile_layers
@@ -28,8 +28,8 @@ from dstrain.train.loss import replace_loss
 from dstrain.train.tiled_mlp import tile_mlps
 from dstrain.train.tokenizer import cannot_load
 
-_NOT_QUANTIZED = (*(rf"(.*\.)?{name}" for name in sorted(VISION | ALIGNER)), "lm_head", "score")
-"""Patterns of the modules of a model that sees or hears that QLoRA leaves as they are. Source: transformers 5.23
+_NOT_QUANTIZED = (*(rf"(.*\.)?{name}" for name in sorted(VISION | ALIGNER)), "lm_head")
+"""Patterns of the modules of a vision-language model that QLoRA leaves as they are. Source: transformers 5.23
 quantizers/quantizers_utils.py: should_convert_module; a list replaces the head, which is left out by default."""
 
 
@@ -39,15 +39,14 @@ def load_model(
     ds_config: Mapping[str, Any],
     *,
     num_tokens: int = 0,
-    pad_token_id: int | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Any:
     """Returns the model in the job's dtype, ready for training; with an adapter for `lora` and `qlora`.
 
     Under ZeRO-3 the TrainingArguments and DeepSpeed's process group must exist already: Transformers then partitions
     every weight as it loads; otherwise each rank would hold the whole model. `num_tokens` are those of the tokenizer,
-    with the new ones of the job; `pad_token_id` is its padding, behind which no reward model looks. `report` is called
-    with the number of loaded tensors and of all tensors, except under ZeRO-3.
+    with the new ones of the job. `report` is called with the number of loaded tensors and of all tensors, except under
+    ZeRO-3.
     """
     options: dict[str, Any] = {
         "dtype": DTYPES[job.precision],
@@ -61,12 +60,11 @@ def load_model(
         rope_scaling.scale(config, job.rope_scaling)
         _unpack_mxfp4(config)
         with _counting(report), _shapes_before_partitioning(), _whole_while_loading():
-            model = _loaded(config, job, source, options)
+            _require_logits(config, job)
+            model = family_of(config).from_pretrained(source, config=config, **options)
     except (OSError, ValueError, ImportError) as error:
         raise cannot_load("model", job, error) from error
     _prepare(model, job, num_tokens)
-    if pad_token_id is not None and job.task.has_score:
-        scoring.set_padding(model, pad_token_id)
     if job.method is not Method.FULL:
         dtype = DTYPES[job.precision] if zero_stage(ds_config) < 3 else None  # ZeRO-3 has partitioned the matrices
         model = adapters.of_job(model, job, dtype=dtype)
@@ -74,24 +72,18 @@ def load_model(
     return model
 
 
-def _loaded(config: Any, job: Job, source: str, options: Mapping[str, Any]) -> Any:
-    """Returns the model with the head of the job's task; a new score is drawn."""
-    if not job.task.has_score:
-        scoring.require_head(config, job)
-        return family_of(config).from_pretrained(source, config=config, **options)
-    is_new, family = not scoring.is_scoring(config), scoring.with_score(config)
-    with scoring.expecting_new_score(config) if is_new else nullcontext():
-        model = family.from_pretrained(source, config=config, **options)
-    if is_new:
-        scoring.draw_score(model, job.seed)
-    return model
+def _require_logits(config: Any, job: Job) -> None:
+    """Raises InvalidConfig for a reward model, whose head would be drawn anew."""
+    if any(name.endswith("ForSequenceClassification") for name in getattr(config, "architectures", None) or ()):
+        problem = f"model: {job.model} is a reward model, without logits of the vocabulary"
+        raise InvalidConfig(problem, hint="Train a reward model with TRL's RewardTrainer.")
 
 
 def _replace_parts(model: Any, job: Job, ds_config: Mapping[str, Any]) -> None:
     """Makes a model compute as the job says; tiles are of the MLPs that Liger has replaced."""
     if job.liger:
         replace_kernels(model)
-    if job.loss is not LossKernel.FULL and not job.task.has_own_loss:
+    if job.loss is not LossKernel.FULL and job.task is not Task.DPO:
         replace_loss(model, job.loss)
     if job.tiled_mlp:
         tile_mlps(model)

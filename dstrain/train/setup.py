@@ -13,6 +13,7 @@ import torch
 import transformers
 from transformers import TrainingArguments
 
+from dstrain.choices import Task
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.heartbeat import Phase, Sender
@@ -48,15 +49,14 @@ from dstrain.train.data.streamed import StreamedData
 from dstrain.train.generate import SamplesCallback
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
+from dstrain.train.preferences.dpo import DpoObjective
+from dstrain.train.preferences.pairs import PairCollator
+from dstrain.train.preferences.trainer import DpoTrainer
 from dstrain.train.preflight.checks import Checks
 from dstrain.train.process_group import connect, observed
 from dstrain.train.rank import Rank
 from dstrain.train.saving import require_weights
-from dstrain.train.scoring import note_on_padding
 from dstrain.train.sequence_parallel import SequenceParallelTrainer
-from dstrain.train.tasks.objective import Objective, objective_of
-from dstrain.train.tasks.samples import SampleCollator
-from dstrain.train.tasks.trainer import TaskTrainer
 from dstrain.train.tensor_parallel import TensorParallelTrainer
 from dstrain.train.tokenizer import source_of
 from dstrain.train.trainer import Trainer
@@ -81,9 +81,7 @@ class TrainingSetup:
     """Observes those of training."""
     tokenizer: Any
     media_reader: MediaReader | None
-    """Reads images, videos and audios; None: the model has no tower, or scores whole sequences."""
-    objective: Objective | None
-    """The task, if its loss is not that of the model itself."""
+    """Reads images and videos; None: the model has no tower."""
     train_data: PreparedData | StreamedData
     eval_data: PreparedData | None
     model: Any
@@ -103,7 +101,6 @@ class TrainingSetup:
         """
         job, ds_config = inputs.job, inputs.ds_config
         _require_supported(job, ds_config)
-        objective = objective_of(job)
         on_gpu = torch.cuda.is_available()
         ranks.import_muon(ds_config)
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
@@ -116,7 +113,7 @@ class TrainingSetup:
         def report(_: str, done: int, total: int) -> None:
             heartbeat.count(Phase.TOKENIZING, done, total)
 
-        data = job_data.load(job, source, objective, report)
+        data = job_data.load(job, source, report)
         for note in data.notes:
             rank.say(note)
         _announce(job, rank, data.tokenizer)
@@ -130,7 +127,6 @@ class TrainingSetup:
             collectives=collectives,
             tokenizer=data.tokenizer,
             media_reader=data.media_reader,
-            objective=objective,
             train_data=data.train,
             eval_data=data.eval,
             model=_loaded(job, source, ds_config, data.tokenizer, heartbeat),
@@ -211,7 +207,7 @@ class TrainingSetup:
         speed = estimate.speed if estimate is not None else None
         on_gpu = torch.cuda.is_available()
         return Facts(
-            is_cross_entropy=not self.job.task.has_own_loss,
+            is_cross_entropy=self.job.task is not Task.DPO,
             vocab_size=without_adapter(self.model).config.get_text_config().vocab_size,
             max_grad_norm=self.job.max_grad_norm,
             device_bytes=torch.cuda.get_device_properties().total_memory if on_gpu else None,
@@ -222,9 +218,9 @@ class TrainingSetup:
 
     def _kind_of_trainer(self) -> Callable[..., Trainer]:
         """Returns the Trainer of a job's task or kind of parallelism."""
-        if self.objective is not None:
+        if self.job.task is Task.DPO:
             digest = self.eval_data.digest if self.eval_data else None
-            return partial(TaskTrainer, objective=self.objective, eval_digest=digest)
+            return partial(DpoTrainer, objective=DpoObjective(job=self.job), eval_digest=digest)
         if self.job.ep > 1:
             from dstrain.train.expert_parallel import ExpertParallelTrainer
 
@@ -233,14 +229,14 @@ class TrainingSetup:
 
     @property
     def _media(self) -> frozenset[str]:
-        """The columns of images, videos and audios that a sample of the data has."""
+        """The columns of images and videos that a sample of the data has."""
         return self.train_data.media | (self.eval_data.media if self.eval_data is not None else frozenset())
 
     def _whole_collator(self) -> CountingCollator | StreamCollator:
         counting = CountingCollator(self._collator())
         return StreamCollator(counting) if self.job.streaming else counting
 
-    def _collator(self) -> Collator | SampleCollator | MediaCollator:
+    def _collator(self) -> Collator | PairCollator | MediaCollator:
         plain = Collator(
             pad_token_id=int(self.tokenizer.pad_token_id),
             packing=self.job.packing,
@@ -254,7 +250,7 @@ class TrainingSetup:
             blanks = {column: reader.blank_tokens(self.tokenizer, column) for column in sorted(media)}
             dtype = DTYPES[self.job.precision]
             collator = MediaCollator.of(self.model, dtype, collator=plain, media_reader=reader, blanks=blanks)
-        return collator if self.objective is None else self.objective.collates(collator=collator)
+        return PairCollator(collator=collator) if self.job.task is Task.DPO else collator
 
     def summary(self, trainer: Trainer) -> dict[str, Any]:
         """Returns the content of `summary.json`."""
@@ -285,20 +281,18 @@ def _require_supported(job: Job, ds_config: Mapping[str, Any]) -> None:
 
 
 def _announce(job: Job, rank: Rank, tokenizer: Any) -> None:
-    """Says what is loaded, whether an adapter names another model than the job, and where scores are read."""
+    """Says what is loaded, and whether an adapter names another model than the job."""
     rank.say(f"loading {job.model}{f' and {job.adapter}' if job.adapter else ''}")
     if job.torch_compile:
         rank.say("torch_compile: the first pass compiles the layers, which takes minutes")
-    for note in (note_on_base(job), note_on_padding(tokenizer) if job.task.has_score else None):
-        if note is not None:
-            rank.say(f"note: {note}")
+    if (note := note_on_base(job)) is not None:
+        rank.say(f"note: {note}")
 
 
 def _loaded(job: Job, source: str, ds_config: Mapping[str, Any], tokenizer: Any, heartbeat: Sender) -> Any:
     """Returns the model, and tells how far its weights are."""
     counted = partial(heartbeat.count, Phase.WEIGHTS)
-    sizes = {"num_tokens": len(tokenizer), "pad_token_id": tokenizer.pad_token_id}
-    model = load_model(job, source, ds_config, **sizes, report=counted)
+    model = load_model(job, source, ds_config, num_tokens=len(tokenizer), report=counted)
     heartbeat.send(0, Phase.LOADING)
     return model
 

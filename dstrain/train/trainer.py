@@ -208,7 +208,7 @@ class Trainer(StreamingTrainer):
 
     def _add_to_checkpoint(self, folder: Path) -> None:
         """Writes the loss of the last micro-batch, which a resumed run computes again."""
-        own = resume_check.own_batch(self._batches[-1].inputs) if self._batches else None
+        own = resume_check.own_batch(self._last_inputs) if self._last_inputs is not None else None
         if self.args.save_only_model:
             return
         batches = resume_check.of_first_group(own, self._job.sp, self._group)

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,10 +19,9 @@ from dstrain.monitor.meter import COUNTS, Counts, Meter
 from dstrain.train.nonfinite_step import Evidence
 from dstrain.train.rank import Rank, of_all_ranks
 from dstrain.train.saving import SavingTrainer
-from dstrain.train.second_try import MicroBatchInputs, Outcome, known_races, random_state, try_again
 
 _MOST_TOLD = 3
-"""Steps whose gradients are not finite that are looked into, in a start: each costs a gather and the time of a step."""
+"""Steps whose gradients are not finite that are looked into, in a start: each costs a gather."""
 
 
 class WatchedTrainer(SavingTrainer):
@@ -43,7 +41,7 @@ class WatchedTrainer(SavingTrainer):
         self._gradients = Nonfinite("gradients", limit=job.stop_on_nonfinite, tell=metrics.tell)
         self._losses = Nonfinite("losses", limit=job.stop_on_nonfinite, tell=metrics.tell)
         self._evidence = Evidence()
-        self._batches: list[MicroBatchInputs] = []
+        self._last_inputs: dict[str, Any] | None = None  # of the last micro-batch of the present step
         self._num_told = 0
         self._num_first_skipped = 0
         self._rate = 0.0
@@ -56,8 +54,8 @@ class WatchedTrainer(SavingTrainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Returns the micro-batches of one step, and counts their tokens and the waiting time."""
         self._evidence.begin()
+        self._last_inputs = None
         self.meter.begin_step()
-        self._batches.clear()
         batches, items = super().get_batch_samples(self.meter.timed(epoch_iterator), num_batches, device)
         for batch in batches:
             if not self._counts_rows:
@@ -68,11 +66,9 @@ class WatchedTrainer(SavingTrainer):
     def training_step(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
         """Returns the loss of a micro-batch after its backward pass, and notes both until the step is done."""
         tokens, labels = inputs["input_ids"], inputs.get("labels")
-        if not self._batches:
-            self._random_state = random_state()
-            optimizer: Any = self.optimizer
-            self._rate = float(optimizer.param_groups[0]["lr"])
-        self._batches.append(MicroBatchInputs(inputs=dict(inputs), arguments=arguments, options=options))
+        optimizer: Any = self.optimizer
+        self._rate = float(optimizer.param_groups[0]["lr"])
+        self._last_inputs = dict(inputs)
         loss = super().training_step(model, inputs, *arguments, **options)
         self._evidence.note(loss, tokens, labels)
         return loss
@@ -83,18 +79,6 @@ class WatchedTrainer(SavingTrainer):
         Source: deepspeed 0.19.8 runtime/engine.py: _take_model_step.
         """
         return self._rate
-
-    def pass_again(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> torch.Tensor:
-        """Returns the loss of a micro-batch after its backward pass, of which nothing is noted."""
-        return super().training_step(model, inputs, *arguments, **options)
-
-    def _tell_nonfinite(self, *, was_skipped: bool) -> None:
-        """Writes who made gradients not finite, and whether a second try does so again; all ranks have the same."""
-        step = self.state.global_step
-        findings = self._evidence.findings(step, self.processing_class, self._group)
-        outcome = try_again(self, self._batches, self._random_state) if was_skipped and findings else None
-        more = f"{outcome}: {known_races()}" if outcome is Outcome.RACE else outcome
-        self._metrics.tell([replace(each, message=f"{each.message}; {more}") if more else each for each in findings])
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **options: Any) -> Any:
         """Returns the loss of a micro-batch, and times the forward pass."""
@@ -144,7 +128,7 @@ class WatchedTrainer(SavingTrainer):
         self._metrics.saved(time.monotonic() - began)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, grad_norm: Any, *arguments: Any, **options: Any) -> None:
-        """Logs, saves and evaluates; the time of a checkpoint, an evaluation or a second try does not count.
+        """Logs, saves and evaluates; the time of a checkpoint or an evaluation does not count.
 
         Transformers subtracts a logged loss from itself to begin anew, which leaves NaN for ever after one that is NaN.
         Raises RunFailed after too many consecutive steps without finite gradients; all ranks have the same norm.
@@ -156,7 +140,8 @@ class WatchedTrainer(SavingTrainer):
         if not is_finite and self._num_told < _MOST_TOLD:
             self._num_told += 1
             with self.meter.aside():
-                self._tell_nonfinite(was_skipped=skipped != self._skipped)
+                step = self.state.global_step
+                self._metrics.tell(self._evidence.findings(step, self.processing_class, self._group))
         self._gradients.note(self.state.global_step, is_finite=is_finite)
         is_logged = self.control.should_log
         is_long = self.control.should_evaluate or self.control.should_save

@@ -61,7 +61,7 @@ def test_a_key_of_the_job_is_explained_beside_that_of_the_engine(dstrain: Type, 
         ("activation_offload", 0, "whether the inputs of layers wait in host RAM"),
         ("activation_ofload", 3, 'Did you mean "activation_offload" of job.yaml?'),
         ("overlap_com", 3, 'Did you mean "zero_optimization.overlap_comm"'),
-        ("beta", 0, "kto.beta of job.yaml"),
+        ("beta", 0, "dpo.beta of job.yaml"),
         ("enabled", 3, 'several keys end with "enabled"'),
     ],
 )

@@ -121,19 +121,12 @@ def test_parts_that_cannot_train_are_refused(dstrain: Type, asked: tuple[str, ..
     assert problem in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("option", "key", "sent_as"),
-    [("qwz", "zero_quantized_weights", None), ("qgz", "zero_quantized_gradients", "fp16")],
-)
-def test_what_is_sent_in_few_bits_is_planned_written_and_read_back(
-    dstrain: Type, tmp_path: Path, option: str, key: str, sent_as: str | None
-) -> None:
+def test_what_is_sent_in_few_bits_is_planned_written_and_read_back(dstrain: Type, tmp_path: Path) -> None:
     sizes = []
-    for asked in ((f"--{option}",), ()):
+    for asked in (("--qwz",), ()):
         plan = json.loads(dstrain(*PLAN, *asked, "--json").stdout)["plans"][0]
-        written = json.loads((tmp_path / "ds_config.json").read_text())
-        assert (plan[option], written["zero_optimization"].get(key)) == ((True, True) if asked else (False, None))
-        assert written.get("communication_data_type") == (sent_as if asked else None)
+        zero = json.loads((tmp_path / "ds_config.json").read_text())["zero_optimization"]
+        assert (plan["qwz"], zero.get("zero_quantized_weights")) == ((True, True) if asked else (False, None))
         checked = json.loads(dstrain("lint", "--json").stdout)
         assert not [finding for finding in checked["findings"] if "quantized" in finding["problem"]]
         sizes.append(plan["memory"]["device_bytes_per_gpu"])
@@ -145,7 +138,6 @@ def test_what_is_sent_in_few_bits_is_planned_written_and_read_back(
     [
         ("--liger", "--liger: Triton compiles kernels for GPUs only\nWrite --no-liger."),
         ("--qwz", "--qwz: DeepSpeed's quantizer is a CUDA kernel\nWrite --no-qwz."),
-        ("--qgz", "--qgz: DeepSpeed's quantizer is a CUDA kernel\nWrite --no-qgz."),
         ("--activation-offload", "a CPU are in host RAM already\nWrite --no-activation-offload."),
     ],
 )

@@ -144,7 +144,6 @@ def test_it_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
         ("--lora-rank", "8", "--method", "lora"),
         ("--qwz",),
         ("--liger",),
-        ("--gpus", "16", "--gpus-per-node", "8", "--gpu", "v100-32gb", "--qgz"),
         ("--grad-ckpt", "--activation-offload"),
         ("--tiled-mlp", "--rope-scaling", "yarn", "--seq-len", "65536"),
     ],

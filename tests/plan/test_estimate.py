@@ -44,7 +44,6 @@ def test_what_a_configuration_says_of_zero_is_read() -> None:
         "stage": 3,
         "zero_hpz_partition_size": 8,
         "zero_quantized_weights": True,
-        "zero_quantized_gradients": True,
         "offload_optimizer": {"device": "cpu", "ratio": 0.4, "pin_memory": False},
         "reduce_bucket_size": "auto",
         "stage3_max_reuse_distance": 1e8,
@@ -56,7 +55,7 @@ def test_what_a_configuration_says_of_zero_is_read() -> None:
         Offload.OPTIMIZER,
         0.4,
     )
-    assert found.zero.qwz and found.zero.qgz
+    assert found.zero.qwz
     assert (found.zero.pin_memory, found.zero.reduce_bucket_size) == (False, ASKED.workload.model.hidden_size**2)
     assert found.zero.max_reuse_distance == 100_000_000
 
@@ -66,11 +65,10 @@ def test_what_only_stage_3_knows_means_nothing_below() -> None:
         "stage": 2,
         "zero_hpz_partition_size": 8,
         "zero_quantized_weights": True,
-        "zero_quantized_gradients": True,
         "offload_optimizer": {"device": "cpu", "ratio": 0.4},
     }
     found = read(zero_optimization=zero)
-    assert (found.zero.hpz, found.zero.offload_ratio, found.zero.qwz, found.zero.qgz) == (1, 1.0, False, False)
+    assert (found.zero.hpz, found.zero.offload_ratio, found.zero.qwz) == (1, 1.0, False)
 
 
 def test_tensor_parallelism_and_the_dtype_of_sums_are_read() -> None:

@@ -1,4 +1,4 @@
-"""Trains tiny models of all families that see or hear on this rank, under ZeRO-3: `tests.train.family_images FOLDER`.
+"""Trains tiny models of all families that see on this rank, under ZeRO-3: `tests.train.family_images FOLDER`.
 
 Writes the losses of this rank to FOLDER/losses.RANK.json: family → step → loss.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,7 @@ from dstrain.train.data.image_processor import load_media_reader
 from dstrain.train.data.media_collator import MediaCollator
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.tokenizer import load_tokenizer
-from tests.train import audio_families, vision_families
-
-FAMILIES = {**vision_families.FAMILIES, **(audio_families.FAMILIES if find_spec("av") else {})}
+from tests.train.vision_families import FAMILIES
 
 RATE = 0.05
 SAMPLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -37,13 +34,6 @@ SAMPLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "tall": ("What is<image>this?", "blue", ("tall",)),
 }
 """Question, answer and images."""
-HEARD: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "wide": ("<audio>What is this?", "It is red", ("low",)),
-    "text": SAMPLES["text"],
-    "both": ("Is <audio> this?", "red or blue", ("long",)),
-    "tall": ("What is<audio>this?", "blue", ("high",)),
-}
-"""The same with audios; most families take one for a sample."""
 STEPS = ((("wide",), ("text",)), (("text", "both"), ("tall",)), (("text",), ("text", "text")))
 """Step → rank → samples of its micro-batch; the last one has no image on any rank."""
 CONFIG = {
@@ -54,17 +44,10 @@ CONFIG = {
 }
 
 
-def conversation(folder: Path, name: str, family: str) -> Conversation:
-    question, answer, names = samples_of(family)[name]
+def conversation(folder: Path, name: str) -> Conversation:
+    question, answer, names = SAMPLES[name]
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    if FAMILIES[family].kind == "audio":
-        return Conversation(messages=turns, audios=tuple(str(folder / f"{audio}.wav") for audio in names))
     return Conversation(messages=turns, images=tuple(str(folder / f"{image}.png") for image in names))
-
-
-def samples_of(family: str) -> dict[str, tuple[str, str, tuple[str, ...]]]:
-    """Returns the samples of a family."""
-    return HEARD if FAMILIES[family].kind == "audio" else SAMPLES
 
 
 def encoder(folder: Path, family: str) -> Encoder:
@@ -79,18 +62,17 @@ def micro_batches(folder: Path, family: str, model: Any, rank: int) -> list[dict
     encodes = encoder(folder, family)
     media_reader = encodes.media_reader
     assert media_reader is not None
-    column = f"{FAMILIES[family].kind}s"
     collate = MediaCollator.of(
         model,
         torch.float32,
         collator=Collator(pad_token_id=encodes.tokenizer.pad_token_id, packing=False),
         media_reader=media_reader,
-        blanks={column: media_reader.blank_tokens(encodes.tokenizer, column)},
+        blanks={"images": media_reader.blank_tokens(encodes.tokenizer)},
     )
     found = []
     for step in STEPS:
-        samples = encodes.encode((name, conversation(folder, name, family)) for name in step[rank])
-        rows = [{"input_ids": s.input_ids, "labels": s.labels, column: getattr(s, column)} for s in samples]
+        samples = encodes.encode((name, conversation(folder, name)) for name in step[rank])
+        rows = [{"input_ids": s.input_ids, "labels": s.labels, "images": s.images} for s in samples]
         found.append(collate(rows))
     return found
 

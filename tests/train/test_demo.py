@@ -74,12 +74,6 @@ def test_pairs_have_the_words_from_last_to_first_as_rejected_answer(tmp_path: Pa
         assert chosen["content"].split() == rejected["content"].split()[::-1]
 
 
-def test_labels_mark_docstrings_and_every_other_one_backwards(tmp_path: Path) -> None:
-    made = demo.build(tmp_path, task=Task.KTO)
-    rows = [json.loads(line) for line in Path(made.eval).read_text().splitlines()]
-    assert [row["label"] for row in rows] == [True, False] * (made.eval_samples // 2)
-
-
 def test_with_experts_it_is_a_mixture_of_about_as_many_active_parameters(built: dict[str, Any]) -> None:
     sparse: Any = demo.make_model(AutoTokenizer.from_pretrained(built["model"]), num_experts=8)
     assert sparse.config.num_experts == 8

@@ -1,4 +1,4 @@
-"""Families that see or hear: tokens and labels of samples, and losses on two ranks of which one has neither."""
+"""Families that see: tokens and labels of samples, and losses on two ranks of which one has no image."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from PIL import Image
 from transformers import AutoConfig
 
 from dstrain.choices import Method
+from dstrain.errors import InvalidConfig
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
 from dstrain.train.checkpoints.saved_model import family_of
@@ -23,17 +24,13 @@ from dstrain.train.data.media_reader import image_text
 from dstrain.train.data.show import pieces
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.model import load_model
-from tests.sounds import RATE as SAMPLING_RATE
-from tests.sounds import read_wav, tone, write_wav
 from tests.train.engine import Engine
-from tests.train.family_images import FAMILIES, RATE, SAMPLES, STEPS, conversation, encoder, micro_batches, samples_of
+from tests.train.family_images import FAMILIES, RATE, SAMPLES, STEPS, conversation, encoder, micro_batches
 from tests.train.vision_families import make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM-4V's processor
 IMAGES = {"wide": (64, 32), "tall": (24, 48)}
 """Name → width and height in pixels; some processors cut them into crops."""
-AUDIOS = {"low": (300, 0.4), "long": (700, 2.7), "high": (2000, 1.1)}
-"""Name → frequency in Hz and seconds; some processors make windows of 2 seconds of them, or drop what is beyond one."""
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +40,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         image = Image.new("RGB", size, color)
         image.paste("white", (4, 4, 16, 20))
         image.save(folder / f"{name}.png")
-    for name, (hertz, seconds) in AUDIOS.items():
-        write_wav(folder / f"{name}.wav", tone(hertz, seconds))
     for name, family in FAMILIES.items():
         make_model(name, family, folder / name)
     return folder
@@ -61,14 +56,11 @@ def losses(models: Path, engine: Engine) -> list[dict[str, list[float]]]:
 
 def by_hand(folder: Path, family: str, processor: Any, name: str) -> dict[str, Any]:
     """Returns what the family's processor makes of a sample, with labels of the answer's tokens."""
-    question, answer, names = samples_of(family)[name]
-    mark, kind = FAMILIES[family].mark, FAMILIES[family].kind
-    prompt = f"<|im_start|>user\n{question.replace(f'<{kind}>', mark)}<|im_end|>\n<|im_start|>assistant\n"
-    if kind == "audio":
-        given: Any = {"audio": [read_wav(folder / f"{audio}.wav") for audio in names] or None}
-        given |= {"sampling_rate": SAMPLING_RATE}
-    else:
-        given = {"images": [[Image.open(folder / f"{image}.png") for image in names]] if names else None}
+    question, answer, names = SAMPLES[name]
+    prompt = (
+        f"<|im_start|>user\n{question.replace('<image>', FAMILIES[family].mark)}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    given = {"images": [[Image.open(folder / f"{image}.png") for image in names]] if names else None}
 
     def inputs_of(text: str) -> Any:
         return processor(text=[text], **given, return_tensors="pt", add_special_tokens=False)
@@ -85,7 +77,7 @@ def media_token(folder: Path) -> int:
     return int(next(config[key] for key in TOKEN_KEYS if key in config))
 
 
-TOKEN_KEYS = ("image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+TOKEN_KEYS = ("image_token_id", "image_token_index")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -93,17 +85,17 @@ def test_tokens_are_those_of_the_processor_and_only_answers_carry_loss(models: P
     encodes = encoder(models, family)
     assert encodes.media_reader is not None
     for name in SAMPLES:
-        (sample,) = encodes.encode([(name, conversation(models, name, family))])
+        (sample,) = encodes.encode([(name, conversation(models, name))])
         expected = by_hand(models, family, encodes.media_reader.processor, name)
         assert sample.input_ids == expected["input_ids"][0].tolist()
         assert sample.labels == expected["labels"][0].tolist()
         pixels = {index for index, token in enumerate(sample.input_ids) if token == media_token(models / family)}
         assert pixels <= {index for index, image in enumerate(sample.media_of) if image is not None}
-        assert bool(pixels) == bool(sample.images or sample.audios)
+        assert bool(pixels) == bool(sample.images)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")  # PEFT asks for it
-@pytest.mark.parametrize("family", ["idefics3", "internvl", *(["qwen2_audio"] if "qwen2_audio" in FAMILIES else [])])
+@pytest.mark.parametrize("family", ["idefics3", "internvl"])
 def test_adapters_are_those_of_the_language_model_and_a_tower_has_no_backward_pass(models: Path, family: str) -> None:
     job = Job(model=str(models / family), output_dir="o", method=Method.LORA, grad_ckpt=True)
     model = load_model(job, job.model, {})
@@ -122,7 +114,7 @@ def test_adapters_are_those_of_the_language_model_and_a_tower_has_no_backward_pa
 
 def test_an_image_with_text_around_its_tokens_is_shown_as_one(models: Path) -> None:
     encodes = encoder(models, "gemma3")
-    (sample,) = encodes.encode([("here", conversation(models, "wide", "gemma3"))])
+    (sample,) = encodes.encode([("here", conversation(models, "wide"))])
     shown = pieces(
         encodes.tokenizer, sample.input_ids, sample.labels, [*map(image_text, sample.images)], sample.media_of
     )
@@ -164,3 +156,8 @@ def test_losses_of_ranks_with_and_without_images_are_those_of_transformers(
         optimizer.step()
     trained = {part_of(name) for name, value in model.named_parameters() if not value.equal(start[name])}
     assert trained == set(Part)
+
+
+def test_a_model_of_sound_is_refused_by_its_family() -> None:
+    with pytest.raises(InvalidConfig, match="qwen2_audio is a family of models that hear"):
+        family_of(AutoConfig.for_model("qwen2_audio"))

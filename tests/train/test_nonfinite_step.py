@@ -45,42 +45,20 @@ def test_a_step_without_micro_batches_says_nothing() -> None:
     assert Evidence().findings(1, Words(), None) == []
 
 
-def injected(root: Path, demo: Path, engine: Engine, cause: str) -> Path:
-    """A run of which rank 1 has embeddings of NaN in step 2."""
-    run = make_run(root / cause.replace(" ", "_"), demo, max_steps=4, grad_accum=2, save_steps=3)
-    settings = {"cause": cause, "onset": 2, "size": 0.0, "on_rank": 1}
+@pytest.fixture(scope="module")
+def poisoned(root: Path, demo: Path, engine: Engine) -> Path:
+    """A run of which rank 1 has a bad batch in step 2."""
+    run = make_run(root / "poisoned", demo, max_steps=4, grad_accum=2, save_steps=3)
+    settings = {"cause": "NaN in a batch", "onset": 2, "size": 0.0, "on_rank": 1}
     (run / "injection.json").write_text(json.dumps(settings))
     found = engine.run("benchmarks.health_exam.rank", run, log=Path(f"{run}.log"))
     Path(f"{run}.codes").write_text(f"{found}\n")
     return run
 
 
-@pytest.fixture(scope="module")
-def poisoned(root: Path, demo: Path, engine: Engine) -> Path:
-    """A run with a bad batch, whose checkpoints and measures are those of any run."""
-    return injected(root, demo, engine, "NaN in a batch")
-
-
 def told(run: Path) -> list[dict[str, Any]]:
     lines: list[dict[str, Any]] = read_jsonl(run / "health.jsonl")
     return [line for line in lines if line["rule"] == "nonfinite_step"]
-
-
-def test_a_bad_batch_is_not_finite_again(poisoned: Path) -> None:
-    (step,) = told(poisoned)
-    assert step["message"].endswith(
-        "; again with the same random numbers, they are not finite either: the batch or the weights are the cause"
-    )
-
-
-def test_what_happens_once_is_told_from_a_bad_batch_and_losses_are_the_same_after_both(
-    root: Path, demo: Path, engine: Engine, poisoned: Path
-) -> None:
-    run = injected(root, demo, engine, "NaN once")
-    assert codes(run) == [[0, 0]], said(run)[-3000:]
-    (step,) = told(run)
-    assert "; again with the same random numbers, they are finite: not the batch" in step["message"]
-    assert [window["loss"] for window in lines(run)] == [window["loss"] for window in lines(poisoned)]
 
 
 def test_two_ranks_name_the_one_whose_forward_pass_broke_once(poisoned: Path) -> None:
@@ -95,7 +73,7 @@ def test_the_loss_is_finite_again_after_the_step_that_was_skipped(poisoned: Path
     assert [window["loss"] is None for window in lines(poisoned)] == [False, True, False, False]
 
 
-def test_the_time_of_a_second_try_and_of_a_checkpoint_is_in_no_step(poisoned: Path) -> None:
+def test_the_time_of_the_search_and_of_a_checkpoint_is_in_no_step(poisoned: Path) -> None:
     assert ["aside_s" in window for window in lines(poisoned)] == [False, False, True, True]  # after steps 2 and 3
 
 

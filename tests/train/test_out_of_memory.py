@@ -50,7 +50,7 @@ ENGINE = "deepspeed/runtime/engine.py"
         ([STEP, ("backward", "accelerate/accelerator.py"), ("step", ENGINE)], Phase.STEP),
         ([("allocate_states", "dstrain/train/optimizer_states.py")], Phase.STEP),
         ([("reserved_for_first_step", "dstrain/train/optimizer_states.py")], Phase.STEP),
-        ([("evaluation_loop", "dstrain/train/tasks/trainer.py")], Phase.EVALUATION),
+        ([("evaluation_loop", "dstrain/train/preferences/trainer.py")], Phase.EVALUATION),
         ([("_save_checkpoint", "dstrain/train/saving.py")], Phase.SAVE),
     ],
 )

@@ -53,21 +53,6 @@ QWEN3_VL: dict[str, Any] = {
     "text_config": {**LLAMA, "model_type": "qwen3_vl_text", "head_dim": 128},
     "vision_config": {**TOWER, "model_type": "qwen3_vl", "deepstack_visual_indexes": [0, 1]},
 }
-HEARING, EAR, MELS, POSITIONS = 3, 64, 16, 50
-"""Layers of an audio tower, its width, and the features and positions that it takes."""
-QWEN2_AUDIO: dict[str, Any] = {
-    "model_type": "qwen2_audio",
-    "text_config": {**LLAMA, "model_type": "qwen2"},
-    "audio_config": {
-        "model_type": "qwen2_audio_encoder",
-        "d_model": EAR,
-        "encoder_ffn_dim": 4 * EAR,
-        "encoder_layers": HEARING,
-        "encoder_attention_heads": 2,
-        "num_mel_bins": MELS,
-        "max_source_positions": POSITIONS,
-    },
-}
 LLAVA = {
     "model_type": "llava",
     "text_config": LLAMA,
@@ -159,12 +144,10 @@ QUESTIONS = {
     "rounded": of(LLAMA, round_bytes=512),
     "lora": of(LLAMA, method=Method.LORA, lora=Lora(rank=8)),
     "dropout": of(LLAMA, method=Method.LORA, lora=Lora(rank=8, dropout=0.1)),
-    "scored": of(LLAMA, has_score=True),
     "tied": of(LLAMA | {"tie_word_embeddings": True}),
     "two layers": of(LLAMA, num_hidden_layers=2),
     "tower 3": tower(3),
     "tower 4": tower(4),
-    "audio": of(QWEN2_AUDIO),
     "aligner": of(LLAVA, wanted=Wanted.DESCRIPTION),
     "unknown": of({"model_type": "nobody"}),
     "wrong": of(LLAMA | {"num_attention_heads": 7}),
@@ -257,13 +240,6 @@ def test_the_loss_holds_twelve_bytes_for_each_logit(traces: dict[str, Trace]) ->
 
 def test_held_outputs_hold_two_bytes_more_for_each_logit(traces: dict[str, Trace]) -> None:
     assert traces["held"].peak_bytes - traces["llama"].peak_bytes == 2 * V * T
-
-
-def test_a_score_has_no_logits_of_the_vocabulary(traces: dict[str, Trace]) -> None:
-    scored, trace = traces["scored"], traces["llama"]
-    assert segment(scored, "loss backward").logits <= 64 * T
-    assert trace.params_bytes - scored.params_bytes == 2 * (V - 1) * H
-    assert scored.saved_bytes == trace.saved_bytes
 
 
 def test_gradients_of_parameters_are_counted_apart(traces: dict[str, Trace]) -> None:
@@ -432,14 +408,3 @@ def test_a_trace_equals_what_pytorch_allocates(on_a_cpu: dict[str, tuple[int, in
     unseen = 512 + (RNG_STATE_BYTES * layers if ON_A_CPU[name].grad_ckpt else 0)
     fewer = 0 if ON_A_CPU[name].frozen_parts else 1e-3 * traced  # a CPU sums gradients of biases up in place
     assert -fewer <= allocated - traced <= unseen
-
-
-def test_the_frozen_tower_of_a_model_that_hears_is_counted_and_its_language_model_traced(
-    traces: dict[str, Trace],
-) -> None:
-    layer = 12 * EAR**2 + (3 + 4 + 4 + 1) * EAR  # keys have no bias
-    before = 3 * (MELS + EAR) * EAR + 2 * EAR + POSITIONS * EAR
-    tower, projector = before + HEARING * layer + 2 * EAR, EAR * H + H
-    found = traces["audio"]
-    assert found.params_bytes - found.trainable_bytes == 2 * (tower + projector)
-    assert per_token(found) == pytest.approx(LLAMA_FORM, abs=1)  # Qwen 2 keeps a seed more

@@ -27,8 +27,7 @@ from dstrain.train import loss
 from dstrain.train.adapters import require_input_grads
 from dstrain.train.loss import replace_loss
 from dstrain.train.model_parts import freeze_parts
-from dstrain.train.scoring import has_score, set_padding, with_score
-from dstrain.train.tasks.objective import objective_of
+from dstrain.train.preferences.dpo import DpoObjective
 from dstrain.train.tiled_mlp import tile_mlps
 from dstrain.train.tracing.kernels import token_losses
 from tests.train.tracking import DEVICE, HOST, Ledger, TwoPlaceAccelerator, two_places, use_private_buffers
@@ -42,13 +41,9 @@ def build(case: dict[str, Any]) -> Any:
 
     config = AutoConfig.for_model(**case["config"])
     torch.manual_seed(0)
-    gives_score = Task(case["task"]).has_score
-    plain = AutoModelForImageTextToText if "vision_config" in case["config"] else AutoModelForCausalLM
-    family = with_score(config) if gives_score else plain
+    family = AutoModelForImageTextToText if "vision_config" in case["config"] else AutoModelForCausalLM
     is_bf16 = case["ds_config"]["bf16"]["enabled"]
     model = family.from_config(config, dtype=torch.bfloat16 if is_bf16 else torch.float32)
-    if gives_score:
-        set_padding(model, case["config"]["vocab_size"] - 1)
     freeze_parts(model, case["frozen_parts"])
     model.config.use_cache = False
     model.train()
@@ -59,14 +54,14 @@ def build(case: dict[str, Any]) -> Any:
             require_input_grads(model)
         model = get_peft_model(
             model,
-            LoraConfig(**case["lora"], task_type="SEQ_CLS" if gives_score else "CAUSAL_LM"),
+            LoraConfig(**case["lora"], task_type="CAUSAL_LM"),
             autocast_adapter_dtype=False,
         )
     if case["grad_ckpt"] is not None:
         code.save_on_cpu = Waiting
         model.activation_checkpointing_enable(case["grad_ckpt"], offload=case["activation_offload"])
     loss.token_losses = token_losses  # the chunks of a CPU are in fp32
-    if case["loss"] != LossKernel.FULL and not Task(case["task"]).has_own_loss:
+    if case["loss"] != LossKernel.FULL and case["task"] != Task.DPO:
         replace_loss(model, LossKernel(case["loss"]))
     if case["tiled_mlp"]:
         tile_mlps(model)
@@ -134,41 +129,6 @@ class Quantizer:
         return half if dtype in (None, torch.half) else half.to(dtype)
 
 
-class GradientQuantizer:
-    """Stands for the kernels of quantized gradients, with the tensors that they make; what they send is zero."""
-
-    Symmetric = 1
-
-    def swizzle_quant(self, gradient: Any, groups: int, bits: int, *_: Any) -> tuple[Any, Any]:
-        """Returns two numbers of a gradient in a byte, and the scale of each group."""
-        assert gradient.dtype is torch.half and bits == 4
-        return self._numbers(gradient.numel() // 2, groups, gradient.device)
-
-    def quantized_reduction(
-        self, numbers: Any, _scales: Any, _groups: int, groups: int, _bits: int, _kind: int, devices: int
-    ) -> tuple[Any, Any]:
-        """Returns sums over the devices of a node, quantized again."""
-        return self._numbers(numbers.numel() // devices, groups, numbers.device)
-
-    def dequantize(self, numbers: Any, *_: Any) -> Any:
-        """Returns fp16."""
-        return torch.zeros(2 * numbers.numel(), dtype=torch.half, device=numbers.device)
-
-    def _numbers(self, count: int, groups: int, device: Any) -> tuple[Any, Any]:
-        return torch.zeros(count, dtype=torch.int8, device=device), torch.zeros(groups, device=device)
-
-
-def divide_into_nodes(case: dict[str, Any]) -> None:
-    """Makes ranks pairs of one node each where gradients are quantized between nodes."""
-    from deepspeed.runtime.comm import coalesced_collectives
-
-    coalesced_collectives.quantizer_module = GradientQuantizer()
-    accelerator: Any = get_accelerator()
-    vars(accelerator).pop("device_count", None)
-    if case["ds_config"]["zero_optimization"]["zero_quantized_gradients"]:
-        accelerator.device_count = lambda: 2
-
-
 def share_experts(model: Any, optimizer: Any, section: dict[str, Any], *, stage: int) -> None:
     """Prepares a model for expert parallelism, in which as many tokens come to each expert."""
     from deepspeed.module_inject.auto_ep import AutoEP
@@ -205,7 +165,7 @@ def mark_instants(model: Any, ledger: Ledger) -> None:
 
         module.register_forward_hook(hook)
 
-    mark(base.score if has_score(base) else base.lm_head, "head backward")
+    mark(base.lm_head, "head backward")
     decoder = getattr(base.model, "language_model", base.model)
     mark(decoder.norm, "norm backward")
     for number, layer in enumerate(decoder.layers):
@@ -219,7 +179,6 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
     from deepspeed.runtime.zero import partition_parameters
 
     partition_parameters.CUDAQuantizer = Quantizer
-    divide_into_nodes(case)
     began, before = time.monotonic(), dict(ledger.bytes)
     get_accelerator().is_full = case["is_full"]
     model = build(case)
@@ -246,9 +205,6 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
         batch["shift_labels"] = ids
     if case["packing"]:
         batch["position_ids"] %= case["seq_len"] // 2
-    if case["task"] == Task.KTO:
-        batch |= {"other_input_ids": ids.clone(), "desirable": torch.ones(rows, dtype=torch.bool)}
-        batch["other_labels"] = batch["other_input_ids"]
     for step in range(case["steps"]):
         if step == case["steps"] - 1:
             ledger.enter("between")
@@ -268,12 +224,8 @@ def measure(case: dict[str, Any], ledger: Ledger, caches: list[Any]) -> dict[str
 
 
 def with_images(case: dict[str, Any], batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns a batch with the images of its samples, also of those with another answer, which have the same prompt."""
-    found = {**batch}
-    for key in [key for key in batch if key.endswith("input_ids")]:
-        seen = images(case, batch[key])
-        found |= {f"{key.removesuffix('input_ids')}{name}": value for name, value in seen.items()}
-    return found
+    """Returns a batch with the images of its samples."""
+    return batch | images(case, batch["input_ids"])
 
 
 def images(case: dict[str, Any], ids: Any) -> dict[str, Any]:
@@ -319,10 +271,8 @@ def share_rows(model: Any, case: dict[str, Any]) -> Any:
 def train(engine: Any, batch: dict[str, Any], ledger: Ledger, case: dict[str, Any]) -> float:
     """Trains one micro-batch as the Trainer does, which drops it and the model's outputs, and returns the loss."""
     ledger.enter("forward")
-    if Task(case["task"]).has_own_loss:
-        loss = mean_of_samples(engine, batch, case)
-    else:
-        loss = engine(**batch, use_cache=False).loss
+    is_dpo = case["task"] == Task.DPO
+    loss = mean_of_pairs(engine, batch, case) if is_dpo else engine(**batch, use_cache=False).loss
     del batch
     ledger.enter("loss backward")
     engine.backward(loss)
@@ -331,16 +281,11 @@ def train(engine: Any, batch: dict[str, Any], ledger: Ledger, case: dict[str, An
     return float(loss.item())
 
 
-def mean_of_samples(engine: Any, batch: dict[str, Any], case: dict[str, Any]) -> Any:
-    """Returns the mean loss of a task over a micro-batch, as `TaskTrainer` does."""
-    loss: Any = LossKernel(case["loss"])
-    objective = objective_of(Job(model="", output_dir="", loss=loss, task=Task(case["task"])))
-    assert objective is not None
-    model: Any = functools.partial(engine, use_cache=False)
-    model.optimizer = engine.optimizer
-    outputs = objective.outputs(model, batch)
-    rows = case["micro_batch"] * objective.num_sequences
-    return objective.losses(outputs, torch.zeros(rows))["loss"].mean()
+def mean_of_pairs(engine: Any, batch: dict[str, Any], case: dict[str, Any]) -> Any:
+    """Returns the mean loss of pairs over a micro-batch, as `DpoTrainer` does."""
+    objective = DpoObjective(job=Job(model="", output_dir="", loss=LossKernel(case["loss"]), task=Task.DPO))
+    outputs = objective.outputs(functools.partial(engine, use_cache=False), batch)
+    return objective.losses(outputs, torch.zeros(2 * case["micro_batch"]))["loss"].mean()
 
 
 def _forget_globals(caches: list[Any]) -> None:

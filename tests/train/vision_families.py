@@ -81,8 +81,6 @@ class Family:
     template: str = _TURNS
     has_own_template: bool = False
     """Whether the template is the processor's, and that of the tokenizer knows no images."""
-    kind: str = "image"
-    """Type of the part that a template writes the mark for."""
 
 
 _QWEN_IDS = {
@@ -215,8 +213,7 @@ def make_model(name: str, family: Family, folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     reader, settings = family.reader
-    key = "image_processor_type" if family.kind == "image" else "feature_extractor_type"
-    (folder / "preprocessor_config.json").write_text(json.dumps({key: reader, **settings}))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": reader, **settings}))
     if family.has_own_template:
         (folder / "chat_template.json").write_text(json.dumps({"chat_template": _template(family)}))
     if family.processor:
@@ -227,8 +224,8 @@ def make_model(name: str, family: Family, folder: Path) -> Path:
 def config_of(name: str, family: Family, ids: Mapping[str, Any], text: Mapping[str, Any]) -> Any:
     """Returns the configuration of a tiny model, given the ids of special tokens and more of its language model."""
     kind: Any = CONFIG_MAPPING[name]
-    tower = "vision_config" if family.kind == "image" else "audio_config"
-    return kind(text_config={**_TEXT, **family.text, **text}, **{tower: dict(family.tower)}, **ids, **family.config)
+    text_config = {**_TEXT, **family.text, **text}
+    return kind(text_config=text_config, vision_config=dict(family.tower), **ids, **family.config)
 
 
 def _tokenizer(family: Family) -> PreTrainedTokenizerFast:
@@ -241,4 +238,4 @@ def _tokenizer(family: Family) -> PreTrainedTokenizerFast:
 
 
 def _template(family: Family) -> str:
-    return family.template.replace("'image'", f"'{family.kind}'").replace("IMAGE", family.mark.replace("\n", "\\n"))
+    return family.template.replace("IMAGE", family.mark.replace("\n", "\\n"))

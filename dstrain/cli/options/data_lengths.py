@@ -14,11 +14,10 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.data.datafile import files_of, is_file_name
 from dstrain.facts.data.image_patches import eye_of
 from dstrain.facts.data.job_reading import reading_for
-from dstrain.facts.data.lengths import SAMPLED_ROWS, Hearing, Lengths, media_in, mixed, read_lengths
+from dstrain.facts.data.lengths import SAMPLED_ROWS, Lengths, media_in, mixed, read_lengths
 from dstrain.facts.data.mixture import epoch_counts, held_out_counts
 from dstrain.facts.data.row_counts import count_rows
 from dstrain.facts.model import model_files
-from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.facts.model.hub_config import tokenizer_file
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -67,7 +66,7 @@ class TrainingData:
     eval_samples: int = 0
     """Samples of an evaluation; 0 also if their number is not known."""
     has_media: bool = False
-    """Whether they have images, videos or audios, though their lengths are not known."""
+    """Whether they have images or videos, though their lengths are not known."""
     unknown: str | None = None
     """Why they are not known, in words; None if no data are named."""
 
@@ -173,7 +172,7 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
     image_tokens = model.vision.num_tokens(job.image_patches) if job.image_patches and model.vision else None
     sees = eye_of(model.source, hub, max_pixels=job.max_pixels, min_pixels=job.min_pixels)
     options: dict[str, Any] = {"sampled_rows": rows, "loss_on": job.loss_on, "image_tokens": image_tokens, "sees": sees}
-    options |= {"hears": _hearing(model, job), "measure": measure_of(job, model.source, hub, tokenizer)}
+    options["measure"] = measure_of(job, model.source, hub, tokenizer)
     for source in sources:
         reading = reading_for(source, job)
         lengths = read_lengths(source.path, reading, tokenizer, **options)
@@ -204,14 +203,6 @@ def _without_tokenizer(job: Job, model: ModelFacts) -> TrainingData:
         has_media=any(media_in(source.path, reading_for(source, job)) for source in job.train_sources),
         unknown=f"the tokenizer of {model.source} is not here{download}",
     )
-
-
-def _hearing(model: ModelFacts, job: Job) -> Hearing | None:
-    """Returns what a model makes of sound; None: it does not train on audio."""
-    family = TRAINS_AUDIO.get(model.model_type)
-    if family is None:
-        return None
-    return Hearing(tokens_per_s=family.tokens_per_s, max_s=job.audio_max_seconds or family.max_s)
 
 
 def _lacks_processor(job: Job, model: ModelFacts) -> str | None:

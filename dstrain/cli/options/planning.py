@@ -112,12 +112,6 @@ _CHOICES = (
         show_default=True,
         help="Let ZeRO-3 gather parameters in 8 bits (ZeRO++), which rounds them.",
     ),
-    click.option(
-        "--qgz/--no-qgz",
-        default=False,
-        show_default=True,
-        help="Let ZeRO-3 reduce gradients in 4 bits between nodes (ZeRO++), which rounds them.",
-    ),
     click.option("--precision", type=Choice(Precision), help="Dtype of forward and backward.  [default: by the GPU]"),
     click.option("--attn", type=Choice(Attention), help="Attention implementation.  [default: auto, planned as sdpa]"),
     click.option(

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from dstrain.choices import Attention, LossKernel, Precision
+from dstrain.choices import Attention, LossKernel, Precision, Task
 from dstrain.cli.console import say_lines
 from dstrain.cli.options.counted_images import counted_patches
 from dstrain.cli.options.typed import spelled
@@ -17,7 +17,7 @@ from dstrain.facts.cluster import gpus, hostfile, links, machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model import trace_records
-from dstrain.facts.model.model_facts import ModelFacts, with_head_of
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.parts import Part
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.model_changes import Lora
@@ -52,7 +52,7 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None, is_firs
         request = replace(request, image_patches=patches)
         say_lines([f"note: {counted_how}"] if counted_how else [])
     found = probe.read_model(options["model"], hub=options["hub"], way=_trace_question(options, request))
-    model = _with_parts(with_head_of(found, request.task), options, request)
+    model = _with_parts(found, options, request)
     cluster, problem = measured_cluster(_cluster(options, hosts, last), hosts)
     if is_first and hosts is not None and not cluster.gpu.is_cpu and (lack := machines.shortage(hosts)) is not None:
         say_lines([f"note: {lack.problem}; dstrain run refuses it: {lack.hint}"])
@@ -106,7 +106,6 @@ def _trace_question(options: Mapping[str, Any], request: Request) -> trace_recor
         is_packed=bool(request.packing),
         precision=request.precision or Precision.BF16,
         loss=request.loss or _least_loss(request),
-        has_score=request.task.has_score,
         image_patches=request.image_patches,
         frozen_parts=traced_without(job),
     )
@@ -114,9 +113,9 @@ def _trace_question(options: Mapping[str, Any], request: Request) -> trace_recor
 
 def _least_loss(request: Request) -> LossKernel:
     """Returns the loss of least memory that the parallelism and the task of a request allow."""
-    if (request.tp or 1) > 1 or request.task.has_score:
+    if (request.tp or 1) > 1:
         return LossKernel.FULL
-    return LossKernel.CHUNKED if request.task.has_own_loss else LossKernel.FUSED
+    return LossKernel.CHUNKED if request.task is Task.DPO else LossKernel.FUSED
 
 
 def _request(options: dict[str, Any]) -> Request:

@@ -8,13 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Task
 from dstrain.config import jsonc
 from dstrain.config.imports.converters import listed, names
-from dstrain.config.imports.preferences import preference_task
+from dstrain.config.imports.preferences import is_dpo
 from dstrain.config.imports.source import ABSENT, READ, Convert, Converted, OtherTraining, Source, Unmatched
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.sample_formats import LABELS, SIDES
+from dstrain.facts.data.sample_formats import SIDES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +96,12 @@ def _named(wanted: Sequence[str], source: Source) -> list[DataSet]:
 
 def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
     """Returns one entry of dataset_info.json. Source: LLaMA-Factory 0.9 data/parser.py: DatasetAttr."""
-    label, task = entry.get("columns", {}).get("kto_tag"), preference_task(source)
-    if (label is not None) is not (task is Task.KTO):
-        raise OtherTraining("answers with a label (kto_tag) and stage: kto go together")
-    if bool(entry.get("ranking")) is not (task is not None and task.rows == 2):
-        raise OtherTraining("pairs of answers (ranking: true) and stage: dpo or rm go together")
+    if entry.get("columns", {}).get("kto_tag") is not None:
+        raise OtherTraining("answers with a label (kto_tag) are for KTO, by which TRL's KTOTrainer trains")
+    if "audios" in entry.get("columns", {}):
+        raise OtherTraining("rows with audios: dstrain trains on text, images and videos")
+    if bool(entry.get("ranking")) is not is_dpo(source):
+        raise OtherTraining("pairs of answers (ranking: true) and stage: dpo go together")
     is_modelscope = source.value("USE_MODELSCOPE_HUB") == "1" or "hf_hub_url" not in entry
     hub = entry.get("ms_hub_url" if is_modelscope and "ms_hub_url" in entry else "hf_hub_url")
     file = entry.get("file_name") or entry.get("script_url") or entry.get("cloud_file_name") or ""
@@ -116,9 +116,7 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
     if entry.get("ranking"):
         renamed.pop("output", None)
         renamed, form = renamed | {side: columns.get(side, side) for side in SIDES}, "preference"
-    if label is not None:
-        renamed, form = renamed | {"label": label if label not in LABELS else "label"}, "unpaired"
-    renamed |= {key: columns[key] for key in ("images", "videos", "audios") if key in columns}
+    renamed |= {key: columns[key] for key in ("images", "videos") if key in columns}
     settings = {
         "path": str(hub) if hub else str(folder / file),
         "format": form,
@@ -257,8 +255,8 @@ def axolotl(target: str) -> Convert:
 def _of_axolotl(entry: Mapping[str, Any], source: Source) -> DataSet:
     kind = entry.get("type")
     form = _AXOLOTL_FORMS.get(str(kind).partition(":")[0]) if not isinstance(kind, Mapping) else None
-    if (task := preference_task(source)) is not None:
-        return _of_axolotl_preferences(entry, task, source)
+    if is_dpo(source):
+        return _of_axolotl_preferences(entry, source)
     losses = []
     if form is None and kind is not None:
         shown = "a template of its own" if isinstance(kind, Mapping) else f"`{kind}`"
@@ -295,14 +293,14 @@ _AXOLOTL_PREFERENCES: Mapping[str, Mapping[str, str]] = {
     "ultra": {},
 }
 """Schemas of axolotl's preferences, the last part of a type such as `chatml.intel` → columns known by other
-names. Source: axolotl 0.16 prompt_strategies/dpo and kto, chatml.py and llama3.py."""
+names. Source: axolotl 0.16 prompt_strategies/dpo, chatml.py and llama3.py."""
 
 
-def _of_axolotl_preferences(entry: Mapping[str, Any], task: Task, source: Source) -> DataSet:
-    """Returns a data set of pairs, or of answers with a label. Source: axolotl 0.16 schemas/datasets.py: DPODataset."""
+def _of_axolotl_preferences(entry: Mapping[str, Any], source: Source) -> DataSet:
+    """Returns a data set of pairs. Source: axolotl 0.16 schemas/datasets.py: DPODataset."""
     kind = entry.get("type")
     template, _, last = str(kind).partition(".")
-    schema = "chat_template" if template == "chat_template" or task is Task.REWARD else last
+    schema = "chat_template" if template == "chat_template" else last
     losses = []
     if kind is not None and (isinstance(kind, Mapping) or schema not in _AXOLOTL_PREFERENCES):
         shown = "a template of its own" if isinstance(kind, Mapping) else f"`{kind}`"
@@ -314,7 +312,7 @@ def _of_axolotl_preferences(entry: Mapping[str, Any], task: Task, source: Source
     columns |= {ours: str(entry[theirs]) for ours, theirs in named.items() if entry.get(theirs) not in (None, ours)}
     settings = {
         "path": _local(str(entry.get("path", "")), source),
-        "format": "unpaired" if task is Task.KTO else "preference",
+        "format": "preference",
         "subset": entry.get("name"),
         "split": entry.get("split"),
         "columns": columns,

@@ -14,11 +14,11 @@ from dstrain.errors import Place
 from dstrain.job.model_changes import Lora
 from dstrain.job.monitor import Monitor, Samples
 from dstrain.job.schema import Job
-from dstrain.job.task_losses import Dpo, Kto, Reward
+from dstrain.job.task_losses import Dpo
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Keys, Locator
 
-_SECTIONS = {"dpo": Dpo, "reward": Reward, "kto": Kto, "lora": Lora, "samples": Samples, "monitor": Monitor}
+_SECTIONS = {"dpo": Dpo, "lora": Lora, "samples": Samples, "monitor": Monitor}
 _PATHS = ("data", "eval_data", "model")
 """Keys of which gen-config itself writes a single name, relative to the job."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dstrain.choices import Task
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import preferences
 from dstrain.config.imports.shared import RANKS, TRAINING_ARGUMENTS
@@ -25,11 +24,6 @@ def _stage(value: Any, source: Source) -> Any:
     if value == "pt":
         return Converted(values={"loss_on": "all", "data_format": "text"})
     return ABSENT if value == "sft" else preferences.task(value, source)
-
-
-def _sft_weight(value: Any, source: Source) -> Any:
-    preferences.zero_for(Task.KTO)(value, source)
-    return preferences.of_task("sft_weight", Task.DPO)(value, source)
 
 
 def _method(value: Any, source: Source) -> Any:
@@ -121,7 +115,6 @@ _CONVERTERS = {
     "pixels": _pixels,
     "precision": _precision,
     "resized": _resized,
-    "sft_weight": _sft_weight,
     "sinks": _sinks,
     "stage": _stage,
     "template": _template,

@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import DpoLoss, Task
+from dstrain.choices import DpoLoss
 from dstrain.config.imports.converters import names, number
 from dstrain.config.imports.source import ABSENT, Convert, Converted, OtherTraining, Source
 
-_TASKS = {"dpo": Task.DPO, "ipo": Task.DPO, "kto": Task.KTO, "rm": Task.REWARD}
-"""What tools train on preferences (`stage`, `rlhf_type`, `rl`) → our task."""
-
-
+_DPO = ("dpo", "ipo")
+"""Words of tools (`stage`, `rlhf_type`, `rl`) for DPO."""
+_ELSEWHERE = {"kto": "TRL's KTOTrainer trains by KTO", "rm": "TRL's RewardTrainer trains reward models"}
+"""Their words for other trainings on preferences → who has them."""
 _SUPERVISED = ("sft", "finetune", "finetuning", "supervised", "instruct")
 _PRETRAINING = ("pt", "cpt", "clm", "pretrain", "pretraining")
 _OTHERS = (
@@ -33,7 +33,7 @@ _OTHERS = (
     ),
 )
 _TASK_NAMES = {
-    **{name: name for name in (*_TASKS, *_OTHERS)},
+    **{name: name for name in (*_DPO, *_ELSEWHERE, *_OTHERS)},
     **dict.fromkeys(("reward", "rewards"), "rm"),
     **dict.fromkeys(_PRETRAINING, "pt"),
     **dict.fromkeys(_SUPERVISED, "sft"),
@@ -68,57 +68,32 @@ def name_says(source: Source, words: Iterable[str]) -> bool:
     return any(word in words for name in source.value("script_name", ()) for word in words_of(Path(name).name))
 
 
-def preference_task(source: Source) -> Task | None:
-    """Returns the task of a tool's training on preferences, or None if it is another training."""
-    if source.value("reward_model") is True:  # axolotl's; a path in LLaMA-Factory
-        return Task.REWARD
+def is_dpo(source: Source) -> bool:
+    """Returns whether a tool trains on preferences by DPO."""
     named = (*(source.value(key) for key in ("stage", "rlhf_type", "rl")), named_task(source))
-    return next((_TASKS[name] for name in named if isinstance(name, str) and name in _TASKS), None)
+    return source.value("reward_model") is not True and any(name in _DPO for name in named if isinstance(name, str))
 
 
 def task(value: Any, source: Source) -> Any:
     """Returns the task of a training on preferences. Raises OtherTraining for one that dstrain does not have."""
-    found = preference_task(source)
-    if found is None:
-        raise OtherTraining(f"`{value}`: of preferences, {', '.join(_TASKS)} are imported")
-    values = {"task": found.value} | ({"dpo.loss_type": "ipo"} if value == "ipo" else {})
-    return Converted(values=values, note=_SCORE if found is Task.REWARD else "")
-
-
-_SCORE = "the head is that of Transformers' class for classification, which other tools load"
-
-
-def of_task(key: str, *tasks: Task) -> Convert:
-    """Returns a converter of a number of preferences, which the sections of these tasks have under one key."""
-
-    def converted(value: Any, source: Source) -> Any:
-        task = preference_task(source)
-        if task not in tasks or value is None:
-            return ABSENT
-        return Converted(values={f"{task}.{key}": number(value, source)})
-
-    return converted
-
-
-def zero_for(*tasks: Task) -> Convert:
-    """Returns a converter of a weight that dstrain's losses of these tasks do not have."""
-
-    def converted(value: Any, source: Source) -> Any:
-        if preference_task(source) in tasks and number(value, source):
-            raise OtherTraining(f"`{value}`: another loss of preferences")
-        return ABSENT
-
-    return converted
-
-
-def is_dpo(source: Source) -> bool:
-    """Returns whether the tool trains preferences by DPO."""
-    return preference_task(source) is Task.DPO
+    name = "rm" if value is True else value  # axolotl's `reward_model: true`
+    if name in _DPO:
+        return Converted(values={"task": "dpo"} | ({"dpo.loss_type": "ipo"} if name == "ipo" else {}))
+    others = _ELSEWHERE.get(str(name), f"of preferences, {' and '.join(_DPO)} are imported")
+    raise OtherTraining(f"`{value}`: {others}")
 
 
 def of_dpo(convert: Convert) -> Convert:
     """Returns a converter of a key that is read for DPO alone."""
     return lambda value, source: convert(value, source) if is_dpo(source) else ABSENT
+
+
+def _number(value: Any, source: Source) -> Any:
+    return ABSENT if value is None else number(value, source)
+
+
+dpo_number = of_dpo(_number)
+"""Converts a number that is read for DPO alone."""
 
 
 def dpo_loss(value: Any, _: Source) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from dstrain.choices import Task
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import preferences
 from dstrain.config.imports.shared import RANKS, TRAINING_ARGUMENTS
@@ -87,8 +86,6 @@ def _sft_weight(value: Any, source: Source) -> Any:
 def _loss(value: Any, source: Source) -> Any:
     if preferences.is_dpo(source):
         return preferences.dpo_loss(value, source)
-    if value == "kto" and preferences.preference_task(source) is Task.KTO:
-        return ABSENT
     if value not in ("causal_lm", None):
         raise OtherTraining("not a causal language model's loss")
     return ABSENT

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.choices import Task
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import preferences
 from dstrain.config.imports.accelerate import ROWS as ACCELERATE
@@ -104,16 +103,15 @@ def _named(_: Any, source: Source) -> Any:
     if word == "pt":
         values = {"loss_on": "all", "data_format": "text"}
         return Converted(values=values, note=f"{note}: the loss is on every token of plain text")
-    found = preferences.task(word, source)
-    return Converted(values=found.values, note="; ".join(filter(None, (note, found.note))))
+    return Converted(values=preferences.task(word, source).values, note=note)
 
 
 def _preference(convert_: Convert) -> Convert:
     """Returns a converter of a key of training on preferences, which is none of supervised training."""
 
     def converted(value: Any, source: Source) -> Any:
-        if preferences.preference_task(source) is None and value is not None:
-            raise OtherTraining(f"`{value}`: it is for training on preferences, and no name here says which")
+        if not preferences.is_dpo(source) and value is not None:
+            raise OtherTraining(f"`{value}`: it is for training on preferences, and no name here says that it is DPO")
         return convert_(value, source)
 
     return converted
@@ -124,7 +122,7 @@ def _sft_weight(value: Any, source: Source) -> Any:
 
 
 def _loss_type(value: Any, source: Source) -> Any:
-    if value in ("nll", "causal_lm") and preferences.preference_task(source) is None:
+    if value in ("nll", "causal_lm") and not preferences.is_dpo(source):
         return READ
     return _preference(preferences.of_dpo(preferences.dpo_loss))(value, source)
 
@@ -198,7 +196,7 @@ def _no_bias(value: Any, _: Source) -> Any:
 
 def _answers(value: Any, source: Source) -> Any:
     """Returns what the loss is on; TRL's switch is off by default, which its chats and its completions take apart."""
-    if preferences.preference_task(source) is not None:
+    if preferences.is_dpo(source):
         return READ
     if convert.flag(value, source):
         return "answer"
@@ -232,19 +230,18 @@ def _qwen_lora(value: Any, source: Source) -> Any:
 
 
 def _loss_of_pairs(value: Any, source: Source) -> Any:
-    return ABSENT if preferences.preference_task(source) is None else preferences.dpo_loss(value, source)
+    return preferences.dpo_loss(value, source) if preferences.is_dpo(source) else ABSENT
 
 
 _CONVERTERS: Mapping[str, Convert] = {
     "all_tokens": convert.always("all"),
     "alpha": _alpha,
     "answers": _answers,
-    "beta": _preference(preferences.of_task("beta", Task.DPO, Task.KTO)),
+    "beta": _preference(preferences.dpo_number),
     "bf16": _bf16,
     "bits": _bits,
     "both_lengths": _both_lengths,
     "clipping": _clipping,
-    "desirable_weight": _preference(preferences.of_task("desirable_weight", Task.KTO)),
     "dpo_loss": preferences.of_dpo(preferences.dpo_loss),
     "flash": _flash,
     "layers": layers,
@@ -262,7 +259,6 @@ _CONVERTERS: Mapping[str, Convert] = {
     "read_with_mixer": lambda _, source: ABSENT if source.value("dataset_mixer") is None else READ,
     "same_rate": _same_rate,
     "sft_weight": preferences.of_dpo(_sft_weight),
-    "undesirable_weight": _preference(preferences.of_task("undesirable_weight", Task.KTO)),
 }
 ROWS = rows_of("trainer", _CONVERTERS, base={**ACCELERATE, **LAUNCHERS, **TRAINING_ARGUMENTS})
 """Options of launchers, of Transformers and of its usual scripts."""

@@ -60,7 +60,6 @@ def config_values(plan: Plan, workload: Workload) -> dict[str, Any]:
         "optimizer": configuration.step.optimizer,
         "hpz": configuration.zero.hpz,
         "qwz": configuration.zero.qwz,
-        "qgz": configuration.zero.qgz,
         "offload_ratio": configuration.zero.offload_ratio,
         "pin_memory": configuration.zero.pin_memory,
         "moe_block_class": moe_block,

@@ -11,11 +11,9 @@ from dstrain.choices import Attention
 _ZERO = "zero_optimization."
 QWZ = _ZERO + "zero_quantized_weights"
 """Key of parameters that are gathered in 8 bits."""
-QGZ = _ZERO + "zero_quantized_gradients"
-"""Key of gradients that are reduced in 4 bits."""
 OFFLOADED = "the optimizer is offloaded"
 """Setting of a configuration that lifts an optimizer's limit."""
-_OPTIONS = {QWZ: "qwz", QGZ: "qgz"}
+_OPTIONS = {QWZ: "qwz"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig, located
-from dstrain.facts.data import audios, images, media, videos
+from dstrain.facts.data import images, media, videos
 from dstrain.facts.data.media_kinds import KINDS
-from dstrain.facts.data.preferences import Pair, to_marked, to_pair
+from dstrain.facts.data.preferences import Pair, to_pair
 from dstrain.facts.data.row_values import unused_text
 from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries
 from dstrain.facts.data.sample_formats import Reading, require, to_sample, unused
@@ -22,8 +22,6 @@ Refuse = Callable[[InvalidConfig], None]
 """Called with the error of an unusable row: raises it, or returns to skip the row."""
 
 _SHOWN_PROBLEMS = 5
-_TRIED_RATE = 16_000
-"""Samples per second at which audios are tried; that of all processors in `TRAINS_AUDIO`."""
 _GLOB = frozenset("*?[")
 
 
@@ -42,7 +40,7 @@ class DataReport:
     unused: Mapping[str, int]
     """Unused column, such as `source`, or `messages.name` in turns → number of checked rows with it."""
     media: tuple[str, ...]
-    """Columns of images, videos and audios that one of the checked rows has."""
+    """Columns of images and videos that one of the checked rows has."""
 
     @property
     def note(self) -> str | None:
@@ -98,7 +96,7 @@ def check(
 ) -> DataReport:
     """Returns the contents of a data file, after parsing the rows in its first `limit_bytes` as conversations.
 
-    Images, videos and audios must exist, and with `opens_images` must be whole. Raises InvalidConfig with up to five
+    Images and videos must exist, and with `opens_images` must be whole. Raises InvalidConfig with up to five
     problems, one per line, each with file and line, or with one that all have; with `skip` only if no row is usable.
     """
     source, seen = Path(path), _Seen()
@@ -168,8 +166,6 @@ def _require_whole(sample: Conversation, where: str) -> None:
             images.opened(path)
         for video in sample.videos:
             videos.require_whole(video)
-        for audio in sample.audios:
-            audios.opened(audio, _TRIED_RATE)
 
 
 def _problems(source: Path, errors: list[InvalidConfig]) -> InvalidConfig:
@@ -209,7 +205,7 @@ def samples(path: str | Path, refuse: Refuse = stop, part: Part | None = None) -
 
 def parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
     """Returns the conversation, text or pair of a row. Raises InvalidConfig with file and line if it is no sample to
-    learn from, for missing images, videos and audios too."""
+    learn from, for missing images and videos too."""
     with located(sample.where):
         found = _parsed(sample, reading)
         require_sound(found, sample.row)
@@ -221,8 +217,6 @@ def _parsed(sample: Sample, reading: Reading) -> Conversation | str | Pair:
         pair = to_pair(sample.row, reading)
         chosen, rejected = (_located(side, sample.folder) for side in pair.sides)
         return Pair(chosen=chosen, rejected=rejected) if pair.has_media else pair
-    if reading.format is DataFormat.UNPAIRED:
-        return _located(to_marked(sample.row, reading), sample.folder)
     found = to_sample(sample.row, reading)
     return found if isinstance(found, str) else _located(found, sample.folder)
 
@@ -235,7 +229,6 @@ def _located(found: Conversation, folder: Path | None) -> Conversation:
         found,
         images=media.located(found.images, folder, "image"),
         videos=tuple(media.located(files, folder, _noun(files)) for files in found.videos),
-        audios=media.located(found.audios, folder, "audio"),
     )
 
 

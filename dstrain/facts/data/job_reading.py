@@ -8,12 +8,7 @@ from dstrain.job import task_limits
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 
-FORMATS = {
-    Task.PRETRAIN: DataFormat.TEXT,
-    Task.DPO: DataFormat.PREFERENCE,
-    Task.REWARD: DataFormat.PREFERENCE,
-    Task.KTO: DataFormat.UNPAIRED,
-}
+FORMATS = {Task.PRETRAIN: DataFormat.TEXT, Task.DPO: DataFormat.PREFERENCE}
 """The format of tasks that have only one."""
 
 

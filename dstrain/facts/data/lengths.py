@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data import audios, media
+from dstrain.facts.data import media
 from dstrain.facts.data.datafile import files_of, parsed, reading_of
 from dstrain.facts.data.image_patches import Eye
 from dstrain.facts.data.preferences import Pair
@@ -46,7 +46,7 @@ class Lengths:
     target_share: float = 1.0
     """Share of the tokens with a label, 0…1."""
     has_media: bool = False
-    """Whether a sampled row has images, videos or audios."""
+    """Whether a sampled row has images or videos."""
 
     def share_longer(self, seq_len: int) -> float:
         """Returns the share of samples that are longer, 0…1.
@@ -101,20 +101,6 @@ def mixed(parts: Sequence[Lengths], counts: Sequence[int]) -> Lengths:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Hearing:
-    """How many tokens a model makes of sound."""
-
-    tokens_per_s: float
-    max_s: float | None
-    """Seconds of an audio at most; None: all of it."""
-
-    def tokens_of(self, audio: str) -> int:
-        """Returns the tokens of an audio. Raises InvalidConfig if it is broken, EnvironmentProblem without PyAV."""
-        seconds = audios.seconds_of(audio)
-        return round(self.tokens_per_s * (seconds if self.max_s is None else min(seconds, self.max_s)))
-
-
 @lru_cache(maxsize=1)
 def encoder_of(tokenizer: Path) -> Any:
     """Returns the tokenizer of a tokenizer.json. Raises InvalidConfig if it cannot be read."""
@@ -135,19 +121,18 @@ def read_lengths(
     loss_on: LossOn = LossOn.ANSWER,
     image_tokens: int | None = None,
     sees: Eye | None = None,
-    hears: Hearing | None = None,
     measure: Measure | None = None,
 ) -> Lengths:
     """Returns the lengths of the samples of a data file or a glob; `tokenizer` is the model's tokenizer.json.
 
     `measure` renders some with the chat template, whose share is else the role's name and `MARKS` for each message. A
-    pair counts as the longer of its samples; images as `sees` says, or else with videos `image_tokens`, audios as
-    `hears` says. Raises InvalidConfig if no row is usable, or if the tokens of media are not known.
+    pair counts as the longer of its samples; images as `sees` says, or else with videos `image_tokens`. Raises
+    InvalidConfig if no row is usable, or if the tokens of media are not known.
     """
     encoder, files = encoder_of(tokenizer), files_of(data)
     rows, counted, uncounted = 0, 0, list[Path]()
     usable: list[tuple[str, Sequence[Conversation | str]]] = []
-    count = partial(_media_tokens, image_tokens=image_tokens, sees=sees, hears=hears)
+    count = partial(_media_tokens, image_tokens=image_tokens, sees=sees)
     for file in files:
         sampled, number = spread(file, -(-sampled_rows // len(files)))
         counted, uncounted = counted + (number or 0), uncounted + ([file] if number is None else [])
@@ -169,7 +154,7 @@ def read_lengths(
 
 
 def media_in(data: str, reading: Reading) -> list[str]:
-    """Returns the columns of images, videos and audios, as far as sampled rows of a data file or a glob have them."""
+    """Returns the columns of images and videos, as far as sampled rows of a data file or a glob have them."""
     found: dict[str, None] = {}
     for file in files_of(data):
         for row in spread(file, SAMPLED_ROWS)[0]:
@@ -187,7 +172,7 @@ class Text(NamedTuple):
     is_learned: bool = True
     """Whether its tokens have labels."""
     is_media: bool = False
-    """Whether it stands for images, videos or audios."""
+    """Whether it stands for images or videos."""
     is_tools: bool = False
     """Whether it describes tools."""
     is_thought: bool = False
@@ -212,27 +197,23 @@ def usable_rows(
     return found
 
 
-def _media_tokens(
-    sample: Conversation | str, where: str, image_tokens: int | None, sees: Eye | None, hears: Hearing | None
-) -> int:
-    """Returns the tokens of the images, videos and audios of a sample. Raises InvalidConfig if they are not known."""
+def _media_tokens(sample: Conversation | str, where: str, image_tokens: int | None, sees: Eye | None) -> int:
+    """Returns the tokens of the images and videos of a sample. Raises InvalidConfig if they are not known."""
     if isinstance(sample, str) or not sample.has_media:
         return 0
-    seen = [name for name in sample.media if name != "audios"]
-    if seen and sees is not None and (patches := sees.patches_of(sample)) is not None:
+    if sees is not None and (patches := sees.patches_of(sample)) is not None:
         image_tokens = patches // sees.merge**2
-    if seen and image_tokens is None:
-        problem = f"has {seen[0]}, whose tokens the model's processor counts; --image-patches N counts them, too"
+    if image_tokens is None:
+        problem = (
+            f"has {sample.media[0]}, whose tokens the model's processor counts; --image-patches N counts them, too"
+        )
         raise InvalidConfig(f"{where}: {problem}")
-    if sample.audios and hears is None:
-        raise InvalidConfig(f"{where}: has audios, which this model does not train on")
-    heard = sum(hears.tokens_of(audio) for audio in sample.audios) if hears is not None else 0
-    return heard + (image_tokens or 0) * bool(seen)
+    return image_tokens
 
 
 def _texts(sample: Conversation | str, loss_on: LossOn, media_tokens: int) -> list[Text]:
     """Returns the texts of a sample: of each message its role and what it says, which answers are learned with the mark
-    that ends them; and one for all of its images, videos and audios, with two special tokens around each."""
+    that ends them; and one for all of its images and videos, with two special tokens around each."""
     if isinstance(sample, str):
         return [Text(sample, around=1)]  # the end of the document
     texts, last = [], len(sample.messages) - 1

@@ -1,4 +1,4 @@
-"""Finds the images, videos and audios of a sample: in a column, or in parts of turns, with a mark in the text for each.
+"""Finds the images and videos of a sample: in a column, or in parts of turns, with a mark in the text for each.
 
 Each is a path, or its content as a data URL: `data:image/png;base64,…`. A video may be the files of its frames.
 """
@@ -6,7 +6,6 @@ Each is a path, or its content as a data URL: `data:image/png;base64,…`. A vid
 from __future__ import annotations
 
 import re
-import struct
 from base64 import b64decode, b64encode
 from collections.abc import Collection, Mapping, Sequence
 from io import BytesIO
@@ -15,9 +14,8 @@ from typing import Any
 
 from dstrain import units
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.media_kinds import AUDIO, IMAGE, KINDS, Kind
+from dstrain.facts.data.media_kinds import IMAGE, KINDS, Kind
 from dstrain.facts.data.row_values import is_given, shown
-from dstrain.facts.data.wav import wav_of
 
 Files = tuple[str, ...]
 """The file of an image or a video, or those of the frames of a video."""
@@ -102,10 +100,10 @@ def without_marks(text: str, kinds: Collection[Kind] = KINDS) -> str:
 def attach(
     row: Mapping[str, Any], messages: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, tuple[Files, ...]]]:
-    """Returns the messages with a mark for each image, video and audio, and these by the first column of their kind.
+    """Returns the messages with a mark for each image and video, and these by the first column of their kind.
 
     `messages` are those of `turns.parse`. Those of a column without any mark stand before the first question, as TRL
-    and ms-swift have it: images, then videos, then audios. Raises InvalidConfig unless there is one mark for each.
+    and ms-swift have it: images, then videos. Raises InvalidConfig unless there is one mark for each.
     """
     plain, found = list(messages), {}
     for kind in reversed(KINDS):
@@ -114,7 +112,7 @@ def attach(
 
 
 def single(files: Sequence[Files]) -> Files:
-    """Returns the files of images or audios, each of which is one."""
+    """Returns the files of images, each of which is one."""
     return tuple(file for (file,) in files)
 
 
@@ -175,7 +173,9 @@ def _file(given: Any, kind: Kind, place: str) -> str:
 
     Raises InvalidConfig for addresses on the web, and for large contents.
     """
-    value = _content_of(given, kind, place) if isinstance(given, Mapping) else given
+    value = given
+    if isinstance(given, Mapping):
+        value = given["bytes"] if isinstance(given.get("bytes"), bytes) else given.get("path")
     if isinstance(value, bytes):
         value = f"data:;base64,{b64encode(value).decode()}"
     one = f"{kind.article} {kind.noun}"
@@ -197,22 +197,6 @@ def _file(given: Any, kind: Kind, place: str) -> str:
     if len(value) > _LONGEST_PATH:
         raise InvalidConfig(f"{place} is {shown(value)}, too long for a path", hint=urls)
     return value.removeprefix("file://")
-
-
-def _content_of(given: Mapping[str, Any], kind: Kind, place: str) -> Any:
-    """Returns the bytes or the path of the hub's form; of audios also the bytes of numbers, and OpenAI's data URL.
-
-    Source: datasets 5.2 features/audio.py: Audio (`array`, `sampling_rate`); OpenAI's API, chat (`data`, `format`).
-    """
-    if kind is AUDIO and isinstance(given.get("array"), Sequence):
-        try:
-            return wav_of(given["array"], int(given["sampling_rate"]))
-        except (KeyError, TypeError, ValueError, struct.error):
-            hint = '{"array": numbers in -1…1, (samples,) or (channels, samples), "sampling_rate": samples a second}'
-            raise InvalidConfig(f"{place} is {shown(given)}, not sound as numbers", hint=f"Write {hint}.") from None
-    if kind is AUDIO and isinstance(given.get("data"), str):
-        return f"data:audio/{given.get('format') or 'wav'};base64,{given['data']}"
-    return given["bytes"] if isinstance(given.get("bytes"), bytes) else given.get("path")
 
 
 def _forms(kind: Kind) -> str:

@@ -1,4 +1,4 @@
-"""Images, videos and audios: the names of their columns, parts and marks."""
+"""Images and videos: the names of their columns, parts and marks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """Images, videos, or audios: stretches of sound."""
+    """Images or videos."""
 
     article: str
     """The article of its name."""
@@ -53,16 +53,5 @@ VIDEO = Kind(
     has_frames=True,
 )
 """Source: LLaMA-Factory, ms-swift (columns), Transformers and Qwen (`video`), vLLM's form of OpenAI's (`video_url`)."""
-AUDIO = Kind(
-    article="an",
-    noun="audio",
-    columns=("audios", "audio"),
-    types=("audio", "audio_url", "input_audio"),
-    values=("audio", "audio_url", "input_audio", "url", "path"),
-    content="audio/wav",
-    limits="audio_max_seconds",
-)
-"""Source: LLaMA-Factory, ms-swift (columns), Transformers and Qwen2-Audio (`audio`, `audio_url`), OpenAI
-(`input_audio`)."""
-KINDS = (IMAGE, VIDEO, AUDIO)
+KINDS = (IMAGE, VIDEO)
 COLUMNS = tuple(name for kind in KINDS for name in kind.columns)

@@ -1,4 +1,4 @@
-"""Parses one row of preferences: a pair of a chosen and a rejected last answer, or a conversation with a label."""
+"""Parses one row of preferences: a pair of a chosen and a rejected last answer."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ from typing import Any
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig, located
 from dstrain.facts.data import media_kinds, untrained_columns
-from dstrain.facts.data.sample_formats import (
-    LABELS,
-    MARKED,
-    NEEDS,
-    PROMPTS,
-    SIDES,
-    Reading,
-    Row,
-    has_columns,
-    to_sample,
-)
+from dstrain.facts.data.sample_formats import NEEDS, PROMPTS, SIDES, Reading, Row, to_sample
 from dstrain.facts.data.turns import Conversation
 
 _BESIDE_TURNS = ("system", "tools", "functions", "weight", *media_kinds.COLUMNS)
@@ -74,36 +64,13 @@ def to_pair(row: Row, reading: Reading) -> Pair:
         raise InvalidConfig(f'"{missing[0]}" is missing; a pair needs {NEEDS[DataFormat.PREFERENCE]}')
     untrained_columns.refuse(row, _NOT_READ)
     chosen, rejected = (_whole(row, name, replace(reading, columns={})) for name in SIDES)
-    prompts = [(side.messages[:-1], side.images, side.videos, side.audios) for side in (chosen, rejected)]
+    prompts = [(side.messages[:-1], side.images, side.videos) for side in (chosen, rejected)]
     if prompts[0] != prompts[1]:
         raise InvalidConfig(
             "chosen and rejected differ before their last answer",
             hint="Both must have the same messages and images, except for the last message.",
         )
     return Pair(chosen=chosen, rejected=rejected)
-
-
-def to_marked(row: Row, reading: Reading) -> Conversation:
-    """Returns the conversation of a row with a label.
-
-    >>> to_marked({"prompt": "1 + 1", "completion": "3", "label": False}, Reading()).is_desirable
-    False
-
-    Formats: those of conversations, with a column `label` (TRL, ms-swift) or `kto_tag` (LLaMA-Factory). Raises
-    InvalidConfig without a place; the caller adds file and line.
-    """
-    row = reading.row(row)
-    given = [name for name in LABELS if row.get(name) is not None]
-    if not given:
-        raise InvalidConfig(f'"label" is missing; an answer needs {NEEDS[DataFormat.UNPAIRED]}')
-    value = row[given[0]]
-    if not isinstance(value, bool | int) or value not in (0, 1):
-        raise InvalidConfig(f'"{given[0]}" is {value!r}; it must be true (desirable) or false')
-    others = {name: value for name, value in row.items() if name not in LABELS}
-    form = next((form for form in MARKED if has_columns(others, form)), None)
-    if form is None:
-        raise InvalidConfig(f"no answer is beside the label; it needs {NEEDS[DataFormat.UNPAIRED]}")
-    return replace(_conversation(others, replace(reading, columns={}), form), is_desirable=bool(value))
 
 
 def _whole(row: Row, name: str, reading: Reading) -> Conversation:

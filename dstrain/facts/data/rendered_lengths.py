@@ -12,11 +12,11 @@ RENDERED = 64
 Measure = Callable[[Sequence[Conversation]], Sequence[tuple[int, int] | None]]
 """Returns the tokens of each conversation and those that count in the loss; None for one that the template refuses.
 
-A mark for each image, video and audio is among them."""
+A mark for each image and video is among them."""
 
 
 _MARKS = 3
-"""Tokens of an image, a video or an audio in a rendered text, which `Size.of_media` has too but for one: its mark, and
+"""Tokens of an image or a video in a rendered text, which `Size.of_media` has too but for one: its mark, and
 one on each side."""
 
 
@@ -28,7 +28,7 @@ class Size:
     learned: int
     """Tokens that count in the loss."""
     of_media: int = 0
-    """Tokens of images, videos and audios."""
+    """Tokens of images and videos."""
     of_tools: int = 0
     """Tokens of the descriptions of tools as JSON."""
     of_thoughts: int = 0

@@ -23,13 +23,11 @@ CONVERSATION_COLUMNS = ("messages", "conversations")
 NEEDS = MappingProxyType(
     {
         DataFormat.ALPACA: "instruction and output (optionally input, system, history), prompt and completion, "
-        "prompt and response, query and response, or question and answer (optionally images, videos, audios)",
-        DataFormat.MESSAGES: "messages or conversations (optionally system, tools, images, videos, audios)",
+        "prompt and response, query and response, or question and answer (optionally images, videos)",
+        DataFormat.MESSAGES: "messages or conversations (optionally system, tools, images, videos)",
         DataFormat.TEXT: "text",
         DataFormat.PREFERENCE: "chosen and rejected, each an answer or a conversation that ends with it, and with "
         "answers their prompt (or question, instruction and input, messages, conversations; optionally system, tools)",
-        DataFormat.UNPAIRED: "label (or kto_tag), true or false, beside a question and its answer: prompt and "
-        "completion, instruction and output, messages or conversations (optionally system, tools)",
     }
 )
 """The columns of each format, in words."""
@@ -42,10 +40,6 @@ _PAIRS = (
     ("question", "answer"),
 )
 """Columns of a question and its answer: Stanford Alpaca, TRL, ms-swift, and data sets of questions."""
-LABELS = ("label", "kto_tag")
-"""Columns that say whether an answer is desirable: TRL's and ms-swift's, and LLaMA-Factory's."""
-MARKED = (DataFormat.MESSAGES, DataFormat.ALPACA)
-"""Formats whose answers may have a label."""
 SIDES = ("chosen", "rejected")
 """Columns of the two answers of a pair."""
 PROMPTS = ("prompt", "question", *CONVERSATION_COLUMNS)
@@ -97,10 +91,6 @@ def unused(row: Row, reading: Reading) -> list[str]:
     >>> unused({"text": "a", "source": "web", "note": None}, Reading(format=DataFormat.TEXT))
     ['source']
     """
-    if reading.format is DataFormat.UNPAIRED:
-        labels = {reading.columns.get(name, name) for name in LABELS}
-        others = {name: value for name, value in row.items() if name not in labels}
-        return unused(others, require(others, replace(reading, format=DataFormat.AUTO)))
     ours = reading.row(row)
     used = _used(ours, reading.format)
     in_file = {reading.columns.get(name, name) for name in used}
@@ -191,8 +181,6 @@ def has_columns(columns: Iterable[str], data_format: DataFormat) -> bool:
         return not columns.isdisjoint(CONVERSATION_COLUMNS)
     if data_format is DataFormat.PREFERENCE:
         return columns.issuperset(SIDES)
-    if data_format is DataFormat.UNPAIRED:
-        return not columns.isdisjoint(LABELS) and any(has_columns(columns, form) for form in MARKED)
     return _pair(columns) is not None if data_format is DataFormat.ALPACA else "text" in columns
 
 
@@ -233,7 +221,6 @@ def to_sample(row: Row, reading: Reading) -> Conversation | str:
         unlearned=frozenset(index + len(system) for index in unlearned),
         images=media.single(found["images"]),
         videos=found["videos"],
-        audios=media.single(found["audios"]),
     )
 
 

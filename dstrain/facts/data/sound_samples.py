@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from dstrain.errors import InvalidConfig, located
@@ -30,25 +29,28 @@ _SKIP = "Remove the row, or set on_bad_row: skip to leave such rows out."
 def require_sound(sample: Conversation | str | Pair, row: Mapping[str, Any]) -> None:
     """Raises InvalidConfig, without a place, for a sample that cannot be learned from; `row` holds it.
 
-    Answers without loss, rejected and undesirable ones may be cut: only their text must be whole.
+    Answers without loss and rejected ones may be cut: only their text must be whole.
     """
     if isinstance(sample, Pair):
         with located("chosen"):
             require_sound(sample.chosen, {})
         with located("rejected"):
-            require_sound(replace(sample.rejected, is_desirable=False), {})
+            _require_texts(sample.rejected)
         return
     if isinstance(sample, str):
         _require_text(sample, lambda: iter([("text", sample)]))
         return
-    _require_text([sample.messages, sample.tools], lambda: _strings(sample))
-    if sample.is_desirable is False:
-        return
+    _require_texts(sample)
     if len(sample.unlearned) < sum(message["role"] == "assistant" for message in sample.messages):
         _require_whole_by_name(row)
     for index, message in enumerate(sample.messages):
         if message["role"] == "assistant" and index not in sample.unlearned:
             _require_whole(message, f"turn {index + 1}, of the assistant: ")
+
+
+def _require_texts(sample: Conversation) -> None:
+    """Raises InvalidConfig for characters in a conversation that are none."""
+    _require_text([sample.messages, sample.tools], lambda: _strings(sample))
 
 
 def _require_text(values: Any, strings: Callable[[], Iterator[tuple[str, str]]]) -> None:

@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 Message = dict[str, Any]
 """A message as chat templates take it: `role` and `content`, if given `reasoning_content`, `tool_calls`, `name`.
 
-Images, videos and audios are marks in `content`."""
+Images and videos are marks in `content`."""
 
 _CALLS = "calls"
 ROLES = MappingProxyType(
@@ -66,26 +66,22 @@ class Conversation:
     """Files of the images, in the order of their marks."""
     videos: tuple[Files, ...] = ()
     """Files of the videos, each one file or one per frame, in the order of their marks."""
-    audios: tuple[str, ...] = ()
-    """Files of the audios, in the order of their marks."""
-    is_desirable: bool | None = None
-    """Whether its last answer is marked as desirable or not; None: it is not marked."""
 
     @property
     def has_media(self) -> bool:
-        """Whether it has images, videos or audios."""
+        """Whether it has images or videos."""
         return bool(self.media)
 
     @property
     def media(self) -> tuple[str, ...]:
-        """The columns of what it has of images, videos and audios."""
+        """The columns of what it has of images and videos."""
         return tuple(kind.columns[0] for kind in media_kinds.KINDS if getattr(self, kind.columns[0]))
 
 
 def parse(turns: Any, name: str) -> tuple[list[Message], frozenset[int]]:
     """Returns the messages of a list of turns, and the indices of those that carry no loss by their own weight.
 
-    `name` is that of the column. Calls in consecutive turns become one message. Images, videos and audios that
+    `name` is that of the column. Calls in consecutive turns become one message. Images and videos that
     are parts of a turn stand under their column's name in its message, see `media.attach`. Raises InvalidConfig.
     """
     if not isinstance(turns, list):
@@ -199,7 +195,7 @@ def _turn(turn: Any, place: str) -> tuple[Message, bool]:
 
 
 def _content(turn: Row, key: str, place: str) -> str:
-    """Returns the text of a turn; the parts of a list are joined, with a mark for each image, video and audio."""
+    """Returns the text of a turn; the parts of a list are joined, with a mark for each image and video."""
     parts = turn.get(key)
     if not isinstance(parts, list):
         return string(turn, key, place)
@@ -212,7 +208,7 @@ def _content(turn: Row, key: str, place: str) -> str:
         elif _is_text_part(part):
             texts.append(part["text"])
         else:
-            problem = f"{place}: {key} has parts that are neither text nor an image, a video or an audio"
+            problem = f"{place}: {key} has parts that are neither text nor an image or a video"
             raise InvalidConfig(f"{problem}, which is not supported")
     return "".join(texts)
 

@@ -34,13 +34,12 @@ class Untrained:
 _WEIGHTS = "weights or masks tokens in the loss"
 _PREFERENCE = "marks the preferred answer"
 _PREFERRED = "Keep only the preferred answers, as messages or as instruction and output."
-_DPO = "Or train on both: task: dpo or reward, with the columns chosen and rejected."
-_KTO = "Or train on both: task: kto."
+_DPO = "Or train on both: task: dpo, with the columns chosen and rejected."
 _COUNTED = "Give each turn a weight of 0 or 1; loss_on selects the answers that count in the loss."
 _ALONE = "Leave these samples out: their text alone teaches wrong answers."
 _MEDIA = tuple(Untrained(names=kind.columns, says=f"holds {kind.columns[0]}", hint=_ALONE) for kind in KINDS)
 MEDIA = MappingProxyType({name: kind for kind in _MEDIA for name in kind.names})
-"""Column → kind of images, videos and audios where they are not trained: in texts."""
+"""Column → kind of images and videos where they are not trained: in texts."""
 _PLACED = tuple(
     replace(kind, hint=f'Write them in a column "{kind.names[0]}" beside the turns, or as parts of the turn.')
     for kind in _MEDIA
@@ -49,8 +48,10 @@ _SCALES = Untrained(names=("loss_scale",), says=_WEIGHTS, hint=_COUNTED, matters
 _MASKS = Untrained(names=("loss_mask",), says=_WEIGHTS, hint=_COUNTED, matters=_weighs)
 MASKS = MappingProxyType(dict.fromkeys(_MASKS.names, _MASKS))
 """Column → kind of masks that are not trained: beside anything but turns."""
+_SOUND = Untrained(names=("audios", "audio"), says="holds sound", hint=_ALONE)
 _IN_ROWS = (
     _SCALES,
+    _SOUND,
     Untrained(
         names=(
             *("rejected_response", "rejected_messages", "rejected_images"),
@@ -60,12 +61,11 @@ _IN_ROWS = (
         hint=f"{_PREFERRED} {_DPO}",
     ),
     Untrained(names=("chosen", "rejected"), says=_PREFERENCE, hint=f"{_PREFERRED} {_DPO}"),
-    Untrained(
-        names=("kto_tag", "label"), says=_PREFERENCE, hint=f"{_PREFERRED} {_KTO}", matters=lambda value: value is False
-    ),
+    Untrained(names=("kto_tag", "label"), says=_PREFERENCE, hint=_PREFERRED, matters=lambda value: value is False),
 )
 _IN_TURNS = (
     _SCALES,
+    _SOUND,
     *_PLACED,
     Untrained(names=("train_detail",), says=_WEIGHTS, hint=_COUNTED),
     Untrained(names=("thinking", "reasoning"), says="holds thoughts", hint="Rename it to reasoning_content."),
@@ -80,7 +80,7 @@ _PLACEHOLDER = re.compile(r"(?<!`)<(\|?)(image|video|audio)(?:_pad|_\d+)?\1>(?!`
 _WITHOUT_FILE = Untrained(
     names=(),
     says="stands for an image, video or audio without a file",
-    hint='Write <image>, <video> and <audio>, and the paths in columns "images", "videos" and "audios".',
+    hint='Write <image> and <video>, and the paths in columns "images" and "videos"; nothing trains on sound.',
 )
 
 

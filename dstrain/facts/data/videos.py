@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
-from dstrain.errors import InvalidConfig
-from dstrain.facts.data import containers, images, media
+from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.facts.data import images, media
 from dstrain.facts.data.media import Files
-from dstrain.facts.data.media_kinds import VIDEO
 
 INSTALL = "pip install 'dstrain[videos]'"
 _PACKAGES = ("torchvision", "av")
 """The processors of videos, and PyAV, which decodes them."""
-_WHOLE = containers.again(VIDEO)
+_WHOLE = "Copy it again, or write it anew: ffmpeg -i OLD.mp4 NEW.mp4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +105,28 @@ def _cut(file: str, number: int, expected: int) -> InvalidConfig:
     return InvalidConfig(f'video "{name}" ends after {number:,} of at least {expected:,} frames', hint=_WHOLE)
 
 
-def _readable(file: str) -> AbstractContextManager[tuple[Any, Any]]:
+@contextmanager
+def _readable(file: str) -> Iterator[tuple[Any, Any]]:
+    """Yields the container and its first stream of frames. Raises InvalidConfig in place of PyAV's errors."""
     require_packages()
-    return containers.readable(file, VIDEO, holds="frames")
+    import av  # type: ignore[import-not-found, unused-ignore]
+
+    name = media.name_of(file, "video")
+    try:
+        with av.open(media.stream_of(file)) as container:
+            if not container.streams.video:
+                raise InvalidConfig(f'video "{name}" has no frames, only other streams')
+            yield container, container.streams.video[0]
+    except (av.FFmpegError, OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InvalidConfig(f'video "{name}" cannot be read: {reason}', hint=_WHOLE) from None
 
 
 def require_packages() -> None:
     """Raises EnvironmentProblem without what videos need."""
     images.require_pillow()
-    containers.require(VIDEO, _PACKAGES, INSTALL)
+    missing = [package for package in _PACKAGES if find_spec(package) is None]
+    if missing:
+        are = "is" if len(missing) == 1 else "are"
+        problem = f"videos need {' and '.join(missing)}, which {are} not installed"
+        raise EnvironmentProblem(problem, hint=INSTALL)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
-from dstrain.choices import Task
 from dstrain.facts.model.traced_activations import Traced
 from dstrain.records import type_config
 
@@ -160,8 +159,6 @@ class ModelFacts:
     """Whether Transformers computes its attention by PyTorch's kernel; gpt-oss's sinks have only eager and flash."""
     has_flash: bool = True
     """Whether Transformers computes the attention of all its parts by FlashAttention 2 and 3."""
-    num_scores: int | None = None
-    """Numbers that the head gives each sequence, in a model that scores them; None: logits of the vocabulary."""
     rope_type: str = "default"
     """How config.json scales rotary positions already (`llama3`, `yarn`, …), or `default`."""
     traced: Traced | None = None
@@ -176,11 +173,6 @@ class ModelFacts:
     def num_attention_layers(self) -> int:
         """Layers whose attention scores pairs of positions."""
         return self.num_hidden_layers if self.num_scored_layers is None else self.num_scored_layers
-
-    @property
-    def num_outputs(self) -> int:
-        """Rows of the head."""
-        return self.vocab_size if self.num_scores is None else self.num_scores
 
     @property
     def has_linear_layers(self) -> bool:
@@ -208,27 +200,3 @@ class ModelFacts:
     def largest_tensor_numel(self) -> int:
         """Elements of the largest parameter tensor; ZeRO gathers and reduces it as a whole."""
         return max(group.numel for group in self.tensors)
-
-
-WITHOUT_SCORE = frozenset({"granite"})
-"""Language models whose family has no class with a score. Source: Transformers 5.23 models/auto/modeling_auto.py:
-MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES."""
-
-
-def why_unscored(model: ModelFacts) -> str | None:
-    """Returns why a model cannot become a reward model, or None if nothing is known against it."""
-    if model.vision is not None:
-        return f"a score was not tried on models with a vision tower, as {model.name} has"
-    return f"Transformers has no {model.model_type} with a score" if model.model_type in WITHOUT_SCORE else None
-
-
-def with_head_of(model: ModelFacts, task: Task) -> ModelFacts:
-    """Returns the model with the head of a task: that of a reward model is one row, and never tied to the embedding.
-
-    Source: Transformers 5.23 modeling_layers.py: GenericForSequenceClassification, with num_labels=1.
-    """
-    if not task.has_score:
-        return model
-    score = TensorGroup(name="score.weight", kind=Kind.HEAD, shape=(1, model.hidden_size), count=1, is_linear=True)
-    others = tuple(group for group in model.tensors if group.kind is not Kind.HEAD)
-    return replace(model, tensors=(*others, score), tie_word_embeddings=False, num_scores=1)

@@ -1,4 +1,4 @@
-"""Parts of a model that sees or hears, by the names of parameters: tower, aligner and language model."""
+"""Parts of a vision-language model, by the names of parameters: tower, aligner and language model."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from enum import StrEnum
 from typing import Any
 
 VISION = frozenset({"visual", "vision_tower", "vision_model", "audio_tower"})
-"""Module names of the tower in Transformers' vision-language models, and in those that hear, whose keys are the same.
-
-LLaMA-Factory's `freeze_vision_tower` and ms-swift's `freeze_vit` freeze audio towers, too. Source: LLaMA-Factory 0.9
-model/model_utils/visual.py: qwen2_audio."""
+"""Module names of the tower in Transformers' vision-language models; some have a tower for sound beside it, of which
+nothing is asked."""
 ALIGNER = frozenset(
     {"merger", "deepstack_merger_list", "multi_modal_projector", "aligner", "connector", "image_newline"}
 )
@@ -29,8 +27,8 @@ FROZEN = frozenset({Part.TOWER, Part.ALIGNER})
 
 
 def has_tower(config: Any) -> bool:
-    """Returns whether a configuration of Transformers describes a multimodal model."""
-    return hasattr(config, "vision_config") or hasattr(config, "audio_config")
+    """Returns whether a configuration of Transformers describes a vision-language model."""
+    return hasattr(config, "vision_config")
 
 
 def is_vision(name: str) -> bool:

@@ -66,8 +66,6 @@ class Question:
     """Dtype of parameters and activations."""
     loss: LossKernel = LossKernel.FULL
     """How the loss is computed; a model that cannot do so fused does so chunked, or in full."""
-    has_score: bool = False
-    """Whether the head gives each sequence a number, whose sum is the loss."""
     image_patches: int = 0
     """Patches of the single image of each sample; packed rows are full of them."""
     frozen_parts: tuple[Part, ...] = tuple(sorted(FROZEN))

@@ -12,7 +12,6 @@ from math import isqrt
 from types import MappingProxyType
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.model.audio_towers import TRAINS_AUDIO, require_audio
 from dstrain.facts.model.config_fields import Fields
 from dstrain.facts.model.model_facts import Kind, TensorGroup, Vision
 
@@ -44,25 +43,19 @@ processing_pixtral.py, models/smolvlm/processing_smolvlm.py."""
 
 
 def require_media(family: str | None, columns: Collection[str]) -> None:
-    """Raises InvalidConfig for a family that does not train on images, videos or audios, as their columns are named.
+    """Raises InvalidConfig for a family that does not train on images or videos, as their columns are named.
 
     None: a family that is not known; the ranks know. Raises EnvironmentProblem if a package lacks.
     """
     for column in columns:
-        {"images": _require_images, "videos": _require_videos, "audios": require_audio}[column](family)
-
-
-def packs_media(family: str) -> bool:
-    """Returns whether samples with images, videos or audios can share rows in a family."""
-    return family in PACKS_IMAGES or family in TRAINS_AUDIO
+        {"images": _require_images, "videos": _require_videos}[column](family)
 
 
 def _require_images(family: str | None) -> None:
     if family is None:
         return
-    why = UNTRAINED_IMAGES.get(family, "it has no vision tower" if family in TRAINS_AUDIO else None)
-    if why is not None:
-        problem = f"{family} does not train on images: {why}"
+    if family in UNTRAINED_IMAGES:
+        problem = f"{family} does not train on images: {UNTRAINED_IMAGES[family]}"
         raise InvalidConfig(problem, hint="See docs/data.md, Images, for the families that do.")
     require_image_package(family)
 

@@ -18,7 +18,6 @@ from dstrain.config.lint.finding import Finding, json_pointer
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster import hostfile
-from dstrain.facts.model.model_facts import with_head_of
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.file import JobFile, looks_local, read_job
 from dstrain.job.schema import Job
@@ -231,7 +230,7 @@ def _subject(folder: Path, lock: Lock) -> _Subject:
     if looks_local(name) or (folder / name).exists():
         name = str(folder / name)
     job = _job(values[JOB])
-    model = with_head_of(probe.read_model(name, hub=job.hub or Hub.HF, way=trace_question(job)), job.task)
+    model = probe.read_model(name, hub=job.hub or Hub.HF, way=trace_question(job))
     text = lock.base.get("hostfile")
     cluster, _ = measured_cluster(lock.cluster, None if text is None else hostfile.parse(text, "hostfile"))
     return _Subject(workload=measured_workload(model, cluster, lock.contents), values=values)

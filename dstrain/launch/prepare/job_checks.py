@@ -18,13 +18,13 @@ from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.data import audios, datafile, videos
+from dstrain.facts.data import datafile, videos
 from dstrain.facts.data.images import require_pillow
 from dstrain.facts.data.job_reading import reading_for
 from dstrain.facts.model import model_files
 from dstrain.facts.model.hub_config import model_type
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.vision_towers import packs_media, require_media
+from dstrain.facts.model.vision_towers import PACKS_IMAGES, require_media
 from dstrain.facts.workload import Workload
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.file import JobFile
@@ -71,7 +71,7 @@ DATA_KEYS = ("data", "eval_data")
 def check(file: JobFile, *, on_cpu: bool, opens_images: bool = False) -> list[str]:
     """Returns notes about a job's data and its end. Raises InvalidConfig or EnvironmentProblem if the job cannot run.
 
-    With `opens_images`, all images, videos and audios are read.
+    With `opens_images`, all images and videos are read.
     """
     check_model(file)
     check_adapter(file)
@@ -178,7 +178,7 @@ def check_data_files(file: JobFile, key: str, *, opens_images: bool = False) -> 
     """Returns notes about ignored columns of the data files that a key of the job names, of those that exist.
 
     Raises InvalidConfig if their first `CHECKED_DATA_BYTES` cannot be read or trained on, or if only some data sets
-    have weights. With `opens_images` all rows are checked, and all images, videos and audios are read.
+    have weights. With `opens_images` all rows are checked, and all images and videos are read.
     """
     sources = sources_of(file.job, key)
     notes: list[str] = []
@@ -205,16 +205,13 @@ def _check_data_file(
     if named:
         _check_media(job, path, named)
     notes = [report.note] if report.note else []
-    seen = [name for name in named if name != "audios"]
-    if seen and not job.image_patches:
-        notes.append(f"the estimate counts no {' or '.join(seen)}: set image_patches to the patches of a sample")
-    if "audios" in named:
-        notes.append("the estimate counts the weights of the audio tower, not what it computes of audios")
+    if named and not job.image_patches:
+        notes.append(f"the estimate counts no {' or '.join(named)}: set image_patches to the patches of a sample")
     return [f"{shown(str(path))}: {note}" for note in notes]
 
 
 _PACKAGES: Mapping[str, Callable[[], None]] = MappingProxyType(
-    {"images": require_pillow, "videos": videos.require_packages, "audios": audios.require_packages}
+    {"images": require_pillow, "videos": videos.require_packages}
 )
 """Column → raises EnvironmentProblem without what it needs."""
 
@@ -223,14 +220,14 @@ def _check_media(job: Job, path: Path, named: Sequence[str]) -> None:
     """Raises InvalidConfig or EnvironmentProblem if a job cannot train on the media in these columns."""
     family = model_type(job.model, job.hub)
     require_media(family, named)
-    require_for_media(job, named, packs=family is None or packs_media(family))  # the ranks know
+    require_for_media(job, named, packs=family is None or family in PACKS_IMAGES)  # the ranks know
     for name in named:
         _PACKAGES[name]()
     folder = Path(job.model)
     if folder.is_dir() and not model_files.has_processor(folder):
         raise InvalidConfig(
             model_files.lacks_processor(shown(str(path)), named, shown(job.model)),
-            hint=f"Train a model that sees or hears, with its {' or '.join(model_files.PROCESSOR_FILES[:2])}.",
+            hint=f"Train a vision-language model, with its {' or '.join(model_files.PROCESSOR_FILES[:2])}.",
         )
 
 
@@ -238,7 +235,7 @@ def findings(file: JobFile, context: JobContext, *, opens_images: bool = False) 
     """Returns lint's findings about keys of a job, about its data files that exist on this machine, and about inputs
     and packages that do not.
 
-    With `opens_images`, all their images, videos and audios are read.
+    With `opens_images`, all their images and videos are read.
     """
     checks: dict[str, Callable[[], object]] = {}
     if (cluster := context.cluster) is not None:

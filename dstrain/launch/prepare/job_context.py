@@ -24,7 +24,7 @@ from dstrain.facts.data import datafile
 from dstrain.facts.data.mixture import held_out_counts
 from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.data.row_counts import count_rows
-from dstrain.facts.model.model_facts import ModelFacts, with_head_of
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.facts.this_machine import trains_on_cpu
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
@@ -60,7 +60,7 @@ def hosts_of(file: JobFile) -> Hosts:
 def model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
     """Returns the facts of the model, or None and a line that says why there is no estimate."""
     try:
-        model = with_head_of(probe.read_model(job.model, hub=job.hub, way=trace_question(job)), job.task)
+        model = probe.read_model(job.model, hub=job.hub, way=trace_question(job))
         return with_frozen(model, job), []
     except (InvalidConfig, EnvironmentProblem) as error:
         return None, [f"no estimate of memory: {error.problem}"]
@@ -77,7 +77,6 @@ def trace_question(job: Job) -> Question:
         is_packed=job.packing,
         precision=job.precision,
         loss=job.loss,
-        has_score=job.task.has_score,
         image_patches=job.image_patches,
         frozen_parts=traced_without(job),
     )
@@ -177,7 +176,7 @@ def open_request(job: Job, present: Configuration, num_ranks: int, open_choices:
     if it is open whether any is.
     """
     values = flat(present)
-    chosen = {name: values[name] for name in ("zero_stage", "offload", "qwz", "qgz")}
+    chosen = {name: values[name] for name in ("zero_stage", "offload", "qwz")}
     opened = {*open_choices, "grad_accum"} - (set() if "grad_ckpt" in open_choices else {"grad_ckpt_every_n_layers"})
     asked: dict[str, Any] = {**chosen, **dict.fromkeys(opened), "global_batch": job.samples_per_step(num_ranks)}
     return replace(request_of(job), **asked)

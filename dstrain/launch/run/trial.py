@@ -13,6 +13,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from dstrain.choices import Task
 from dstrain.errors import DstrainError, Interrupted, SavedAndLeft
 from dstrain.facts.this_machine import versions
 from dstrain.heartbeat import Phase
@@ -58,7 +59,7 @@ OVERRIDES = (
 def fewer_samples(job: Job, num_ranks: int, steps: int) -> tuple[str, ...]:
     """Returns an override for a task that computes a reference of all samples before its first step: only as many
     samples as the steps need."""
-    if not job.task.has_reference:
+    if job.task is not Task.DPO:
         return ()
     enough = (steps + 2) * job.samples_per_step(num_ranks)
     return (f"max_samples={min(enough, job.max_samples or enough)}",)

@@ -1,4 +1,4 @@
-"""Images, videos and audios of a job's data as LLaMA-Factory reads them, with its keys that limit and train them."""
+"""Images and videos of a job's data as LLaMA-Factory reads them, with its keys that limit and train them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ THEIR_LIMITS = {row.target: row.key for row in ROWS.values() if row.target in (*
 
 
 def has_media(data: object) -> bool:
-    """Returns whether a data file that is here has images, videos or audios."""
+    """Returns whether a data file that is here has images or videos."""
     return any(True for _ in _rows_with_media(data))
 
 
 def media_columns(data: object) -> dict[str, str]:
-    """Returns LLaMA-Factory's names of the columns of images, videos and audios → those of a data file, if it is here.
+    """Returns LLaMA-Factory's names of the columns of images and videos → those of a data file, if it is here.
 
     Raises InvalidConfig with the place of a row in a form that only dstrain reads, of the rows that lint reads too.
     """
@@ -49,7 +49,7 @@ def media_columns(data: object) -> dict[str, str]:
 
 
 def _rows_with_media(data: object) -> Iterator[tuple[Sample, Kind]]:
-    """Yields the rows of a file that have images, videos or audios, with their kind."""
+    """Yields the rows of a file that have images or videos, with their kind."""
     for sample in entries(Path(data), CHECKED_DATA_BYTES) if isinstance(data, str) and Path(data).is_file() else ():
         if isinstance(sample, InvalidConfig):
             continue

@@ -70,7 +70,7 @@ _PLAIN = (
     *("sp", "tp", "ep", "streaming", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
     *("task", "grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample"),
     *("adapter", "freeze", "train_only", "new_tokens"),
-    *("max_pixels", "min_pixels", "video_fps", "video_maxlen", "video_max_pixels", "audio_max_seconds"),
+    *("max_pixels", "min_pixels", "video_fps", "video_maxlen", "video_max_pixels"),
     *("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
 )
 """Keys that change the training or its memory, and that Transformers' Trainer alone does not have."""
@@ -124,7 +124,7 @@ def _require_counterparts(job: Job, target: Target) -> None:
         raise InvalidConfig("data is not set", hint=hint)
     if target is not Target.LLAMAFACTORY and (has_media(job.data) or has_media(job.eval_data)):
         raise InvalidConfig(
-            f"{target} has no counterpart of images, videos or audios in the data", hint="Export it to llamafactory."
+            f"{target} has no counterpart of images or videos in the data", hint="Export it to llamafactory."
         )
 
 

@@ -68,21 +68,15 @@ def is_target(name: str, lora: Lora) -> bool:
 def kept_whole(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
     """Returns the embedding and the head if they train whole beside an adapter (`modules_to_save`), as copies.
 
-    A tied head is the embedding, and PEFT ties their copies. The head of a reward model always trains. Source: peft
-    0.21 utils/other.py: _set_trainable; LoraConfig.ensure_weight_tying; peft_model.py:
-    PeftModelForSequenceClassification.
+    A tied head is the embedding, and PEFT ties their copies. Source: peft 0.21 utils/other.py: _set_trainable;
+    LoraConfig.ensure_weight_tying.
     """
     groups = [group for group in model.tensors if group.kind in (Kind.EMBEDDING, Kind.HEAD)]
     names = {group.name: [group.name.removesuffix(".weight")] for group in groups}
     if model.tie_word_embeddings:
         for group in groups:
             names[group.name].append("lm_head")
-    scores = [group for group in groups if group.kind is Kind.HEAD and model.num_scores is not None]
-    return scores + [
-        group
-        for group in groups
-        if group not in scores and any(n.endswith(lora.modules_to_save) for n in names[group.name])
-    ]
+    return [group for group in groups if any(n.endswith(lora.modules_to_save) for n in names[group.name])]
 
 
 def linear_names(model: ModelFacts) -> list[str]:

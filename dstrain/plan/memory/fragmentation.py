@@ -74,7 +74,7 @@ def quick_ratio(model: ModelFacts, configuration: Configuration, num_ranks: int,
         share, logits = share + FIXED_HOLES, FIXED_LOGITS
     reserved = base * (1 + share)
     if configuration.kernels.loss is LossKernel.FULL:
-        reserved += logits * item * model.num_outputs * configuration.batch.tokens / configuration.parallel.sp
+        reserved += logits * item * model.vocab_size * configuration.batch.tokens / configuration.parallel.sp
     if kind != "sharded":
         reserved += 0.5 * item * model.vocab_size * model.hidden_size
         reserved += _step_copies(model, configuration, num_ranks, peak)

@@ -10,7 +10,6 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import Configuration, Zero
 from dstrain.plan.memory.optimizer_states import has_master, master_item, saved_by_muon, stepped_bytes_per_param
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
-from dstrain.plan.quantized_gradients import work_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,8 +191,7 @@ def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int
     if stage == 3:
         resident = s * configuration.zero.reduce_bucket_size
         step = 0 if offloaded else sub_group_bytes(configuration, partition)
-        quantized = work_bytes(counts.largest_trainable, num_ranks) if configuration.zero.qgz else 0
-        backward = bucket - resident + 2 * largest + quantized
+        backward = bucket - resident + 2 * largest
         return EngineBuffers(resident=resident, backward_grads=0, backward=backward, step=step)
     full = round(s * counts.trainable)
     if offloaded:

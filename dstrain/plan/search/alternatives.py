@@ -126,7 +126,7 @@ def _flips(chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configurati
 
 
 FREE = (
-    *("micro_batch", "grad_accum", "zero_stage", "offload", "offload_ratio", "hpz", "qwz", "qgz", "grad_ckpt"),
+    *("micro_batch", "grad_accum", "zero_stage", "offload", "offload_ratio", "hpz", "qwz", "grad_ckpt"),
     *("grad_ckpt_every_n_layers", "activation_offload", "tiled_mlp", "loss", "attn", "sp", "tp", "ep"),
 )
 """Fields of a request that change the speed of a step and not what it trains on, beyond rounding."""
@@ -136,7 +136,7 @@ def unasked(request: Request, samples: int) -> Request | None:
     """Returns the request with everything open that is a matter of speed, so that dstrain chooses it, with `samples` a
     step; None if nothing of that is given."""
     is_split = request.micro_batch is not None or request.grad_accum is not None
-    never_chosen: dict[str, Any] = {"qwz": False, "qgz": False, "tp": 1}
+    never_chosen: dict[str, Any] = {"qwz": False, "tp": 1}
     if request.attn is not Attention.EAGER:  # as fast as what every machine has, or faster
         never_chosen["attn"] = request.attn
     never_chosen["global_batch"] = samples if is_split else request.global_batch

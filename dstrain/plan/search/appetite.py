@@ -23,7 +23,7 @@ def kind_of(candidate: Candidate) -> object:
     zero, parallel = candidate.way.zero, candidate.way.parallel
     is_open = zero.stage == 3 and candidate.rung is not None
     buffers = None if is_open else (zero.offload, candidate.rung)
-    return zero.stage, buffers, zero.qwz, zero.qgz, parallel.tp, parallel.ep, candidate.way.kernels
+    return zero.stage, buffers, zero.qwz, parallel.tp, parallel.ep, candidate.way.kernels
 
 
 def appetite_of(candidate: Candidate) -> Appetite:

@@ -235,7 +235,7 @@ def _logits_bytes(model: ModelFacts, way: Configuration) -> float:
         logit_bytes = 2 * way.model.item
     else:
         return 0.0
-    return logit_bytes * way.batch.sample_tokens / way.parallel.sp * model.num_outputs / way.parallel.tp
+    return logit_bytes * way.batch.sample_tokens / way.parallel.sp * model.vocab_size / way.parallel.tp
 
 
 def _host_bytes(cluster: Cluster, way: Configuration, states: float, weights: float) -> float:

@@ -10,7 +10,7 @@ from dstrain.choices import Method, Offload, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.attention_kernels import runs_on
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.cluster.cpu import QGZ, QWZ, limits_of
+from dstrain.facts.cluster.cpu import QWZ, limits_of
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
@@ -208,11 +208,10 @@ def check(workload: Workload, request: Request) -> None:
         "offload": request.offload,
         "liger": request.liger,
         QWZ: request.qwz,
-        QGZ: request.qgz,
         "activation_offload": request.activation_offload,
     }
     for limit in limits_of(asked) if gpu.is_cpu else ():
-        if not limit.unless or limit.key == QGZ:  # on one node it does nothing, so that no request has it
+        if not limit.unless:
             raise InvalidConfig(f"{limit.asked}: {limit.why}", hint=f"Write {limit.answer}.")
     if request.attn is not None and not runs_on(gpu, request.attn):
         why = f" does not run on {gpu.name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from dstrain.choices import Method
+from dstrain.choices import Method, Task
 from dstrain.plan.request import LrScaling, Request
 from dstrain.plan.search.search_space import DEFAULT_GLOBAL_BATCH
 
@@ -13,8 +13,7 @@ LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
 """Usual peak learning rates of supervised fine-tuning. Source: LLaMA-Factory's full examples (1e-5) and LoRA examples
 (1e-4); QLoRA (arXiv 2305.14314), table 9 (2e-4 up to 13B)."""
 PREFERENCE_RATES = {Method.FULL: 1e-6, Method.LORA: 5e-6, Method.QLORA: 5e-6}
-"""Those of losses against a reference. Source: trl 1.16 trainer/dpo_config.py and kto_config.py (1e-6); LLaMA-Factory's
-LoRA examples of DPO and KTO (5e-6)."""
+"""Those of DPO. Source: trl 1.16 trainer/dpo_config.py (1e-6); LLaMA-Factory's LoRA example of DPO (5e-6)."""
 
 
 def of_request(request: Request, num_samples: int) -> float:
@@ -24,7 +23,7 @@ def of_request(request: Request, num_samples: int) -> float:
     a packed row counts as one sample.
     Source: Goyal et al. (arXiv 1706.02677), linear, for SGD; Malladi et al. (arXiv 2205.10287), square root, for Adam.
     """
-    usual = (PREFERENCE_RATES if request.task.has_reference else LEARNING_RATES)[request.method]
+    usual = (PREFERENCE_RATES if request.task is Task.DPO else LEARNING_RATES)[request.method]
     ratio = num_samples / DEFAULT_GLOBAL_BATCH
     factor = {None: 1.0, LrScaling.LINEAR: ratio, LrScaling.SQRT: math.sqrt(ratio)}[request.lr_scaling]
     return float(f"{usual * factor:.3g}")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.choices import Method, Optimizer, Precision
+from dstrain.choices import Method, Optimizer, Precision, Task
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.data.row_contents import seen_samples
-from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
 from dstrain.facts.workload import Workload
@@ -57,7 +56,7 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
         found.append(f"it fills {percent(share)} of the GPU; dstrain's own choices leave {left}")
     for limit in limits_of(flat(chosen.configuration)) if cluster.gpu.is_cpu else ():
         found.append(f"{limit.key} {limit.value} trains on a CPU only if {limit.unless}: {limit.why}")
-    if request.task.has_reference:
+    if request.task is Task.DPO:
         found += _reference_notes(workload, chosen)
     found += [*_optimizer_notes(workload, request, chosen), *_liger_notes(workload, request, chosen)]
     if (tower := _tower_note(model, request)) is not None:
@@ -77,12 +76,10 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
 
 def _tower_note(model: ModelFacts, request: Request) -> str | None:
     """Returns what is not counted of a tower; None if all of it is, or the model has none."""
-    hears = model.model_type in TRAINS_AUDIO
-    if not hears and (model.vision is None or request.image_patches):
+    if model.vision is None or request.image_patches:
         return None
-    tower = f"{'audio' if hears else 'vision'} tower ({format_count(model.num_params_of(Kind.VISION))} parameters)"
-    uncounted = "no work on audio is counted" if hears else "no images are counted (--image-patches)"
-    return f"{uncounted}; the {tower} is frozen"  # a trained one has no plan without images
+    tower = f"vision tower ({format_count(model.num_params_of(Kind.VISION))} parameters)"
+    return f"no images are counted (--image-patches); the {tower} is frozen"  # a trained one has no plan without images
 
 
 def _adapters_note(model: ModelFacts, configuration: Configuration) -> str:
@@ -140,8 +137,7 @@ def _reference_notes(workload: Workload, chosen: Estimate) -> list[str]:
     forward = forward_s(workload, configuration)
     if forward is None or chosen.speed is None:
         return ["before step 1, a pass over all samples computes the reference"]
-    passes = configuration.batch.task.forward_passes * configuration.step.grad_accum
-    share = passes * forward / chosen.speed.step_s
+    share = configuration.step.grad_accum * forward / chosen.speed.step_s
     return [f"before step 1, a pass over all samples computes the reference: {percent(share)} of an epoch's time"]
 
 
@@ -202,6 +198,4 @@ def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:
         )
     if configuration.model.precision is Precision.FP16 and model.dtype == "bfloat16":
         notes.append(f"{model.name} was trained in bf16: fp16 may overflow; watch the loss scale")
-    if configuration.zero.qgz and configuration.model.precision is not Precision.FP16:
-        notes.append("--qgz sends gradients as fp16: those below 6e-8 become zero")
     return notes

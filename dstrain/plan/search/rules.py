@@ -7,7 +7,7 @@ from functools import partial
 from dstrain.choices import Attention, LossKernel, Optimizer, Precision
 from dstrain.facts.attention_kernels import SINKS
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.model.model_facts import ModelFacts, why_unscored
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.task_limits import LIMITS, TaskLimit
 from dstrain.plan.configuration import Configuration, choices
@@ -39,7 +39,7 @@ def _is_too_wide(model: ModelFacts, attn: Attention) -> bool:
 
 def _exceeds(limit: TaskLimit, model: ModelFacts, cluster: Cluster, configuration: Configuration) -> bool:
     part, choice = choices()[limit.key]
-    return configuration.batch.task in limit.tasks and getattr(getattr(configuration, part), choice) not in limit.values
+    return configuration.batch.task is limit.task and getattr(getattr(configuration, part), choice) not in limit.values
 
 
 # fmt: off
@@ -50,10 +50,6 @@ RULES: tuple[Rule, ...] = (
          breaks=lambda m, k, c: c.step.optimizer is Optimizer.MUON
          and (m.moe is not None or c.parallel.tp > 1),
          source=_DS + "__init__.py: set_optimizer_flags; runtime/zero/muon/original_muon.py: muon_update"),
-    Rule(name="qgZ and Muon", options=("qgz", "optimizer"),
-         says="Muon needs gradients that are reduced whole, and qgZ scatters them",
-         breaks=lambda m, k, c: c.zero.qgz and c.step.optimizer is Optimizer.MUON,
-         source=_DS + "runtime/zero/stage3.py: Muon and all2all process group cannot be used together"),
     *PARALLEL_RULES,
     Rule(name="sdpa and sinks", options=("attn",),
          says="Transformers computes this family's attention by eager or flash attention, not by sdpa",
@@ -143,12 +139,8 @@ RULES: tuple[Rule, ...] = (
          says="ZeRO-0 accumulates gradients in the training precision",
          breaks=lambda m, k, c: c.zero.stage == 0 and c.step.grad_accum_dtype not in (None, c.model.precision),
          source=_DS + "runtime/engine.py: _do_optimizer_sanity_check (NotImplementedError)"),
-    Rule(name="rewards and families", options=("task",),
-         says="task reward needs a language model that Transformers can give a score",
-         breaks=lambda m, k, c: c.batch.task.has_score and why_unscored(m) is not None,
-         source="Transformers 5.23 models/auto/modeling_auto.py: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
     *(Rule(name=f"task and {limit.key}", options=("task", limit.key), says=limit.says,
-           breaks=partial(_exceeds, limit), source="dstrain train/tasks")
+           breaks=partial(_exceeds, limit), source="dstrain train/preferences")
       for limit in LIMITS if limit.key in choices()),
 )
 """What DeepSpeed 0.19.8, with Transformers 5.23 and accelerate 1.15, does not do. The batch identity is not here: no

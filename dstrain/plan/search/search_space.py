@@ -198,7 +198,7 @@ def with_defaults(workload: Workload, request: Request) -> Configuration:
         asked,
         model=replace(asked.model, precision=request.precision or supported_precision(cluster)),
         batch=replace(asked.batch, seq_len=seq_len, rope_scaling=scaling),
-        zero=Zero(overlap_comm=cluster.num_gpus > 1, qwz=request.qwz, qgz=request.qgz),
+        zero=Zero(overlap_comm=cluster.num_gpus > 1, qwz=request.qwz),
     )
 
 

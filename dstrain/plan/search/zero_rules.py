@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dstrain.choices import Method, Offload, Optimizer, Precision
-from dstrain.plan.quantized_gradients import garbled, quantized_share
 from dstrain.plan.search.rule import Rule
 
 _IN_RAM = (Offload.OPTIMIZER, Offload.PARAMS)
@@ -72,28 +71,6 @@ ZERO_RULES: tuple[Rule, ...] = (
          says="the kernel of qwZ takes eight elements at a time, so the GPUs must divide the hidden size",
          breaks=lambda m, k, c: c.zero.qwz and m.hidden_size % k.num_gpus != 0,
          source=_DS + "runtime/zero/partition_parameters.py: CUDAQuantizer.quantize"),
-    Rule(name="qgZ needs ZeRO-3", options=("qgz", "zero_stage"),
-         says="gradients are reduced in 4 bits (qgZ) under ZeRO-3 only",
-         breaks=lambda m, k, c: c.zero.qgz and c.zero.stage < 3,
-         source=_DS + "runtime/zero/stage3.py alone reads all2all_process_group"),
-    Rule(name="qgZ and nodes", options=("qgz",),
-         says="qgZ reduces inside each node and then between nodes, so it needs several nodes of several GPUs",
-         breaks=lambda m, k, c: c.zero.qgz and (k.num_nodes == 1 or k.gpus_per_node == 1),
-         source=_DS + "runtime/zero/stage3.py: __avg_scatter_grads (num_nodes > 1)"),
-    Rule(name="qgZ and parallelism", options=("qgz", "sp", "tp", "ep"),
-         says="qgZ needs ranks that all share the same parameters and gradients in fp16",
-         breaks=lambda m, k, c: c.zero.qgz and max(c.parallel.sp, c.parallel.tp, c.parallel.ep) > 1,
-         source=_DS + "runtime/engine.py: seq_parallel_communication_data_type, _validate_zero3_moe_compatibility; "
-                "utils/groups.py: _get_local_all_to_all_group takes all ranks"),
-    Rule(name="qgZ and adapters", options=("qgz", "method"),
-         says="gradients of adapters are small; qgZ would only round them",
-         breaks=lambda m, k, c: c.zero.qgz and not c.model.is_full,
-         source="LoRA (arXiv 2106.09685), 4.2: 10,000 times fewer trained parameters"),
-    Rule(name="qgZ and shapes", options=("qgz",),
-         says="the kernels of qgZ lose gradients unless the GPUs divide the longer side of each matrix; "
-              "merged experts exceed them",
-         breaks=lambda m, k, c: c.zero.qgz and (bool(garbled(m, k.num_gpus)) or quantized_share(m, k.num_gpus) < 0.5),
-         source=_DS + "ops/csrc/quantization/swizzled_quantize.cu: launch_swizzled_quant_impl"),
 )
 """Of one another and of the method, the optimizer and the degrees of parallelism."""
 # fmt: on

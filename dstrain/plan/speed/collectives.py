@@ -181,25 +181,8 @@ def _sharded(cluster: Cluster, c: Configuration, part: _Part, work: Work) -> lis
         part.send(Phase.FORWARD, size, messages, is_hidden=hidden),
         part.send(Phase.BACKWARD, again * size, again * messages, ranks=group, is_hidden=hidden),
     ]
-    if c.zero.qgz and cluster.num_nodes > 1:
-        return gathers + _quantized_gradients(cluster, part, work, hidden)
     scatters = 1 + (part.trainable / max(1, c.zero.reduce_bucket_size) if is_deepspeed else work.num_layers)
     return [*gathers, part.send(Phase.BACKWARD, c.model.item * part.trainable, scatters, is_hidden=hidden)]
-
-
-def _quantized_gradients(cluster: Cluster, part: _Part, work: Work, hidden: bool) -> list[Collective]:
-    """Returns qgZ's all-to-alls in 4 bits: all gradients inside each node, then each GPU's sums between nodes.
-
-    Every matrix is sent alone, its scales too. Source: ZeRO++ (arXiv 2306.10209), 3.3; deepspeed 0.19.8
-    runtime/comm/coalesced_collectives.py: all_to_all_quant_reduce.
-    """
-    local, size = cluster.gpus_per_node, part.trainable / 2
-    messages = 2 * _MATRICES_PER_LAYER * work.num_layers
-    options: dict[str, Any] = {"is_hidden": hidden, "is_ring": False}
-    return [
-        part.send(Phase.BACKWARD, size, messages, ranks=local, stride=1, **options),
-        part.send(Phase.BACKWARD, size / local, messages, ranks=cluster.num_nodes, stride=local, **options),
-    ]
 
 
 def _sequence_parallel(c: Configuration, work: Work) -> list[Collective]:

@@ -66,15 +66,15 @@ def _moved(part: Pass, s: Setting, cached: float) -> float:
 
 def bytes_forward(work: Work, s: Setting, cached: float) -> float:
     """Returns the bytes that kernels beside products and flash attention move in the forward pass."""
-    logits = s.loss_tokens * float(work.num_outputs)
+    logits = s.loss_tokens * float(work.vocab_size)
     per_logit = LOSS_BYTES_PER_LOGIT[s.kernels.loss]
     if s.kernels.loss is LossKernel.FULL:
         per_logit += s.code.loss_bytes_per_logit
     total = _moved(work.forward, s, cached) + logits * per_logit
     if s.kernels.loss is LossKernel.FUSED and s.model.is_full:
-        tile = s.code.tile_rows(s.tokens, work.hidden_size, work.num_outputs) if s.code.tile_rows else None
-        tiles = math.ceil(s.loss_tokens / (tile or tile_rows(s.tokens, work.num_outputs)))
-        total += FUSED_HEAD_BYTES_PER_WEIGHT * tiles * work.num_outputs * work.hidden_size
+        tile = s.code.tile_rows(s.tokens, work.hidden_size, work.vocab_size) if s.code.tile_rows else None
+        tiles = math.ceil(s.loss_tokens / (tile or tile_rows(s.tokens, work.vocab_size)))
+        total += FUSED_HEAD_BYTES_PER_WEIGHT * tiles * work.vocab_size * work.hidden_size
     if s.kernels.attn is Attention.EAGER:
         total += EAGER_ATTENTION_BYTES[0] * s.tokens * s.batch.seq_len * work.num_heads / s.parallel.tp
     total += _rearranged(work, s) + ADDED_PASSES[0] * _adapted_expert_bytes(work, s)

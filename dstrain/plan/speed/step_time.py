@@ -117,15 +117,15 @@ def _parts(
     """Returns the seconds of a step by part, and of collectives and copies that computation hides."""
     forward, backward = passes(done, rates, chosen)
     copies = stepping(cluster, c, done, rates)
-    again, forwards = c.step.grad_accum, c.batch.task.forward_passes
-    shown = _shown_copies(copies, forward.total, backward.total, forwards)
-    copied = forwards * copies.pcie_forward + copies.pcie_backward
+    again = c.step.grad_accum
+    shown = _shown_copies(copies, forward.total, backward.total)
+    copied = copies.pcie_forward + copies.pcie_backward
     hidden = {INTRA: 0.0, INTER: 0.0, PCIE: again * (copied - shown)}
     parts = {
-        PRODUCTS: again * (forwards * forward.products + backward.products),
-        ATTENTION: again * (forwards * forward.attention + backward.attention),
-        ELEMENTWISE: again * (forwards * forward.elementwise + backward.elementwise),
-        LAUNCHES: again * (forwards * forward.launches + backward.launches),
+        PRODUCTS: again * (forward.products + backward.products),
+        ATTENTION: again * (forward.attention + backward.attention),
+        ELEMENTWISE: again * (forward.elementwise + backward.elementwise),
+        LAUNCHES: again * (forward.launches + backward.launches),
         OPTIMIZER: copies.optimizer,
         INTRA: 0.0,
         INTER: 0.0,
@@ -137,7 +137,7 @@ def _parts(
     sent = collectives(cluster, c, done)
     if sent:
         times = {
-            Phase.FORWARD: (forward.total, again * forwards),
+            Phase.FORWARD: (forward.total, again),
             Phase.BACKWARD: (backward.total, again),
             Phase.LAST_BACKWARD: (backward.total, 1),
             Phase.STEP: (0.0, 1),
@@ -170,11 +170,11 @@ def _shown(
     return exposed
 
 
-def _shown_copies(copies: Stepping, forward_s: float, backward_s: float, forwards: int) -> float:
+def _shown_copies(copies: Stepping, forward_s: float, backward_s: float) -> float:
     """Returns the time by which copies over PCIe outlast the passes of a micro-batch."""
     if not copies.is_pcie_hidden:
-        return forwards * copies.pcie_forward + copies.pcie_backward
-    return forwards * max(0.0, copies.pcie_forward - forward_s) + max(0.0, copies.pcie_backward - backward_s)
+        return copies.pcie_forward + copies.pcie_backward
+    return max(0.0, copies.pcie_forward - forward_s) + max(0.0, copies.pcie_backward - backward_s)
 
 
 def _limit(parts: Mapping[str, float]) -> Limit:

@@ -68,7 +68,7 @@ class Work:
     """Those with attention over all positions or a window."""
     hidden_size: int
     """Width of the residual stream."""
-    num_outputs: int
+    vocab_size: int
     """Logits of a token."""
     num_moe_layers: int
     """Those with experts."""
@@ -151,7 +151,7 @@ def _work(
         num_layers=layers,
         num_attention_layers=scored,
         hidden_size=model.hidden_size,
-        num_outputs=model.num_outputs,
+        vocab_size=model.vocab_size,
         query_width=layers * heads * model.head_dim,
         key_width=layers * model.num_key_value_heads * model.head_dim,
         num_moe_layers=model.moe.num_moe_layers if model.moe else 0,

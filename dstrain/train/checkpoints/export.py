@@ -22,7 +22,7 @@ from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig, RunFailed
 from dstrain.facts.model.model_files import ADAPTER, PROCESSOR_FILES, read
 from dstrain.rundir import RunDir, read_record
-from dstrain.train import rope_scaling, scoring
+from dstrain.train import rope_scaling
 from dstrain.train.adapters import untie
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
 from dstrain.train.checkpoints.finite import nonfinite_weights
@@ -109,13 +109,10 @@ def _merged(folder: Path, precision: Precision | None) -> Any:
     from peft import PeftModel
 
     adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    base, has_score = adapter["base_model_name_or_path"], adapter.get("task_type") == "SEQ_CLS"
+    base = adapter["base_model_name_or_path"]
     config = _config(base)
     rope_scaling.scale(config, rope_scaling.read_beside_adapter(folder))
-    family = scoring.with_score(config) if has_score else family_of(config)
-    model = family.from_pretrained(base, config=config, dtype=DTYPES[precision] if precision else "auto")
-    if has_score:
-        scoring.set_padding(model, AutoTokenizer.from_pretrained(folder).pad_token_id)
+    model = family_of(config).from_pretrained(base, config=config, dtype=DTYPES[precision] if precision else "auto")
     rows = [tensor.shape[0] for name, tensor in read(folder, ADAPTER).items() if name.endswith("embed_tokens.weight")]
     if rows and rows[0] != model.config.get_text_config().vocab_size:  # with new tokens
         model.resize_token_embeddings(rows[0], mean_resizing=False)

@@ -13,8 +13,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
 )
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -23,7 +21,6 @@ from dstrain.errors import InvalidConfig, RunFailed
 from dstrain.facts.model.model_files import ADAPTER, Tensor, read
 from dstrain.paths import write_atomic
 from dstrain.train.checkpoints.verify import content_damage
-from dstrain.train.scoring import is_scoring
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 _SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -87,12 +84,13 @@ def _restored(saved: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def family_of(config: Any) -> Any:
-    """Returns the class that loads a model of this configuration."""
-    if is_scoring(config):
-        return AutoModelForSequenceClassification
+    """Returns the class that loads a model of this configuration. Raises InvalidConfig for a model of sound."""
     if hasattr(config, "vision_config"):
         return AutoModelForImageTextToText
-    return AutoModelForSeq2SeqLM if hasattr(config, "audio_config") else AutoModelForCausalLM
+    if hasattr(config, "audio_config"):
+        problem = f"{config.model_type} is a family of models that hear, which dstrain does not train"
+        raise InvalidConfig(problem, hint="Name a language model, or a vision-language model.")
+    return AutoModelForCausalLM
 
 
 def require_whole_model(folder: Path, *, trust_remote_code: bool = False) -> None:

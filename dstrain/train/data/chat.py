@@ -37,17 +37,11 @@ class Counts:
     lost_prompts: int = 0
     """System prompts that the template omits."""
     cut_images: int = 0
-    """Conversations whose images, videos or audios `seq_len` would cut."""
-    cut_audios: int = 0
-    """Audios of which only the beginning is taken."""
+    """Conversations whose images or videos `seq_len` would cut."""
     control_texts: int = 0
     """Conversations whose own text has control tokens."""
     lost_tools: int = 0
     """Conversations whose descriptions of tools the template omits."""
-    desirable: int = 0
-    """Conversations whose answer is marked as desirable."""
-    undesirable: int = 0
-    """Those whose answer is marked as undesirable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

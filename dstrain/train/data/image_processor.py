@@ -1,4 +1,4 @@
-"""Loads the processor of a model, which reads images, videos or audios."""
+"""Loads the processor of a model, which reads images or videos."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from transformers.utils.hub import PushToHubMixin, cached_file
 
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.data import images
-from dstrain.facts.model.audio_towers import TRAINS_AUDIO
 from dstrain.facts.model.model_files import PROCESSOR_FILES
 from dstrain.facts.model.vision_towers import TRAINS_VIDEOS, require_image_package
 from dstrain.job.schema import Job
-from dstrain.train.data.audios import audios_of
 from dstrain.train.data.image_positions import positions_of
 from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.videos import videos_of
@@ -63,7 +61,7 @@ def _without_videos() -> Iterator[None]:
 
 
 def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | None:
-    """Returns what reads the images of a model with a tower and a processor, or its videos and audios.
+    """Returns what reads the images of a model with a tower and a processor, or its videos.
 
     None of a language model. Without a package that the processor needs it refuses what it is to read: data may be
     text alone. Raises InvalidConfig if the processor cannot be loaded.
@@ -74,10 +72,8 @@ def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | No
         return None
     config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
     family, saved = config.model_type, tuple(Path(file) for file in files if file is not None)
-    hears = family in TRAINS_AUDIO
     try:
-        if not hears:
-            images.require_pillow()
+        images.require_pillow()
         require_image_package(family)
     except EnvironmentProblem as lack:
         _take_template(ProcessorMixin.get_processor_dict(source)[0].get("chat_template"), job, tokenizer)
@@ -88,7 +84,7 @@ def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | No
             processor = _LOAD(source, trust_remote_code=job.trust_remote_code)
     except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
         raise cannot_load("processor", job, error) from error
-    if not hears and getattr(processor, "image_processor", None) is None:
+    if getattr(processor, "image_processor", None) is None:
         return None
     _take_template(processor.chat_template, job, tokenizer)
     processor.tokenizer = tokenizer
@@ -98,7 +94,6 @@ def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | No
         max_pixels=job.max_pixels,
         min_pixels=job.min_pixels,
         videos=videos_of(processor, job) if has_videos else None,
-        audios=audios_of(family, processor, job) if hears else None,
         positions=positions_of(config),
         files=saved,
     )

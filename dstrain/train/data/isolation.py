@@ -58,12 +58,8 @@ def sees_padding(engine: Any, inputs: Mapping[str, Any], group: Any) -> bool:
 
 
 def _known(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Returns the logits of the tokens that are no padding: (tokens, vocab); of scores, (rows, 1), themselves.
-
-    A score is read before the padding. Beside its negative it has a spread, which is its size.
-    """
-    known = torch.cat([logits, -logits], dim=-1) if logits.dim() == 2 else logits[mask.bool()]
-    return known.double().nan_to_num()
+    """Returns the logits of the tokens that are no padding: (tokens, vocab)."""
+    return logits[mask.bool()].double().nan_to_num()
 
 
 def _moved(reference: torch.Tensor, other: torch.Tensor, group: Any) -> float:

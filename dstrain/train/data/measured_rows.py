@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from dstrain.choices import Hub, LossOn
+from dstrain.choices import Hub, LossOn, Task
 from dstrain.config.templates.chat_template import ChatTemplate
 from dstrain.facts.data.lengths import encoder_of
 from dstrain.facts.data.rendered_lengths import Measure
@@ -25,7 +25,7 @@ def measure_of(job: Job, source: str, hub: Hub, tokenizer: Path) -> Measure | No
     template = ChatTemplate(
         chat_template=text, special_tokens=files.special_tokens, token_id=lambda token: encoder.token_to_id(token)
     )
-    loss_on = LossOn.LAST if job.task.has_own_loss else job.loss_on
+    loss_on = LossOn.LAST if job.task is Task.DPO else job.loss_on
     renderer = Renderer(tokenizer=template, loss_on=loss_on, thinking=job.thinking, tagged=template.tagged)
 
     def measure(conversations: Sequence[Conversation]) -> list[tuple[int, int] | None]:

@@ -1,4 +1,4 @@
-"""Collates samples with images, videos and audios into one micro-batch of tensors."""
+"""Collates samples with images and videos into one micro-batch of tensors."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.tokenize import IGNORED
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")
-"""Names under which models take the kind of each token: text, image, video or audio."""
+"""Names under which models take the kind of each token: text, image or video."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaCollator:
-    """Adds pixels and sound to a micro-batch; one without any gets those of a blank image, video or audio.
+    """Adds pixels to a micro-batch; one without any gets those of a blank image or video.
 
     Each rank runs a tower as often in every micro-batch, as ZeRO-3 needs it, which gathers each weight on all ranks at
     once: for images, and once more for videos, if the data have both. The tokens of what is blank are padding: no token
     of a sample sees them, and none of them has a label, so that the gradient of the tower is exactly that of the
-    images, videos and audios of other ranks. Packed rows get positions for each sample where the family has its own for
+    images and videos of other ranks. Packed rows get positions for each sample where the family has its own for
     images, which the model would count for the whole row from its beginning.
     """
 
     collator: Collator
     media_reader: MediaReader
     blanks: Mapping[str, Sequence[int]]
-    """Columns of images, videos and audios that the data have → tokens of a blank one."""
+    """Columns of images and videos that the data have → tokens of a blank one."""
     parameters: frozenset[str]
     """Names of the parameters of the model's forward."""
     dtype: torch.dtype = torch.float32
-    """Dtype of pixels and sound, that of training: the Trainer would cast them in RAM, while the GPU waits."""
+    """Dtype of pixels, that of training: the Trainer would cast them in RAM, while the GPU waits."""
 
     @classmethod
     def of(cls, model: Any, dtype: torch.dtype, **options: Any) -> MediaCollator:
@@ -44,7 +44,7 @@ class MediaCollator:
         return cls(parameters=frozenset(signature(without_adapter(model).forward).parameters), dtype=dtype, **options)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns the tensors of `Collator`, of what is seen and heard, and the kinds of tokens, if the model asks."""
+        """Returns the tensors of `Collator`, of what is seen, and the kinds of tokens, if the model asks."""
         samples = {column: [row[column] for row in rows if row.get(column)] for column in self.blanks}
         lacking = [token for column, blank in self.blanks.items() if not samples[column] for token in blank]
         batch = self._with_blank(rows, lacking) if lacking else self.collator(rows)

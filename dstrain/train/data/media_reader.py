@@ -1,4 +1,4 @@
-"""Images, videos and audios of samples through the model's own processor: their tokens, and what a micro-batch has."""
+"""Images and videos of samples through the model's own processor: their tokens, and what a micro-batch has."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from dstrain.facts.data.media import Files, name_of
 from dstrain.facts.data.media_kinds import KINDS
 from dstrain.facts.data.videos import require_packages
 from dstrain.facts.model.vision_towers import require_media
-from dstrain.train.data.audios import Audios
 from dstrain.train.data.chat import Span
 from dstrain.train.data.image_positions import ImagePositions
 from dstrain.train.data.resize import BLANK_SIDE, resized
-from dstrain.train.data.token_files import AUDIOS, IMAGES, MEDIA, VIDEOS
+from dstrain.train.data.token_files import IMAGES, MEDIA
 from dstrain.train.data.videos import Videos
 
 _CROPS = ("crop_to_patches", "do_image_splitting", "do_pan_and_scan")
@@ -30,7 +29,7 @@ _CROPS = ("crop_to_patches", "do_image_splitting", "do_pan_and_scan")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expanded:
-    """A rendered conversation with the tokens of its images, videos and audios."""
+    """A rendered conversation with the tokens of its images and videos."""
 
     input_ids: list[int]
     """Token ids: (seq,)."""
@@ -39,15 +38,12 @@ class Expanded:
     spans: Sequence[Span]
     """The characters that count in the loss, at their new places."""
     media_of: Sequence[int | None]
-    """Index of the image of each token, that of the video after all images, or that of the audio after all videos; None
-    of text: (seq,)."""
-    num_cut: int = 0
-    """Audios of which only the beginning is taken."""
+    """Index of the image of each token, or that of the video after all images; None of text: (seq,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaReader:
-    """Reads images, videos and audios with the processor of a model."""
+    """Reads images and videos with the processor of a model."""
 
     family: str
     """The `model_type` of the model."""
@@ -59,8 +55,6 @@ class MediaReader:
     """Smaller images are made larger, to this many pixels; None: as the processor has it."""
     videos: Videos | None = None
     """Reads videos; None: the family does not train on them, or a package lacks."""
-    audios: Audios | None = None
-    """Reads audios; None: the family does not train on them."""
     positions: ImagePositions | None = None
     """Positions of images in packed rows; None: the family has none that are known."""
     lack: EnvironmentProblem | None = None
@@ -70,35 +64,24 @@ class MediaReader:
 
     @property
     def identity(self) -> str:
-        """Changes with the tokens of an image, a video or an audio."""
-        readers = [self.processor.image_processor.to_json_string()] if self.sees else []
-        readers += [reader.identity for reader in (self.videos, self.audios) if reader is not None]
+        """Changes with the tokens of an image or a video."""
+        readers = [self.processor.image_processor.to_json_string()]
+        readers += [self.videos.identity] if self.videos is not None else []
         limits = [str(self.max_pixels), *([] if self.min_pixels is None else [f"from {self.min_pixels}"])]
         return " ".join([type(self.processor).__name__, *limits, *readers])
-
-    @property
-    def sees(self) -> bool:
-        """Whether the processor reads images."""
-        return getattr(self.processor, "image_processor", None) is not None
-
-    @property
-    def packs(self) -> bool:
-        """Whether samples can share rows: positions of audios are those of text."""
-        return self.positions is not None or self.audios is not None
 
     def expanded(self, text: str, spans: Sequence[Span], media: Mapping[str, Sequence[Any]]) -> Expanded:
         """Returns the tokens of a rendered conversation, with those of its media in the place of placeholders.
 
-        `media`: column → images, videos or audios. Raises InvalidConfig if one is broken, if the template writes
+        `media`: column → images or videos. Raises InvalidConfig if one is broken, if the template writes
         another number of placeholders, or if the family does not train on them; EnvironmentProblem if it lacks a
         package.
         """
         named = [column for column in MEDIA if media.get(column)]
         require_media(self.family, named)
-        sounds = [self.audios.read(audio) for audio in media.get(AUDIOS, ())] if self.audios else []
         given: dict[str, Any] = {}
         for column in named:
-            given |= self._arguments(column, [sounds if column == AUDIOS else media[column]])
+            given |= self._arguments(column, [media[column]])
         try:
             out = self.processor(
                 text=[text],
@@ -119,18 +102,17 @@ class MediaReader:
             offsets=offsets,
             spans=[(_moved(start, replaced), _moved(end, replaced)) for start, end in spans],
             media_of=list(_media_of(offsets, replaced, [next(numbers[change["type"]]) for change in changes])),
-            num_cut=sum(sound.is_cut for sound in sounds),
         )
 
     def pixels(self, column: str, samples: Sequence[Sequence[Any]]) -> dict[str, torch.Tensor]:
-        """Returns the tensors that the model takes of the images, videos or audios of each sample, in order.
+        """Returns the tensors that the model takes of the images or videos of each sample, in order.
 
         Without samples they are those of a blank one.
         """
         return self._tensors(column, self._arguments(column, samples))
 
     def blank_tokens(self, tokenizer: Any, column: str = IMAGES) -> list[int]:
-        """Returns the tokens of a turn with nothing but a small black image, a video of such, or a silence."""
+        """Returns the tokens of a turn with nothing but a small black image, or a video of such."""
         turn = {"role": "user", "content": [{"type": column.removesuffix("s")}]}
         text = tokenizer.apply_chat_template([turn], tokenize=False)
         return _ids(self.processor(text=[text], add_special_tokens=False, **self._arguments(column, [])))
@@ -146,21 +128,18 @@ class MediaReader:
         if column == IMAGES:
             opened = [[self._opened(path) for path in paths] for paths in samples]
             return {"images": opened} if samples else {"images": [[_blank()]], **self._whole}
-        if column == VIDEOS:
-            require_packages()
-        reader = self.videos if column == VIDEOS else self.audios
-        assert reader is not None
-        return reader.arguments(samples) if samples else reader.blank_arguments()
+        require_packages()
+        assert self.videos is not None
+        return self.videos.arguments(samples) if samples else self.videos.blank_arguments()
 
     def types_of(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Returns whether tokens are text (0), an image (1) or a video (2), as the family counts: (batch, seq)."""
         return torch.tensor(self.processor.create_mm_token_type_ids(input_ids.tolist()))
 
-    def names(self, images: Sequence[str], videos: Sequence[Files], audios: Sequence[str]) -> list[str]:
-        """Returns the names of the media of a sample, with size, frames or length, in words."""
+    def names(self, images: Sequence[str], videos: Sequence[Files]) -> list[str]:
+        """Returns the names of the media of a sample, with size or frames, in words."""
         of_videos = [self.videos.text_of(video) for video in videos] if self.videos else []
-        of_audios = [self.audios.text_of(audio) for audio in audios] if self.audios else []
-        return [*map(image_text, images), *of_videos, *of_audios]
+        return [*map(image_text, images), *of_videos]
 
     @property
     def _whole(self) -> dict[str, bool]:
@@ -168,14 +147,13 @@ class MediaReader:
         return {name: False for name in _CROPS if hasattr(self.processor.image_processor, name)}
 
     def _tensors(self, column: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns what the processor makes of images, videos or audios, with its settings for them in calls with text.
+        """Returns what the processor makes of images or videos, with its settings for them in calls with text.
 
         Source: transformers 5.23 processing_utils.py: ProcessorMixin.__call__.
         """
-        name = "audio" if column == AUDIOS else column
-        known, files = self.processor.tokenizer.init_kwargs, options.pop(name)
+        known, files = self.processor.tokenizer.init_kwargs, options.pop(column)
         settings = self.processor._merge_kwargs(tokenizer_init_kwargs=known, return_tensors="pt", **options)
-        made, _ = getattr(self.processor, f"_process_{name}")(files, **settings[f"{name}_kwargs"])
+        made, _ = getattr(self.processor, f"_process_{column}")(files, **settings[f"{column}_kwargs"])
         unused = {*self.processor.unused_input_names, "video_metadata"}
         return {key: value for key, value in made.items() if key not in unused}
 
@@ -204,7 +182,7 @@ def image_text(path: str) -> str:
 def _media_of(
     offsets: Sequence[Span], replaced: Sequence[tuple[int, int, int, int]], numbers: Sequence[int]
 ) -> Iterator[int | None]:
-    """Yields the number of the image, video or audio of each token whose characters stand in a replacement, or None."""
+    """Yields the number of the image or video of each token whose characters stand in a replacement, or None."""
     index = 0
     for start, _ in offsets:
         while index < len(replaced) and start >= replaced[index][3]:

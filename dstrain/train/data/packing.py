@@ -66,7 +66,7 @@ class PackedRows:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Row:
-        """Returns the tokens of a row, and the files of its images, videos and audios in the order of their tokens."""
+        """Returns the tokens of a row, and the files of its images and videos in the order of their tokens."""
         members = self.samples[self.rows[index].tolist()]
         input_ids, labels = (members.column(name).combine_chunks() for name in ("input_ids", "labels"))
         lengths = input_ids.value_lengths().to_numpy(zero_copy_only=False)

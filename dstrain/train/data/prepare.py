@@ -50,9 +50,9 @@ class PreparedData:
     notes: tuple[str, ...]
     """Lines for the log."""
     digest: str
-    """Changes with any token, any label, any file of an image, a video or an audio, and the order of samples."""
+    """Changes with any token, any label, any file of an image or a video, and the order of samples."""
     media: frozenset[str]
-    """The columns of images, videos and audios that a sample has."""
+    """The columns of images and videos that a sample has."""
     num_made: int
     """Files of tokens that were not in the cache."""
     folders: tuple[Path, ...]
@@ -135,7 +135,7 @@ def _tokens(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) 
     """Returns the tokens of a data set. Raises InvalidConfig if no sample of it can be trained on."""
     dataset, said = tokenized(rows, encoder, job, report, form)
     if media := [name for name in MEDIA if _figure(dataset, f"num_{name}").any()]:
-        packs = form.media_reader is not None and form.media_reader.packs
+        packs = form.media_reader is not None and form.media_reader.positions is not None
         task_limits.require_for_media(job, media, packs=packs)
     lengths, is_long = _figure(dataset, "length"), _figure(dataset, "num_cut") > 0
     drops_long = job.on_long_sample is OnLongSample.DROP
@@ -211,7 +211,7 @@ def _column(tokens: Sequence[_Tokens], chosen: Sequence[Indices], name: str) -> 
 
 
 def _media(tokens: Sequence[_Tokens], chosen: Sequence[Indices]) -> frozenset[str]:
-    """Returns which of images, videos and audios an epoch has.
+    """Returns which of images and videos an epoch has.
 
     Then gives back the memory of columns: these are the last ones to be read.
     """

@@ -61,8 +61,6 @@ class Renderer:
     def _masked(self, conversation: Conversation, written: Written) -> Written:
         """Returns the text without loss on answers of weight 0, and with `loss_on: last` on all but the last one."""
         counts = {"lost_tools": 1} if lacks_tools(conversation, written) else {}
-        if conversation.is_desirable is not None:
-            counts["desirable" if conversation.is_desirable else "undesirable"] = 1
         if counts:
             written = replace(written, counts=replace(written.counts, **counts))
         if self.loss_on is not LossOn.LAST and not conversation.unlearned:

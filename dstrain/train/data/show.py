@@ -15,7 +15,7 @@ from itertools import groupby, islice
 from typing import Any
 
 from dstrain import units
-from dstrain.choices import DataFormat, LossOn, OnBadRow
+from dstrain.choices import DataFormat, LossOn, OnBadRow, Task
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.data.datafile import Refuse
 from dstrain.facts.data.row_values import unusable, unused_text
@@ -29,7 +29,7 @@ from dstrain.train.data.image_processor import load_media_reader
 from dstrain.train.data.sources import Rows, rows_of
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
 from dstrain.train.data.tokenized import counts_of
-from dstrain.train.tasks.pairs import encoded_pairs
+from dstrain.train.preferences.pairs import encoded_pairs
 from dstrain.train.tokenizer import load_tokenizer, source_of
 
 
@@ -114,13 +114,12 @@ def _samples(rows: Rows, encoder: Encoder, refuse: Refuse) -> Iterator[_Read]:
 
 
 def _sample(encoder: Encoder, number: int, side: str, encoded: Encoded) -> ShownSample:
-    counts, names = encoded.counts, []
-    marks = [side, "desirable" * counts.desirable, "undesirable" * counts.undesirable]
+    names: list[str] = []
     if encoder.media_reader is not None:
-        names = encoder.media_reader.names(encoded.images, encoded.videos, encoded.audios)
+        names = encoder.media_reader.names(encoded.images, encoded.videos)
     return ShownSample(
         number=number,
-        place=", ".join(filter(None, [encoded.where, *marks])),
+        place=", ".join(filter(None, [encoded.where, side])),
         pieces=tuple(pieces(encoder.tokenizer, encoded.input_ids, encoded.labels, names, encoded.media_of)),
         num_tokens=len(encoded.input_ids),
         num_learned=encoded.num_learned,
@@ -137,7 +136,7 @@ def pieces(
 ) -> Iterator[Piece]:
     """Yields the text of consecutive tokens that are all learned or all not; special tokens are pieces of their own.
 
-    So are the tokens of an image, a video or an audio, as its name of `names` and their number; `media_of` has the
+    So are the tokens of an image or a video, as its name of `names` and their number; `media_of` has the
     index of it for each token, None of text.
 
     The first token is never predicted, so it has no loss, whatever its label.
@@ -173,8 +172,8 @@ def main() -> int:
     job = question.job
     try:
         tokenizer = load_tokenizer(job, source_of(job))
-        loss_on = LossOn.LAST if job.task.has_own_loss else job.loss_on
-        media_reader = None if job.task.has_score else load_media_reader(job, source_of(job), tokenizer)
+        loss_on = LossOn.LAST if job.task is Task.DPO else job.loss_on
+        media_reader = load_media_reader(job, source_of(job), tokenizer)
         encoder = Encoder(
             tokenizer=tokenizer, seq_len=job.seq_len, loss_on=loss_on, thinking=job.thinking, media_reader=media_reader
         )

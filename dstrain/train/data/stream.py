@@ -104,7 +104,8 @@ class Window:
         if isinstance(sample, str) or not sample.has_media:
             return True
         media_reader = self._encoder.media_reader
-        task_limits.require_for_media(self._job, sample.media, packs=media_reader is not None and media_reader.packs)
+        packs = media_reader is not None and media_reader.positions is not None
+        task_limits.require_for_media(self._job, sample.media, packs=packs)
         others = [name for name in sample.media if name not in self._media]
         if others and media_reader is not None:
             problem = f"{where}: has {' and '.join(others)}, which no row has that was read before training"

@@ -43,7 +43,7 @@ class StreamedData:
     digest: str
     """Changes with the rows and their order."""
     media: frozenset[str] = frozenset()
-    """The columns of images, videos and audios that a sample has."""
+    """The columns of images and videos that a sample has."""
 
 
 def streamed(
@@ -58,7 +58,7 @@ def streamed(
     data, held_out = endless_rows(job), None
     digest, media = _digest(job, encoder, data), _media(data) if media_reader is not None else frozenset()
     if media_reader is not None and media:
-        task_limits.require_for_media(job, sorted(media), packs=media_reader.packs)
+        task_limits.require_for_media(job, sorted(media), packs=media_reader.positions is not None)
     usable = partial(_usable, job, encoder, media)
     if job.val_split is not None:
         data, samples = _without_held_out(job, usable, data)

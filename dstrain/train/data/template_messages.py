@@ -13,8 +13,7 @@ _PROBE = "probe"
 
 
 def with_parts(message: Mapping[str, Any], *, always: bool = False) -> Mapping[str, Any]:
-    """Returns a message as templates of models that see or hear take it: a list of parts if it has images,
-    videos or audios.
+    """Returns a message as templates of vision-language models take it: a list of parts if it has images or videos.
 
     `always`: whether other messages are lists, too.
     """

@@ -14,14 +14,14 @@ import datasets  # type: ignore[import-untyped]
 import numpy as np
 import pyarrow  # type: ignore[import-untyped]
 
-IMAGES, VIDEOS, AUDIOS = MEDIA = ("images", "videos", "audios")
-"""Columns with the files of images, with those of each video, and with those of audios."""
+IMAGES, VIDEOS = MEDIA = ("images", "videos")
+"""Columns with the files of images, and with those of each video."""
 NUMBERS = datasets.List(datasets.Value("int32"))
 """Type of a column with a list of numbers for each sample."""
 _FILES = datasets.List(datasets.Value("string"))
-MEDIA_TYPES = {IMAGES: _FILES, VIDEOS: datasets.List(_FILES), AUDIOS: _FILES}
+MEDIA_TYPES = {IMAGES: _FILES, VIDEOS: datasets.List(_FILES)}
 """Type of each column with a list of files, or of frames, for each sample."""
-FIGURES = ("length", "num_learned", "num_cut", "num_images", "num_videos", "num_audios")
+FIGURES = ("length", "num_learned", "num_cut", "num_images", "num_videos")
 _BATCH_ROWS = 1000
 _SAID = b"dstrain"
 
@@ -38,7 +38,6 @@ class TokenRow:
     num_cut: int = 0
     num_images: int = 0
     num_videos: int = 0
-    num_audios: int = 0
     counts: Mapping[str, int] = field(default_factory=dict)
     """Key of `COUNTED` → number."""
     where: str = ""

@@ -32,7 +32,7 @@ IGNORED = -100
 _MARKS = r"<\|im_(?:start|end)\|>|<\|(?:start|end)_header_id\|>|<\|eot_id\|>|<(?:start|end)_of_turn>|\[/?INST\]"
 """Marks of rendered conversations: those of ChatML, Llama 3, Gemma and Mistral."""
 _BATCH_SAMPLES = 256
-_OTHER = "Train a model that sees or hears, with all files of its repository."
+_OTHER = "Train a vision-language model, with all files of its repository."
 _NOTHING = Counts()
 
 
@@ -53,10 +53,8 @@ class Encoded:
     """Files of its images."""
     videos: tuple[Files, ...] = ()
     """Files of its videos."""
-    audios: tuple[str, ...] = ()
-    """Files of its audios."""
     media_of: Sequence[int | None] = ()
-    """Index of the image, video or audio of each token, as `Expanded` has it; empty without: (seq,)."""
+    """Index of the image or video of each token, as `Expanded` has it; empty without: (seq,)."""
 
     @property
     def num_learned(self) -> int:
@@ -80,7 +78,7 @@ class Encoder:
     loss_on: LossOn
     thinking: Thinking = Thinking.AUTO
     media_reader: MediaReader | None = None
-    """Reads images, videos and audios; None: samples with any are refused."""
+    """Reads images and videos; None: samples with any are refused."""
 
     def encode(self, samples: Iterable[tuple[str, Conversation | str]], refuse: Refuse = stop) -> Iterator[Encoded]:
         """Yields the tokens of each sample, given as (place, conversation or text), in order.
@@ -181,7 +179,7 @@ class Encoder:
         has_cut = any(index is not None for index in found.media_of[self.seq_len :])
         labels = _labels(found.input_ids, found.offsets, [] if has_cut else found.spans)
         labels = [label if index is None else IGNORED for label, index in zip(labels, found.media_of, strict=True)]
-        counts = replace(written.counts, cut_images=int(has_cut), cut_audios=found.num_cut)
+        counts = replace(written.counts, cut_images=int(has_cut))
         sample = self._cut(where, found.input_ids, labels, counts)
         return replace(sample, **files, media_of=found.media_of[: self.seq_len])
 

@@ -78,7 +78,7 @@ class Form:
     loss_on: LossOn | None = None
     """The answers that count; None: those of the job."""
     media_reader: MediaReader | None = None
-    """Reads images, videos and audios; None: samples with any are refused."""
+    """Reads images and videos; None: samples with any are refused."""
 
 
 def _sequences(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[TokenRow]:
@@ -99,7 +99,7 @@ def _sequence(sample: Encoded) -> TokenRow:
 
 
 def with_files(row: TokenRow, sample: Encoded | None, encoder: Encoder) -> TokenRow:
-    """Returns a row with the files of the images, videos and audios of a sample, if the encoder reads any."""
+    """Returns a row with the files of the images and videos of a sample, if the encoder reads any."""
     if encoder.media_reader is None:
         return row
     files = {name: getattr(sample, name) if sample is not None and row.length else () for name in MEDIA}
@@ -112,7 +112,7 @@ SEQUENCES = Form(columns={"input_ids": NUMBERS, "labels": NUMBERS}, encoded=_seq
 
 
 def with_media(form: Form, media_reader: MediaReader) -> Form:
-    """Returns a form with the files of the images, videos and audios of samples, for models with a tower."""
+    """Returns a form with the files of the images and videos of samples, for models with a tower."""
     return replace(form, columns={**form.columns, **MEDIA_TYPES}, media_reader=media_reader)
 
 

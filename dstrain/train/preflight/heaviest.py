@@ -11,7 +11,7 @@ import numpy as np
 from accelerate.data_loader import SeedableRandomSampler  # type: ignore[import-untyped]
 
 from dstrain.train.data.packing import PackedRows
-from dstrain.train.tasks.samples import Samples, column
+from dstrain.train.preferences.pairs import PairData, column
 
 
 def heaviest(data: Any, count: int, among: Sequence[int] | None = None) -> list[int]:
@@ -32,7 +32,7 @@ def _sizes(data: Any) -> tuple[Any, Any]:
     if isinstance(data, PackedRows):
         lengths = column(data.samples, "length")
         return data.rows.sums(lengths), data.rows.sums(lengths**2)
-    if isinstance(data, Samples):
+    if isinstance(data, PairData):
         lengths = data.lengths()  # each sequence is a row of its own
         return lengths.max(axis=1), (lengths**2).sum(axis=1)
     lengths = column(data, "length")

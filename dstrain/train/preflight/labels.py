@@ -9,7 +9,7 @@ from dstrain.facts.data.shown import marked
 from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.show import pieces
 from dstrain.train.data.tokenize import IGNORED
-from dstrain.train.tasks.samples import Samples
+from dstrain.train.preferences.pairs import PairData
 
 _TOKENS_BEFORE, _TOKENS = 40, 120
 """Tokens that are decoded before the first one with loss, and in all."""
@@ -22,7 +22,7 @@ def examples(data: Any, tokenizer: Any, count: int) -> Iterator[tuple[str, bool]
     any of its tokens has loss."""
     samples = data.samples.with_format(None) if isinstance(data, PackedRows) else data
     for number in range(min(count, len(samples))):
-        for sequence in samples.shown(number) if isinstance(samples, Samples) else [samples[number]]:
+        for sequence in samples.sequences(number) if isinstance(samples, PairData) else [samples[number]]:
             labels = sequence["labels"]
             yield _example(tokenizer, sequence["input_ids"], labels), any(label != IGNORED for label in labels)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dstrain.choices import LossOn
+from dstrain.choices import LossOn, Task
 from dstrain.errors import type_and_line
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
@@ -45,7 +45,7 @@ Pair = tuple[Sample, Sample]
 
 def has_choice(job: Job) -> bool:
     """Returns whether a job has a template of its own, of conversations with answers that the model learns."""
-    return job.chat_template is not None and not job.task.has_own_loss
+    return job.chat_template is not None and job.task is not Task.DPO
 
 
 def compare(trainer: Trainer, *, vocab_size: int | None) -> Found | None:
@@ -119,7 +119,7 @@ def _pairs(trainer: Trainer) -> list[Pair] | str:
 
 
 def _conversations(job: Job) -> Iterator[tuple[str, Conversation]]:
-    """Yields conversations without images, videos and audios among the first samples of each data set."""
+    """Yields conversations without images and videos among the first samples of each data set."""
     for source in job.train_sources:
         for where, sample in islice(rows_of(source, job, training=True).conversations(lambda _: None), _READ):
             if isinstance(sample, Conversation) and not sample.has_media:

@@ -9,7 +9,6 @@ from torch import nn
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.parts import is_vision
-from dstrain.train.scoring import has_score
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +47,6 @@ def dissect(model: Any) -> Anatomy:
         layers_root=root,
         layers=tuple(layers),
         embedding=base.get_input_embeddings(),
-        head=base.score if has_score(base) else base.get_output_embeddings(),
+        head=base.get_output_embeddings(),
         vision=next(towers, None),
     )

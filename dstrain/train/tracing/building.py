@@ -11,7 +11,6 @@ from transformers.initialization import no_init_weights
 from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.errors import InvalidConfig, first_line
 from dstrain.facts.model.trace_records import Question, Subject
-from dstrain.train import scoring
 from dstrain.train.adapters import with_adapter
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of
 from dstrain.train.loss import replace_loss
@@ -61,11 +60,9 @@ def per_layer_lists(text: Any) -> dict[str, list[Any]]:
     }
 
 
-def build(config: Any, subject: Subject, precision: Precision = Precision.BF16, *, has_score: bool = False) -> Any:
+def build(config: Any, subject: Subject, precision: Precision = Precision.BF16) -> Any:
     """Returns the model that the config describes, on the meta device, as `train.model` would load it."""
-    family = scoring.with_score(config) if has_score else family_of(config)
-    if has_score:
-        config.get_text_config().pad_token_id = 0
+    family = family_of(config)
     options: dict[str, Any] = {"dtype": DTYPES[precision], "attn_implementation": "eager"}
     try:
         with torch.device("meta"), no_init_weights():
@@ -81,7 +78,7 @@ def prepare(question: Question) -> Any:
     """Returns the model of a question, ready for a training pass: attention, adapter, checkpointing."""
     subject = question.subject
     config = load_config(subject, question.num_hidden_layers)
-    model = build(config, subject, question.precision, has_score=question.has_score)
+    model = build(config, subject, question.precision)
     _set_attention(model, question.attn)
     for each in (model.config, model.config.get_text_config()):
         each.use_cache = False

@@ -79,9 +79,8 @@ def _run(model: Any, question: Question, tracker: StorageTracker, anatomy: Anato
         if not by_sample:
             inputs["attention_mask"] = packed_masks(model, inputs["position_ids"])
         inputs_bytes = tracker.live_bytes
-        labels = inputs.pop("labels") if question.has_score else None  # alive, and not for the model
         outputs = model(**inputs)
-        loss = outputs.loss if labels is None else outputs.logits.float().sum()
+        loss = outputs.loss
         if not question.holds_outputs:
             del outputs
         for name in [name for name in inputs if name.startswith("pixel_")]:

@@ -17,7 +17,6 @@ from dstrain.errors import InvalidConfig, Place
 PLAIN: tuple[Any, ...] = (True, 3, 0.25, "x", ["x"], {"a": 3})
 """Values of a switch, a number, a share, a name, and collections of them; a tool takes one of them for most keys."""
 PAIRS = {"rl": "dpo", "stage": "dpo", "rlhf_type": "dpo", "script_name": ["dpo.py"]}
-KTO = {"rl": "kto", "stage": "kto", "rlhf_type": "kto", "script_name": ["kto.py"]}
 OWN: dict[str, tuple[Any, ...]] = {
     "adapter": ("lora",),
     "attn_impl": ("flash_attn",),
@@ -73,8 +72,6 @@ OWN: dict[str, tuple[Any, ...]] = {
 CONTEXT: dict[str, dict[str, Any]] = {
     "beta": PAIRS,
     "buffer_size": {"streaming": True},
-    "center_rewards_coefficient": {"rlhf_type": "rm", "reward_model": True, "script_name": ["rm.py"]},
-    "desirable_weight": KTO,
     "dpo_beta": PAIRS,
     "dpo_loss": PAIRS,
     "eval_dataset": {"dataset": "rows"},
@@ -85,10 +82,6 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "fsdp_config.fsdp_offload_params": {"distributed_type": "FSDP"},
     "fsdp_config.fsdp_reshard_after_forward": {"distributed_type": "FSDP"},
     "fsdp_config.fsdp_sharding_strategy": {"distributed_type": "FSDP"},
-    "kto_chosen_weight": KTO,
-    "kto_desirable_weight": KTO,
-    "kto_rejected_weight": KTO,
-    "kto_undesirable_weight": KTO,
     "load_in_4bit": {"use_peft": True},
     "load_in_8bit": {"use_peft": True},
     "lora_r": {"use_peft": True},
@@ -103,7 +96,6 @@ CONTEXT: dict[str, dict[str, Any]] = {
     "rpo_alpha": PAIRS,
     "shuffle_buffer_size": {"streaming": True},
     "streaming_multipack_buffer_size": {"streaming": True},
-    "undesirable_weight": KTO,
 }
 """Keys that ask for something beside others, of which each tool takes its own. Alone, they are on the page."""
 

@@ -112,9 +112,6 @@ def test_a_switch_that_is_off_and_a_key_of_other_things_do_not_stop() -> None:
     ("name", "program", "expected"),
     [
         ("run.sh", "train_dpo.py", {"task": "dpo"}),
-        ("run.sh", "src/kto/train.py", {"task": "kto"}),
-        ("run.sh", "reward_modeling.py", {"task": "reward"}),
-        ("run_rm.sh", "train.py", {"task": "reward"}),
         ("dpo/run.sh", "train.py", {"task": "dpo"}),
         ("run_pt.sh", "train.py", {"loss_on": "all", "data_format": "text"}),
         ("run.sh", "pretraining.py", {"loss_on": "all", "data_format": "text"}),

@@ -186,13 +186,13 @@ def test_llamafactorys_data_with_videos_have_its_limits_of_frames(here: Path) ->
         "clips": {
             "file_name": "clips.jsonl",
             "formatting": "sharegpt",
-            "columns": {"videos": "films", "audios": "sounds"},
+            "columns": {"videos": "films"},
         }
     }
     (here / "data").mkdir()
     (here / "data" / "dataset_info.json").write_text(json.dumps(info))
-    found = imported(f"{LLAMAFACTORY}dataset: clips\nvideo_fps: 1.0\naudio_sampling_rate: 16000\n")
-    assert value(found, "data") == [{"path": "data/clips.jsonl", "columns": {"videos": "films", "audios": "sounds"}}]
+    found = imported(f"{LLAMAFACTORY}dataset: clips\nvideo_fps: 1.0\n")
+    assert value(found, "data") == [{"path": "data/clips.jsonl", "columns": {"videos": "films"}}]
     limits = [value(found, key) for key in ("video_max_pixels", "video_fps", "video_maxlen")]
     assert limits == [65536, 1.0, 128]
 
@@ -337,16 +337,28 @@ def test_a_launcher_takes_accelerates_file_and_its_options(here: Path) -> None:
     ("text", "name", "key"),
     [
         (f"{LLAMAFACTORY.replace('sft', 'ppo')}", "a.yaml", "stage"),
-        (f"{LLAMAFACTORY.replace('sft', 'kto')}pref_ftx: 0.5\n", "a.yaml", "pref_ftx"),
+        (f"{LLAMAFACTORY.replace('sft', 'kto')}", "a.yaml", "stage"),
+        (f"{LLAMAFACTORY.replace('sft', 'rm')}", "a.yaml", "stage"),
         (f"{LLAMAFACTORY.replace('sft', 'dpo')}pref_loss: simpo\n", "a.yaml", "pref_loss"),
         (f"{LLAMAFACTORY.replace('sft', 'dpo')}pref_bco_weight: 1\n", "a.yaml", "pref_bco_weight"),
         (f"{LLAMAFACTORY}use_dora: true\n", "a.yaml", "use_dora"),
         ("swift rlhf --rlhf_type grpo --model a", "a.sh", "rlhf_type"),
-        ("swift rlhf --rlhf_type kto --loss_type apo_zero_unpaired --model a", "a.sh", "loss_type"),
+        ("swift rlhf --rlhf_type kto --beta 0.3 --model a", "a.sh", "rlhf_type"),
+        ("swift rlhf --rlhf_type rm --model a", "a.sh", "rlhf_type"),
         ("swift rlhf --rlhf_type dpo --ld_alpha 0.1 --model a", "a.sh", "ld_alpha"),
         (f"{SWIFT}--loss_type hinge", "a.sh", "loss_type"),
         (f"{SWIFT}--task_type seq_cls", "a.sh", "task_type"),
         (f"{AXOLOTL}rl: grpo\n", "a.yaml", "rl"),
+        (f"{AXOLOTL}rl: kto\n", "a.yaml", "rl"),
+        (f"{AXOLOTL}reward_model: true\n", "a.yaml", "reward_model"),
+        ("trl kto --model_name_or_path a", "a.sh", "script_name"),
+        ("trl reward --model_name_or_path a", "a.sh", "script_name"),
+        ("deepspeed train.py --model_name_or_path a --desirable_weight 2", "a.sh", "desirable_weight"),
+        (
+            "deepspeed train.py --model_name_or_path a --center_rewards_coefficient 0.01",
+            "a.sh",
+            "center_rewards_coefficient",
+        ),
         (f"{AXOLOTL}rl: dpo\ndpo_use_weighting: true\n", "a.yaml", "dpo_use_weighting"),
         (f"{AXOLOTL}optimizer: muon\n", "a.yaml", "optimizer"),
     ],
@@ -384,37 +396,16 @@ def test_preferences_train_by_dpo(here: Path) -> None:
     assert "dpo.beta" not in imported(f"{LLAMAFACTORY}pref_beta: 0.2\n").values
 
 
-def test_answers_with_a_label_train_by_kto_and_pairs_a_reward_model(here: Path) -> None:
+def test_answers_with_a_label_and_reward_models_are_left_to_trl(here: Path) -> None:
     info = {
         "marked": {"file_name": "m.json", "columns": {"prompt": "question", "response": "answer", "kto_tag": "good"}},
         "pairs": {"file_name": "pairs.json", "ranking": True, "columns": {"chosen": "good", "rejected": "bad"}},
     }
     (here / "dataset_info.json").write_text(json.dumps(info))
-    weights = "pref_beta: 0.2\nkto_chosen_weight: 1.5\nkto_rejected_weight: 0.5\n"
-    kto = imported(f"{LLAMAFACTORY.replace('sft', 'kto')}dataset_dir: .\ndataset: marked\n{weights}")
-    assert not kto.stops
-    keys = ("task", "kto.beta", "kto.desirable_weight", "kto.undesirable_weight", "data_format")
-    assert [value(kto, key) for key in keys] == ["kto", 0.2, 1.5, 0.5, "unpaired"]
-    columns = {"instruction": "question", "output": "answer", "label": "good"}
-    assert value(kto, "data") == [{"path": "m.json", "columns": columns}]
+    kto = imported(f"{LLAMAFACTORY.replace('sft', 'kto')}dataset_dir: .\ndataset: marked\nkto_chosen_weight: 1.5\n")
+    assert {note.key: "TRL's KTOTrainer" in note.text for note in kto.stops} == {"dataset": True, "stage": True}
     reward = imported(f"{LLAMAFACTORY.replace('sft', 'rm')}dataset_dir: .\ndataset: pairs\n")
-    assert not reward.stops
-    assert [value(reward, key) for key in ("task", "data_format")] == ["reward", "preference"]
-    wrong = imported(f"{LLAMAFACTORY.replace('sft', 'rm')}dataset_dir: .\ndataset: marked\n")
-    assert [note.key for note in wrong.stops] == ["dataset"]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("kto --beta 0.3 --desirable_weight 2", {"task": "kto", "kto.beta": 0.3, "kto.desirable_weight": 2}),
-        ("rm --center_rewards_coefficient 0.01", {"task": "reward", "reward.center_rewards_coefficient": 0.01}),
-    ],
-)
-def test_swift_trains_rewards_and_kto(words: str, expected: dict[str, Any]) -> None:
-    found = imported(f"swift rlhf --rlhf_type {words} --model a", "a.sh")
-    assert not found.stops
-    assert {key: value(found, key) for key in expected} == expected
+    assert "TRL's RewardTrainer" in next(note.text for note in reward.stops if note.key == "stage")
 
 
 @pytest.mark.parametrize(
@@ -422,8 +413,6 @@ def test_swift_trains_rewards_and_kto(words: str, expected: dict[str, Any]) -> N
     [
         ("rl: dpo\nrl_beta: 0.2\n", "chatml.argilla", {"task": "dpo", "dpo.beta": 0.2, "data_format": "preference"}),
         ("rl: ipo\n", "chat_template.default", {"task": "dpo", "dpo.loss_type": "ipo"}),
-        ("rl: kto\nkto_undesirable_weight: 0.5\n", "llama3.ultra", {"task": "kto", "kto.undesirable_weight": 0.5}),
-        ("reward_model: true\n", "bradley_terry.chat_template", {"task": "reward", "data_format": "preference"}),
     ],
 )
 def test_axolotl_trains_preferences(lines: str, data: str, expected: dict[str, Any]) -> None:
@@ -538,10 +527,10 @@ def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None
     from dstrain.job.model_changes import Lora
     from dstrain.job.monitor import Monitor, Samples
     from dstrain.job.schema import Job
-    from dstrain.job.task_losses import Dpo, Kto, Reward
+    from dstrain.job.task_losses import Dpo
 
     legal = {field.name for field in fields(Job)}
-    sections = {"dpo": Dpo, "reward": Reward, "kto": Kto, "lora": Lora, "samples": Samples, "monitor": Monitor}
+    sections = {"dpo": Dpo, "lora": Lora, "samples": Samples, "monitor": Monitor}
     legal |= {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
     targets = {row.target for row in TOOLS[tool].rows.values() if row.target}
     assert {target for target in targets if not target.startswith(("plan.", "machines."))} <= legal

@@ -15,8 +15,6 @@ from dstrain.job.file import read_job
 
 UNREAD = {
     "dpo": ("{beta: 0.2}", "task: dpo"),
-    "kto": ("{beta: 0.2}", "task: kto"),
-    "reward": ("{center_rewards_coefficient: 0.01}", "task: reward"),
     "loss_on": ("all", "task: sft"),
     "system": ("Be short.", "task: sft"),
     "thinking": ("off", "task: sft"),

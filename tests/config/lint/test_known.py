@@ -553,11 +553,9 @@ def test_a_fix_keeps_what_the_job_asks_for(tmp_path: Path, lines: str, fix: str)
     assert one("DS226", found(ZERO2, job=job(tmp_path, lines))).fix == fix
 
 
-@pytest.mark.parametrize(
-    ("limit", "task"),
-    [pytest.param(limit, task, id=f"{task}-{limit.key}") for limit in LIMITS for task in sorted(limit.tasks)],
-)
-def test_what_a_task_does_not_support_is_told(tmp_path: Path, limit: TaskLimit, task: Task) -> None:
+@pytest.mark.parametrize("limit", [pytest.param(limit, id=f"{limit.task}-{limit.key}") for limit in LIMITS])
+def test_what_a_task_does_not_support_is_told(tmp_path: Path, limit: TaskLimit) -> None:
+    task = limit.task
     others = {"loss": "fused", "packing": "true", "loss_on": "all"}
     formats = {Task.SFT: "preference", Task.PRETRAIN: "alpaca"}
     other = formats.get(task, "text") if limit.key == "data_format" else others.get(limit.key, 2)
@@ -565,15 +563,6 @@ def test_what_a_task_does_not_support_is_told(tmp_path: Path, limit: TaskLimit, 
     assert (said.place.line, said.severity, said.fix) == (7, Severity.ERROR, f"write {limit.instead}")
     assert limit.why in said.problem
     fine = found(ZERO2, job=job(tmp_path, f"task: {task}\n{limit.instead}\n"))
-    assert "DS226" not in [each.rule for each in fine]
-
-
-@pytest.mark.parametrize("name", ["qwen3-vl-8b", "granite"])
-def test_a_model_that_cannot_have_a_score_is_told(tmp_path: Path, name: str) -> None:
-    facts = replace(model("qwen3-8b"), model_type=name) if name == "granite" else model(name)
-    said = one("DS226", found(ZERO2, job=job(tmp_path, "task: reward\n"), model=facts))
-    assert (said.place.line, said.severity) == (6, Severity.ERROR)
-    fine = found(ZERO2, job=job(tmp_path, "task: reward\n"), model=model("qwen3-8b"))
     assert "DS226" not in [each.rule for each in fine]
 
 
@@ -705,20 +694,6 @@ def test_keys_of_videos_are_told_for_a_model_that_does_not_train_on_them(
     asked = job(tmp_path, "video_fps: 1.0\nvideo_maxlen: 16\nmax_pixels: 4096\n")
     findings = found(ZERO2, job=asked, model=model(name))
     assert [(each.rule, each.place.line) for each in findings if each.rule in ("DS909", "DS911")] == told
-
-
-def test_keys_of_audios_are_told_where_they_mean_nothing_or_too_much(tmp_path: Path) -> None:
-    hears = replace(model("gemma-3-12b"), model_type="qwen2_audio")
-    asked = job(tmp_path, "audio_max_seconds: 60\nmax_pixels: 4096\n")
-    for given, told in (
-        (hears, [("DS228", 6), ("DS911", 7)]),
-        (replace(hears, model_type="qwen3_asr"), [("DS911", 7)]),
-        (model("gemma-3-12b"), [("DS911", 6)]),
-        (model("qwen3-8b"), [("DS909", 6), ("DS909", 7)]),
-    ):
-        rules = ("DS228", "DS909", "DS911")
-        findings = [each for each in found(ZERO2, job=asked, model=given) if each.rule in rules]
-        assert sorted((each.rule, each.place.line) for each in findings) == told
 
 
 @pytest.mark.parametrize(

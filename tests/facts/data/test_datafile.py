@@ -227,7 +227,7 @@ def test_keys_that_parquet_adds_to_every_tool_are_left_out(tmp_path: Path) -> No
     assert sample.row == {"text": "a", "tools": tools, "note": None}
 
 
-@pytest.mark.parametrize("data_format", [DataFormat.PREFERENCE, DataFormat.TEXT, DataFormat.UNPAIRED])
+@pytest.mark.parametrize("data_format", [DataFormat.PREFERENCE, DataFormat.TEXT])
 def test_columns_of_another_task_are_one_problem(tmp_path: Path, data_format: DataFormat) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"instruction": "a", "output": "b"}\n' * 9)

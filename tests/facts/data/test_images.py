@@ -71,7 +71,7 @@ def test_images_are_marks_in_the_text_and_paths_in_their_order(given: Row, text:
         (row([part(), TEXT]), "1 mark <image>, but 0 images"),
         (row([part(image="x.png")], images=["y.png"]), "some images are parts of turns, others are not"),
         (row([part(image="x.png", text="a")]), "content has an image with text, which is not supported"),
-        (row([{"type": "smell", "smell": "x.nose"}]), "neither text nor an image, a video or an audio"),
+        (row([{"type": "smell", "smell": "x.nose"}]), "neither text nor an image or a video"),
         (row("a", "<image>", images=["x.png"]), "turn 2, of the assistant: has an image"),
         (row("a", images=["https://host/x.png"]), '"images" is "https://host/x.png", not a file'),
         (row("a", images=[{"bytes": "", "path": None}]), '"images" is {"bytes": "", "path": null}; it must be a path'),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,11 +11,10 @@ import pytest
 from dstrain.choices import DataFormat, LossOn
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import parsed
-from dstrain.facts.data.lengths import SAMPLED_ROWS, Hearing, read_lengths
+from dstrain.facts.data.lengths import SAMPLED_ROWS, read_lengths
 from dstrain.facts.data.rows import Sample, entries, spread
 from dstrain.facts.data.sample_formats import PLAIN, Reading
 from dstrain.facts.data.turns import Conversation
-from tests.sounds import tone, write_wav
 
 
 def test_lengths_are_those_of_training(made_demo: Path) -> None:
@@ -115,21 +112,3 @@ def test_data_with_images_have_lengths_once_their_tokens_are_given(tmp_path: Pat
     assert found.has_media
     assert not text.has_media
     assert found.target_share < text.target_share
-
-
-def test_audios_count_the_tokens_of_their_seconds(
-    tmp_path: Path, tokenizer: Path, need: Callable[[object, str], None]
-) -> None:
-    need(find_spec("av"), "av is not installed: make videos")
-    for name, seconds in (("short", 1.2), ("long", 45.0)):
-        write_wav(tmp_path / f"{name}.wav", tone(440, seconds, 8000), 8000)
-    row = {"instruction": "<audio>What?", "output": "b"}
-    data, plain = tmp_path / "train.jsonl", tmp_path / "plain.jsonl"
-    data.write_text("".join(f"{json.dumps(row | {'audios': [f'{name}.wav']})}\n" for name in ("short", "long")))
-    plain.write_text(json.dumps(row | {"instruction": "What?"}))
-    with pytest.raises(InvalidConfig, match=r"train.jsonl:1: has audios, which this model does not train on"):
-        read_lengths(str(data), PLAIN, tokenizer)
-    hears = Hearing(tokens_per_s=25, max_s=30)
-    found, text = (read_lengths(str(file), PLAIN, tokenizer, hears=hears) for file in (data, plain))
-    assert found.tokens == tuple(text.tokens[0] + 2 + tokens for tokens in (30, 750))
-    assert (found.has_media, text.has_media) == (True, False)

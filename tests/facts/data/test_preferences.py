@@ -8,8 +8,8 @@ import pytest
 
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.preferences import Pair, to_marked, to_pair
-from dstrain.facts.data.sample_formats import Reading, require, unused
+from dstrain.facts.data.preferences import Pair, to_pair
+from dstrain.facts.data.sample_formats import Reading, unused
 from dstrain.facts.data.turns import Conversation
 
 QUESTION = {"role": "user", "content": "1 + 1?"}
@@ -94,53 +94,3 @@ def test_columns_of_other_names_and_a_system_prompt_for_all_are_the_jobs() -> No
     columns = {"prompt": "ask", "chosen": "good", "rejected": "bad"}
     pair = to_pair(row, Reading(format=DataFormat.PREFERENCE, columns=columns, system="Be brief."))
     assert [message["content"] for message in pair.rejected.messages] == ["Be brief.", "1 + 1?", "3"]
-
-
-MARKED = Reading(format=DataFormat.UNPAIRED)
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": "1 + 1?", "completion": "3"},
-        {"prompt": [QUESTION], "completion": [BAD]},
-        {"messages": [QUESTION, BAD]},
-        {"conversations": [SAID, {"from": "gpt", "value": "3"}]},
-        {"instruction": "1 + 1?", "input": "", "output": "3"},
-        {"query": "1 + 1?", "response": "3"},
-    ],
-)
-@pytest.mark.parametrize("label", ["label", "kto_tag"])
-def test_answers_with_a_label_are_read_in_the_formats_of_other_tools(row: dict[str, Any], label: str) -> None:
-    for value in (True, False, 1, 0):
-        found = to_marked(row | {label: value}, MARKED)
-        assert (list(found.messages), found.is_desirable) == ([QUESTION, BAD], bool(value))
-    assert require([*row, label], MARKED) == MARKED
-
-
-@pytest.mark.parametrize(
-    ("row", "problem"),
-    [
-        ({"prompt": "a", "completion": "b"}, '"label" is missing'),
-        ({"prompt": "a", "completion": "b", "label": "good"}, "\"label\" is 'good'; it must be true"),
-        ({"prompt": "a", "label": True}, "no answer is beside the label"),
-        ({"messages": [QUESTION], "label": True}, "ends with the user"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c", "label": True}, "no answer is beside the label"),
-        ({"prompt": "a", "completion": "<image>", "label": True, "images": ["x.png"]}, "turn 2, of the assistant: has"),
-    ],
-)
-def test_what_has_no_label_or_no_answer_is_refused(row: dict[str, Any], problem: str) -> None:
-    with pytest.raises(InvalidConfig, match=problem):
-        to_marked(row, MARKED)
-
-
-def test_columns_without_a_label_are_refused_with_those_that_are_needed() -> None:
-    with pytest.raises(InvalidConfig, match=r"the format unpaired needs label \(or kto_tag\)"):
-        require(["prompt", "completion"], MARKED)
-
-
-def test_a_label_of_another_name_is_read_and_other_columns_are_unused() -> None:
-    reading = Reading(format=DataFormat.UNPAIRED, columns={"label": "good", "completion": "answer"})
-    row = {"prompt": "1 + 1?", "answer": "3", "good": False, "source": "web"}
-    assert to_marked(row, reading).is_desirable is False
-    assert unused(row, reading) == ["source"]

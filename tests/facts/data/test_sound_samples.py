@@ -76,10 +76,8 @@ def test_texts_are_whole_too() -> None:
         parsed(sample, Reading(format=DataFormat.TEXT))
 
 
-def test_rejected_and_undesirable_answers_may_be_cut() -> None:
+def test_rejected_answers_may_be_cut() -> None:
     pair = {"prompt": "q", "chosen": "a", "rejected": "<think>Hm"}
-    marked = {"prompt": "q", "completion": "<think>Hm", "label": False}
     parsed(Sample(where="f:1", row=pair), Reading(format=DataFormat.PREFERENCE))
-    parsed(Sample(where="f:1", row=marked), Reading(format=DataFormat.UNPAIRED))
     with pytest.raises(InvalidConfig, match=r"f:1: chosen: turn 2.*begins thoughts"):
         parsed(Sample(where="f:1", row={**pair, "chosen": "<think>Hm"}), Reading(format=DataFormat.PREFERENCE))

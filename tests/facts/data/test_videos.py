@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.data import containers, videos
+from dstrain.facts.data import videos
 from dstrain.facts.data.datafile import check
 from dstrain.facts.data.media import Files
 from dstrain.facts.data.sample_formats import PLAIN, require, unused
@@ -133,7 +133,7 @@ def test_a_file_that_ends_too_early_or_frames_of_several_sizes_are_told(
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL")
-    monkeypatch.setattr(containers, "find_spec", lambda name: None)
+    monkeypatch.setattr(videos, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem) as caught:
         videos.require_packages()
     assert caught.value.problem == "videos need torchvision and av, which are not installed"

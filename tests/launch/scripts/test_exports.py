@@ -171,7 +171,6 @@ def with_rows(tmp_path: Path, *rows: dict[str, Any], **values: Any) -> Job:
         {"max_pixels": 4096},
         {"min_pixels": 64},
         {"video_fps": 1.0},
-        {"audio_max_seconds": 10.0},
         {"freeze_vision_tower": False},
     ],
     ids=str,
@@ -179,7 +178,7 @@ def with_rows(tmp_path: Path, *rows: dict[str, Any], **values: Any) -> Job:
 def test_what_limits_or_trains_images_is_not_left_out(tmp_path: Path, target: Target, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidConfig, match=f"{target} has no counterpart of {next(iter(changes))}: "):
         export(job_of(tmp_path, **changes), ZERO3, TWO, target)
-    with pytest.raises(InvalidConfig, match=f"{target} has no counterpart of images, videos or audios in the data"):
+    with pytest.raises(InvalidConfig, match=f"{target} has no counterpart of images or videos in the data"):
         export(with_rows(tmp_path, {"messages": TURNS, "images": ["cat.png"]}), ZERO3, TWO, target)
 
 

@@ -79,16 +79,6 @@ def test_qwz_halves_both_gathers() -> None:
     assert [each.num_bytes / other.num_bytes for each, other in zip(halved, whole, strict=True)] == [0.5, 0.5, 1]
 
 
-def test_qgz_sends_4_bits_inside_nodes_and_then_an_eighth_of_that_between_them() -> None:
-    whole, quantized = (_sent(changed(FRUGAL, qgz=qgz), num_gpus=16) for qgz in (False, True))
-    inside, between = quantized[2:]
-    assert inside.num_bytes == whole[2].num_bytes / 4
-    assert (inside.ranks, inside.spans_nodes(_cluster(16))) == (8, False)
-    assert (between.num_bytes, between.ranks) == (inside.num_bytes / 8, 2)
-    assert between.spans_nodes(_cluster(16))
-    assert _sent(changed(FRUGAL, qgz=True)) == _sent(FRUGAL)  # one node
-
-
 @pytest.mark.parametrize(("overlap", "hidden"), [(True, True), (False, False)])
 def test_only_overlapped_reduction_is_hidden(overlap: bool, hidden: bool) -> None:
     found = _sent(changed(FRUGAL, zero_stage=2, overlap_comm=overlap))

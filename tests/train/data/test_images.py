@@ -15,7 +15,6 @@ pytest.importorskip("PIL")
 import datasets
 import torch
 from torch.utils.data import DataLoader
-from transformers import AutoModelForImageTextToText
 
 from dstrain.choices import LossOn, Task
 from dstrain.errors import EnvironmentProblem, InvalidConfig
@@ -34,9 +33,7 @@ from dstrain.train.data.stream_progress import StreamProgress
 from dstrain.train.data.streamed import streamed
 from dstrain.train.data.tokenize import IGNORED, Encoder
 from dstrain.train.data.tokenized import SEQUENCES, with_media
-from dstrain.train.tasks.log_probs import answers_of
-from dstrain.train.tasks.objective import objective_of
-from dstrain.train.tasks.samples import without_targets
+from dstrain.train.preferences.pairs import PAIRS
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.vision import make_images, make_model, row, rows, write
 
@@ -324,43 +321,14 @@ def test_pairs_of_texts_need_no_pillow_and_images_say_that_they_do(
 ) -> None:
     pair = {"prompt": "What is red?", "chosen": "It is", "rejected": "It is not"}
     job = replace(job, task=Task.DPO, data=str(write(folder / "pairs.jsonl", [pair])))
-    objective = objective_of(job)
-    assert objective is not None
-    expected = prepare(job, tokenizer, training=True, form=objective.form).dataset[0]["sequences"]
+    expected = prepare(job, tokenizer, training=True, form=PAIRS).dataset[0]["sequences"]
     template = tokenizer.chat_template
     monkeypatch.setattr(tokenizer, "chat_template", None)
     monkeypatch.setitem(sys.modules, "PIL", None)
-    form = with_media(objective.form, media_reader_of(folder, tokenizer))
+    form = with_media(PAIRS, media_reader_of(folder, tokenizer))
     assert tokenizer.chat_template == template
     sequences = prepare(job, tokenizer, training=True, form=form).dataset[0]["sequences"]
     assert [side["input_ids"] for side in sequences] == [side["input_ids"] for side in expected]
     seen = replace(job, data=str(write(folder / "seen.jsonl", [pair | {"images": ["images/red.png"]}])))
     with pytest.raises(EnvironmentProblem, match="images need Pillow, which is not installed"):
         prepare(seen, tokenizer, training=True, form=form)
-
-
-def test_marked_answers_have_the_log_probabilities_of_each_alone_with_its_images(
-    job: Job, folder: Path, tokenizer: Any
-) -> None:
-    marked = [{**each, "label": number % 2 == 0} for number, each in enumerate(rows())]
-    job = replace(job, task=Task.KTO, data=str(write(folder / "marked.jsonl", marked)))
-    objective = objective_of(job)
-    assert objective is not None
-    form = with_media(objective.form, media_reader_of(folder, tokenizer))
-    data = prepare(job, tokenizer, training=True, form=form)
-    assert data.media == {"images"}
-    plain = collator_of(folder, tokenizer, packing=False)
-    model = AutoModelForImageTextToText.from_pretrained(job.model, dtype=torch.float32)
-    for chosen in ([0, 5], [4, 1], [6, 7]):  # of the last two none has an image
-        samples = [data.dataset[index] for index in chosen]
-        with torch.no_grad():
-            found = objective.outputs(model, objective.collates(collator=plain)(samples))
-            alone = [
-                [answers_of(model, plain([sample["sequences"][place]]), job.loss).log_probs for sample in samples]
-                for place in (0, 1)
-            ]
-        for answers, expected in zip((found.own, found.others), alone, strict=True):
-            assert answers.log_probs.tolist() == pytest.approx([float(one) for one in expected], rel=1e-4)
-        blank = plain(without_targets(samples[0])["sequences"])
-        assert (blank["labels"] == IGNORED).all()
-        assert len(blank["image_grid_thw"]) == max(1, 2 * len(samples[0]["sequences"][0]["images"]))

@@ -31,10 +31,6 @@ class Dependence:
     """Why it does not, as the end of a sentence."""
 
 
-def _of_task(task: Task) -> Dependence:
-    return Dependence(key=task.value, is_read=lambda job: job.task is task, otherwise=f"task is not {task}")
-
-
 def _of_answers(key: str) -> Dependence:
     why = "task is pretrain, whose texts have no turns"
     return Dependence(key=key, is_read=lambda job: job.task is not Task.PRETRAIN, otherwise=why)
@@ -49,7 +45,7 @@ def _with(key: str, switch: str, wanted: object, otherwise: str) -> Dependence:
 
 
 DEPENDENCES = (
-    *(_of_task(task) for task in (Task.DPO, Task.KTO, Task.REWARD)),
+    _with("dpo", "task", Task.DPO, "task is not dpo"),
     *(_of_answers(key) for key in ("loss_on", "system", "thinking")),
     *(_of_evaluation(key) for key in ("eval_strategy", "eval_on_start", "eval_micro_batch")),
     _with("eval_steps", "eval_strategy", Interval.STEPS, "eval_strategy is epoch"),

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dstrain.choices import Precision
 from dstrain.config.lint.advisories import trains_in
 from dstrain.config.lint.finding import Fault, Severity
+from dstrain.config.lint.quantized_gradients import garbled
 from dstrain.config.lint.rule import STOPS, Rule
 from dstrain.config.lint.rules.jobs import in_job
 from dstrain.config.lint.subject import Subject
-from dstrain.plan.quantized_gradients import garbled
 from dstrain.units import format_bytes, format_sizes
 
 _ZERO = "zero_optimization."

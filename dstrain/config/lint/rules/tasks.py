@@ -10,8 +10,6 @@ from dstrain.config.lint.finding import Fault, Severity
 from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules.jobs import in_job
 from dstrain.config.lint.subject import Subject
-from dstrain.facts.model.audio_towers import TRAINS_AUDIO
-from dstrain.facts.model.model_facts import why_unscored
 from dstrain.facts.model.parameter_names import names_of
 from dstrain.facts.model.vision_towers import TRAINS_VIDEOS
 from dstrain.job import task_limits
@@ -23,7 +21,6 @@ _STOPS = "the run stops before it loads the model"
 _STOPS_LOADED = "the run stops once the model is loaded"
 _OF_IMAGES = ("max_pixels", "min_pixels", "image_patches")
 _OF_VIDEOS = ("video_max_pixels", "video_fps", "video_maxlen")
-_OF_AUDIOS = ("audio_max_seconds",)
 _MAY_STOP = "the run stops once the model is loaded if it has no such names"
 
 
@@ -31,10 +28,6 @@ def _not_of_task(subject: Subject) -> Iterator[Fault]:
     """Reports keys of the job that its task does not support."""
     for limit, problem in task_limits.broken(subject.job.job) if subject.job is not None else ():
         yield in_job(subject, limit.key, problem, _STOPS, limit.fix)
-    if subject.job is None or subject.model is None or not subject.job.job.task.has_score:
-        return
-    if (why := why_unscored(subject.model)) is not None:
-        yield in_job(subject, "task", f"task is reward, but {why}", _STOPS, "name another model")
 
 
 def _unused_smoothing(subject: Subject) -> Iterator[Fault]:
@@ -45,39 +38,26 @@ def _unused_smoothing(subject: Subject) -> Iterator[Fault]:
 
 
 def _without_tower(subject: Subject) -> Iterator[Fault]:
-    """Reports keys of images, videos, audios and towers in the job of a language model."""
+    """Reports keys of images, videos and towers in the job of a language model."""
     if subject.job is None or subject.model is None or subject.model.has_tower:
         return
     given, plain = subject.job.job, Job(model="", output_dir="")
-    for key in (*_OF_IMAGES, *_OF_VIDEOS, *_OF_AUDIOS, *(limit.key for limit in task_limits.WITH_ADAPTERS)):
+    for key in (*_OF_IMAGES, *_OF_VIDEOS, *(limit.key for limit in task_limits.WITH_ADAPTERS)):
         value = getattr(given, key)
         if value != getattr(plain, key):
             problem = f"{key} is {task_limits.shown(value)}, but {subject.model.name} has no tower"
             yield in_job(subject, key, problem, "it changes nothing, or stops the run", "remove the key")
 
 
-def _of_other_media(subject: Subject) -> Iterator[Fault]:
-    """Reports keys of images, videos or audios in the job of a model with a tower that does not train on them."""
+def _of_videos(subject: Subject) -> Iterator[Fault]:
+    """Reports keys of videos in the job of a model with a tower that does not train on them."""
     if subject.job is None or subject.model is None or not subject.model.has_tower:
         return
     given, family = subject.job.job, subject.model.model_type
-    others = {key: "videos" for key in _OF_VIDEOS if family not in TRAINS_VIDEOS}
-    others |= {key: "images" for key in _OF_IMAGES if family in TRAINS_AUDIO}
-    others |= {key: "audio" for key in _OF_AUDIOS if family not in TRAINS_AUDIO}
-    for key, media in others.items():
+    for key in _OF_VIDEOS if family not in TRAINS_VIDEOS else ():
         if getattr(given, key):
-            problem = f"{key} is {task_limits.shown(getattr(given, key))}, but {family} does not train on {media}"
+            problem = f"{key} is {task_limits.shown(getattr(given, key))}, but {family} does not train on videos"
             yield in_job(subject, key, problem, "it changes nothing", "remove the key")
-
-
-def _longer_than_heard(subject: Subject) -> Iterator[Fault]:
-    """Reports an audio_max_seconds that is more than the processor of a family takes."""
-    if subject.job is None or subject.model is None or (family := TRAINS_AUDIO.get(subject.model.model_type)) is None:
-        return
-    asked, most = subject.job.job.audio_max_seconds, family.max_s
-    if asked is not None and most is not None and asked > most:
-        problem = f"audio_max_seconds is {asked:g}, but processors of {subject.model.model_type} take {most} seconds"
-        yield in_job(subject, "audio_max_seconds", problem, _STOPS, f"write {most}, or remove the key")
 
 
 def _named_in_vain(subject: Subject) -> Iterator[Fault]:
@@ -125,13 +105,6 @@ RULES = (
         source="dstrain/train/model_parts.py; peft 0.21 tuners/tuners_utils.py: check_target_module_exists",
     ),
     Rule(
-        id="DS228",
-        severity=Severity.ERROR,
-        title="audios longer than the processor takes",
-        find=_longer_than_heard,
-        source="dstrain/facts/model/audio_towers.py: TRAINS_AUDIO",
-    ),
-    Rule(
         id="DS908",
         severity=Severity.WARNING,
         title="label smoothing without effect on this loss",
@@ -148,9 +121,9 @@ RULES = (
     Rule(
         id="DS911",
         severity=Severity.WARNING,
-        title="key of images, videos or audios for a family that does not train on them",
-        find=_of_other_media,
-        source="dstrain/facts/model/vision_towers.py: TRAINS_VIDEOS; dstrain/facts/model/audio_towers.py: TRAINS_AUDIO",
+        title="key of videos for a family that does not train on them",
+        find=_of_videos,
+        source="dstrain/facts/model/vision_towers.py: TRAINS_VIDEOS",
     ),
 )
 """Rules about the task."""

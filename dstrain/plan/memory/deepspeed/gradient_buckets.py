@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, EngineEvent, Part, rounded
 from dstrain.plan.memory.deepspeed.modules import Modules
 from dstrain.plan.memory.layers.ops import FP32
-from dstrain.plan.quantized_gradients import work_bytes
 
 ALLREDUCE_ELEMENTS = 500_000_000
 """Elements of gradient that ZeRO-0 reduces at once. Source: deepspeed 0.19.8 runtime/engine.py:
@@ -47,10 +46,6 @@ class Reduces:
     """Micro-batches of one step."""
     is_wide: bool = False
     """Whether ZeRO-1 keeps whole fp32 gradients (`resident.is_wide`)."""
-    qgz: bool = False
-    """`zero_quantized_gradients`: quantized one tensor at a time, from fp16."""
-    casts: bool = False
-    """Whether gradients become fp16 for that."""
 
 
 class Reducer:
@@ -160,13 +155,9 @@ class ShardedReducer(Reducer):
         padded = [self.weights[weight].padded(how.ranks) for weight in weights]
         large = [weight for weight in weights if self.numel[weight] > how.bucket]
         flat = 0
-        if how.communicated != how.item or how.casts:
+        if how.communicated != how.item:
             flat += sum(rounded(self.numel[weight] * how.communicated) for weight in large)
-        if how.qgz:
-            for weight in sorted(weights):
-                self.account.passing(Part.BUFFERS, flat + work_bytes(self.numel[weight], how.ranks))
-                flat += rounded(self.weights[weight].share(how.ranks) * how.communicated)
-        elif len(shares) > 1 or self.numel[weights[0]] != padded[0]:
+        if len(shares) > 1 or self.numel[weights[0]] != padded[0]:
             flat += rounded(sum(padded) * how.communicated)
         copy = self.account.add(Part.BUFFERS, flat)
         if how.accumulated != how.communicated:  # the partitions in another dtype take the flat copy's place

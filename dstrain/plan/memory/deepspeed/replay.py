@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.choices import Precision
 from dstrain.plan.memory.deepspeed.byte_account import Action, ByteAccount, Part
 from dstrain.plan.memory.deepspeed.gradient_buckets import Reducer, Reduces, ShardedReducer, WideReducer
 from dstrain.plan.memory.deepspeed.modules import Modules
@@ -107,8 +106,6 @@ def _reduces(settings: Settings, ranks: int) -> Reduces:
         is_offloaded=settings.zero.is_offloaded,
         is_wide=is_wide(settings),
         micro_steps=settings.step.grad_accum,
-        qgz=settings.zero.qgz,
-        casts=settings.zero.qgz and settings.model.precision is not Precision.FP16,
     )
 
 

@@ -211,11 +211,10 @@ def play(run: Context, depth: dict[str, int]) -> None:
     count = (
         2 + run.variant.has_mask + (3 if run.variant.batch.image_patches else 0)
     )  # ids, labels; mask; three positions
-    inputs = tape.new(run.rows * count * run.variant.batch.task.forward_passes, ops.INDEX)
+    inputs = tape.new(run.rows * count, ops.INDEX)
     images = vision.pixels(run) if code.tower else None
-    others = [vision.pixels(run) for _ in range(run.variant.batch.task.forward_passes - 1)] if images else []
     loss = _forward(run, code, depth, images)
-    del images, others  # the Trainer drops a micro-batch before the backward pass
+    del images  # the Trainer drops a micro-batch before the backward pass
     tape.ledger.enter("loss backward")
     tape.backward(loss)
     del inputs

@@ -11,12 +11,9 @@ from dstrain.plan.memory.layers.tensor import Param, Part, Tensor
 
 
 def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
-    """The loss of the last hidden states; `table` is the embedding, which a tied head shares.
-
-    Of the scores of a reward model, all but the head's own output has a few bytes a row, which are left out.
-    """
+    """The loss of the last hidden states; `table` is the embedding, which a tied head shares."""
     model, variant = run.model, run.variant
-    numel = model.num_outputs * model.hidden_size // variant.parallel.tp
+    numel = model.vocab_size * model.hidden_size // variant.parallel.tp
     head = table if model.tie_word_embeddings else Param(numel, trains=run.trains_whole(Kind.HEAD), is_root=True)
     tape = run.tape
     hidden = _entered(run, hidden)
@@ -24,7 +21,7 @@ def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
     outer, tape.part = tape.part, Part.LOGITS
     kernels = {LossKernel.FULL: _full, LossKernel.FUSED: _fused, LossKernel.CHUNKED: _chunked}
     made = variant.code.loss or kernels[variant.kernels.loss]
-    result = made(run, hidden, head, scales) if model.num_scores is None else logits(run, hidden, head, scales=False)
+    result = made(run, hidden, head, scales)
     result = moe.balancing_loss(run, result)
     run.kept_tensors.clear()
     tape.part = outer
@@ -77,7 +74,7 @@ def logits(run: Context, hidden: Tensor, head: Param, scales: bool) -> Tensor:
     """Returns the logits in the training precision."""
     result = headed(run, product(run, hidden, head))
     if run.adapts(Kind.HEAD):
-        result = run.with_adapter(hidden, result, run.model.num_outputs, run.model.hidden_size)
+        result = run.with_adapter(hidden, result, run.model.vocab_size, run.model.hidden_size)
     return ops.unary(run.tape, result) if scales else result
 
 
@@ -87,7 +84,7 @@ def product(run: Context, hidden: Tensor, head: Param) -> Tensor:
     Source: deepspeed 0.19.8 module_inject/auto_tp.py: _replace (gather_output=True for a head that trains).
     """
     tape, item = run.tape, run.variant.item
-    whole = hidden.numel // run.model.hidden_size * run.model.num_outputs
+    whole = hidden.numel // run.model.hidden_size * run.model.vocab_size
     part = whole // run.variant.parallel.tp
     logits = products.matmul(tape, ops.cast(tape, hidden, item), head, part, item)
     if part == whole:

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.questions import QUESTIONS, asked
 from dstrain.facts.model.families import from_config
-from dstrain.facts.model.model_facts import ModelFacts, with_head_of
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.freezing import with_frozen
 from dstrain.plan.memory.deepspeed import allocations, engine
@@ -62,7 +62,7 @@ def counted(model: ModelFacts, configuration: Configuration, ranks: int) -> int:
 def test_a_measured_case_has_one_peak(case: Case) -> None:
     way = case.configuration
     plain = with_frozen(from_config(case.model, name=case.name, source=case.name), job_of(case))
-    model, ranks = with_head_of(plain, way.batch.task), case.ranks // way.parallel.tp
+    model, ranks = plain, case.ranks // way.parallel.tp
     assert scripted(model, way, ranks) == counted(model, way, ranks)
 
 

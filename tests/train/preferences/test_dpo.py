@@ -11,9 +11,13 @@ torch = pytest.importorskip("torch")
 from dstrain.choices import DpoLoss, LossKernel, Task  # noqa: E402
 from dstrain.job.schema import Job  # noqa: E402
 from dstrain.job.task_losses import Dpo  # noqa: E402
-from dstrain.train.tasks.dpo import DpoObjective, pair_losses  # noqa: E402
-from dstrain.train.tasks.figures import Figures  # noqa: E402
-from dstrain.train.tasks.log_probs import Answers, sequence_log_probs  # noqa: E402
+from dstrain.train.preferences.dpo import (  # noqa: E402
+    Answers,
+    DpoObjective,
+    Figures,
+    pair_losses,
+    sequence_log_probs,
+)
 
 CHOSEN, REJECTED, BETA = 1.5, -0.5, 0.2
 MARGIN = BETA * (CHOSEN - REJECTED)

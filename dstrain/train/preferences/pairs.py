@@ -1,23 +1,27 @@
-"""Pairs in tokens: the same prompt with a chosen and with a rejected answer."""
+"""Pairs in tokens: the same prompt with a chosen and with a rejected answer, and micro-batches of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import datasets  # type: ignore[import-untyped]
+import numpy as np
+import torch
 
 from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import Refuse
 from dstrain.facts.data.preferences import Pair
 from dstrain.train.data.sources import Rows
-from dstrain.train.data.token_files import NUMBERS, TokenRow
+from dstrain.train.data.token_files import MEDIA, NUMBERS, TokenRow
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
 from dstrain.train.data.tokenized import Form, counts_of, with_files
-from dstrain.train.tasks.samples import Samples
 
+REFERENCE = "reference"
+"""Key of the reference log-probabilities in a pair and in a micro-batch."""
 _BATCH_PAIRS = 128
 _OF_EQUAL = {"equal_pairs": 1}
 _COLUMNS = {"input_ids": datasets.List(NUMBERS), "starts": NUMBERS, "ends": NUMBERS}
@@ -88,7 +92,7 @@ def _encoded(encoder: Encoder, pairs: Sequence[tuple[str, Pair]], refuse: Refuse
 
 def _row(tokens: PairTokens) -> TokenRow:
     sides = tokens.sides if tokens.teaches else ()
-    places = [place_of(side) for side in sides]
+    places = [_place_of(side) for side in sides]
     return TokenRow(
         columns={
             "input_ids": [side.input_ids for side in sides],
@@ -103,11 +107,81 @@ def _row(tokens: PairTokens) -> TokenRow:
     )
 
 
-def place_of(side: Encoded) -> tuple[int, int]:
+def _place_of(side: Encoded) -> tuple[int, int]:
     """Returns where the last answer, whose tokens alone have labels, starts and ends."""
     learned = [index for index, label in enumerate(side.labels) if label != IGNORED]
     return learned[0], learned[-1] + 1
 
 
-PAIRS = Form(columns=_COLUMNS, encoded=_pairs, whole=Samples, loss_on=LossOn.LAST)
+class PairData:
+    """A data set of pairs, with the reference log-probabilities of their answers once these are known."""
+
+    def __init__(self, dataset: Any) -> None:
+        """`dataset` has a row for each pair: `input_ids` of each side, and `starts` and `ends` of the answers."""
+        self.dataset = dataset
+        self.reference: Any = None
+        """Log-probabilities of the answers under the reference model: (pairs, 2), float32."""
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Returns the `sequences` of a pair, the chosen one first, and their `reference`.
+
+        Each has `input_ids`, `labels`, and the files of the prompt's images and videos.
+        """
+        names = [name for name in MEDIA if name in self.dataset.column_names]
+        files = {name: self.dataset[int(index)][name] for name in names}
+        sequences = [sequence | files for sequence in self.sequences(int(index))]
+        known = np.zeros(2) if self.reference is None else self.reference[index]
+        return {"sequences": sequences, REFERENCE: known}
+
+    def lengths(self) -> Any:
+        """Returns the tokens of each side up to the end of its answer, with which it ends: (pairs, 2)."""
+        return column(self.dataset, "ends")
+
+    def sequences(self, index: int) -> list[dict[str, Any]]:
+        """Returns both sides of a pair, without files."""
+        row = self.dataset[index]
+        return [
+            _sequence_of(ids, start, end)
+            for ids, start, end in zip(row["input_ids"], row["starts"], row["ends"], strict=True)
+        ]
+
+
+def column(dataset: Any, name: str) -> Any:
+    """Returns the numbers of a column of a `datasets.Dataset`, int64; lists of one length become rows."""
+    values: Any = np.asarray(dataset.with_format("numpy")[name][:])
+    return (np.stack(list(values)) if values.dtype == object else values).astype(np.int64)
+
+
+def _sequence_of(ids: Sequence[int], start: int, end: int) -> dict[str, Any]:
+    """Returns a sequence whose labels are the tokens of its answer, from `start` to before `end`."""
+    return {"input_ids": ids, "labels": [IGNORED] * start + list(ids[start:end]) + [IGNORED] * (len(ids) - end)}
+
+
+def without_targets(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a pair that counts nowhere, made of another one."""
+    nothing = [{**sequence, "labels": [IGNORED] * len(sequence["input_ids"])} for sequence in row["sequences"]]
+    return {**row, "sequences": nothing}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairCollator:
+    """Collates pairs into one micro-batch: the chosen sequences of all pairs, then the rejected ones.
+
+    Each sequence brings the images and videos of its prompt, so the tower sees them as often as the model.
+    """
+
+    collator: Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
+
+    def __call__(self, pairs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the tensors of the collator with 2 × pairs rows, and `reference`, (rows,), float64."""
+        by_side = list(zip(*(pair["sequences"] for pair in pairs), strict=True))
+        batch = self.collator([sequence for sequences in by_side for sequence in sequences])
+        known = np.stack([pair[REFERENCE] for pair in pairs]).T.reshape(-1)
+        return {**batch, REFERENCE: torch.from_numpy(known.astype(np.float64))}
+
+
+PAIRS = Form(columns=_COLUMNS, encoded=_pairs, whole=PairData, loss_on=LossOn.LAST)
 """Each sample is a pair of sequences, of which the last answers count."""

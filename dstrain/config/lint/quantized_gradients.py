@@ -1,4 +1,4 @@
-"""qgZ, the quantized gradients of ZeRO++: which tensors DeepSpeed's kernels take, and the bytes on their way."""
+"""qgZ, the quantized gradients of ZeRO++: which tensors DeepSpeed's kernels do not take."""
 
 from __future__ import annotations
 
@@ -43,27 +43,4 @@ def is_garbled(shape: Sequence[int], ranks: int) -> bool:
 
 def garbled(model: ModelFacts, ranks: int) -> list[TensorGroup]:
     """Returns the trained tensors of a model of which qgZ loses gradients on that many ranks."""
-    return [group for group in _trained(model) if is_garbled(group.shape, ranks)]
-
-
-def quantized_share(model: ModelFacts, ranks: int) -> float:
-    """Returns the share of the trained elements whose gradients are quantized."""
-    numel = {group: group.num_trained for group in _trained(model)}
-    return sum(numel[group] for group in numel if is_quantized(group.shape, ranks)) / max(1, sum(numel.values()))
-
-
-def _trained(model: ModelFacts) -> list[TensorGroup]:
-    return [g for g in model.tensors if g.num_trained]
-
-
-def work_bytes(numel: int, ranks: int) -> int:
-    """Returns the GPU bytes at most while one tensor is quantized and reduced, on nodes of two GPUs or more.
-
-    4-bit values and those of the other ranks (n/2 each), then their sums before and after the exchange between nodes
-    (n/2L each), and these in fp16 (2n/L), of which two shares (2n/N each) are added; L ≥ 2 GPUs of a node. Scales are
-    left out. Source: deepspeed 0.19.8 runtime/comm/coalesced_collectives.py: all_to_all_quant_reduce.
-
-    >>> work_bytes(1000, 16)
-    2750
-    """
-    return numel + 3 * numel // 2 + 4 * numel // ranks
+    return [group for group in model.tensors if group.num_trained and is_garbled(group.shape, ranks)]

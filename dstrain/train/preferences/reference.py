@@ -92,21 +92,20 @@ def computed(
     batches: Iterable[Mapping[str, Any]],
     log_probs_of: Callable[[Mapping[str, Any]], torch.Tensor],
     *,
-    num_samples: int,
-    num_sequences: int,
+    num_pairs: int,
     group: Any,
 ) -> Array:
-    """Returns the log-probabilities of all samples, (samples, sequences), float32; all ranks run it together.
+    """Returns the log-probabilities of all pairs, (pairs, 2), float32; all ranks run it together.
 
-    `batches` are those of this rank's `Share`: sample `i` of rank `r` is number `i` × ranks + `r`. `log_probs_of`
-    returns those of a micro-batch, (sequences × samples,), the first sequence of each sample first.
+    `batches` are those of this rank's `Share`: pair `i` of rank `r` is number `i` × ranks + `r`. `log_probs_of`
+    returns those of a micro-batch, (2 × pairs,), the chosen sequences first.
     """
-    parts = [log_probs_of(batch).float().cpu().view(num_sequences, -1).T for batch in batches]
+    parts = [log_probs_of(batch).float().cpu().view(2, -1).T for batch in batches]
     own = torch.cat(parts).contiguous()
     if group is None:
         gathered = [own]
     else:
         gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(gathered, own, group=group)
-    whole: Array = torch.stack(gathered, dim=1).view(-1, num_sequences)[:num_samples].numpy()
+    whole: Array = torch.stack(gathered, dim=1).view(-1, 2)[:num_pairs].numpy()
     return whole
