@@ -9,7 +9,7 @@ _EXPORTED = "export-config says what a job needs without DeepSpeed."
 _TRAINED = "Jobs train with adamw, adamw_8bit, adamw_bf16 and muon."
 _COMPUTED = "Jobs train with full, chunked and fused."
 _KTO = "train by KTO with TRL's KTOTrainer; of preferences, task: dpo remains"
-_QGZ = "leave it out: write zero_quantized_gradients into ds_config.json, which lint explains"
+_QGZ = "leave it out; lint says why zero_quantized_gradients in ds_config.json is dangerous"
 _REWARD = "train reward models with TRL's RewardTrainer; of preferences, task: dpo remains"
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -33,6 +33,11 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "gen-config --no-qgz": _QGZ,
         "demo --task=kto": _KTO,
         "demo --task=reward": _REWARD,
+        "script pbs": "Take the hosts with `dstrain hostfile write --from pbs`, then type `dstrain run --hostfile`.",
+        "script lsf": "Take the hosts with `dstrain hostfile write --from lsf`, then type `dstrain run --hostfile`.",
+        "script torchrun": "`dstrain script bash` starts each node by hand.",
+        "script k8s --kind": "`dstrain script k8s` writes a TrainJob of Kubeflow Trainer.",
+        "script k8s --queue": "`dstrain script k8s` writes a TrainJob, which has no queue of Volcano's.",
     }
 )
 """Words of a command line → what to type instead: `watch`, `run --sync`, `plan --task=kto`."""

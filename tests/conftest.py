@@ -53,7 +53,7 @@ MARKS = {
         "tests/launch/test_environment.py::test_two_nodes_get_the_environment_and_each_rank_logs_to_its_own_file",
         "tests/cli/test_doctor_network.py::test_the_ranks_of_one_host_are_measured_and_a_plan_for_it_reads_that",
         "tests/cli/test_script.py::test_prepare_writes_what_ranks_read_and_starts_nothing",
-        "tests/cli/test_script.py::test_torchrun_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
+        "tests/cli/test_script.py::test_a_pod_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
         "tests/launch/scripts/test_exports.py::test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1",
         "tests/test_measure.py::test_one_case_is_measured_on_the_cpu_and_compared_with_its_plan",
     ),

@@ -49,7 +49,7 @@ PLACES = (
     *("tests/train/test_preferences.py", "tests/train/test_streaming.py"),
     "tests/train/test_notices_of_ranks.py",
     "tests/cli/test_page.py::test_a_browser_shows_the_point_of_the_address_or_of_the_sliders",
-    "tests/cli/test_script.py::test_torchrun_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
+    "tests/cli/test_script.py::test_a_pod_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
     "tests/cli/test_tune.py::test_the_fastest_is_written_edits_stay_and_what_failed_is_a_result",
     "tests/launch/filesync/test_sync.py::test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one",
     "tests/launch/filesync/test_sync.py::test_zero_3_over_pdsh_from_a_machine_without_ranks_brings_everything_there",

@@ -7,7 +7,7 @@ import re
 
 KEPT = re.compile(
     r"PATH|HOME|USER|LOGNAME|SHELL|PWD|TMPDIR|CI|LD_LIBRARY_PATH|CUDA_HOME|TORCH_EXTENSIONS_DIR|NODE_EXTRA_CA_CERTS"
-    r"|DSTRAIN_(TEST_ALL|CRDS)|(PYTEST|COV|PIP|SSL)_\w+|\w+_CA_BUNDLE"
+    r"|DSTRAIN_TEST_ALL|(PYTEST|COV|PIP|SSL)_\w+|\w+_CA_BUNDLE"
 )
 """Names of the variables that tests take from outside: where things are, and what says how to test."""
 FIXED = {"LANG": "C.UTF-8", "TERM": "xterm"}

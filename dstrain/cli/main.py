@@ -41,7 +41,7 @@ VERBS = {
     "explain": "Explain a key of ds_config.json, or a whole file.",
     "schema": "Print the JSON schema of ds_config.json or job.yaml.",
     "hostfile": "Write, check or show a hostfile.",
-    "script": "Write a script for SLURM, Kubernetes and others.",
+    "script": "Write a script for SLURM, Kubernetes or bash.",
     "templates": "List the DeepSpeed templates, or copy them out.",
     "demo": "Train a tiny model: the smoke test of an installation.",
     "completion": "Print the Tab completion of bash, zsh or fish.",

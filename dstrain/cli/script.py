@@ -1,4 +1,4 @@
-"""`dstrain script`: writes job scripts for schedulers, Kubernetes, and nodes started by hand."""
+"""`dstrain script`: writes job scripts for SLURM, Kubernetes, and nodes started by hand."""
 
 from __future__ import annotations
 
@@ -16,17 +16,14 @@ from dstrain.cli.group import Group
 from dstrain.cli.options.script import BATCH, COMMON, JOB, MACHINES, PODS, PORT, SET, options
 from dstrain.cli.script_file import Script, finish
 from dstrain.job.file import JobFile, read_job
-from dstrain.launch import environment
 from dstrain.launch.prepare.lint_job import planned
 from dstrain.launch.prepare.prepare import prepare as check_job
-from dstrain.launch.scripts import batch as batches
-from dstrain.launch.scripts import k8s as manifests
 from dstrain.launch.scripts import ready, shell
-from dstrain.launch.scripts.batch import Batch, parse_time
-from dstrain.launch.scripts.k8s import Kind, Pods, label, parse_claim
+from dstrain.launch.scripts import slurm as batches
+from dstrain.launch.scripts.k8s import Pods, label, manifest, outside, parse_claim
 from dstrain.launch.scripts.script_context import ScriptContext, describe
+from dstrain.launch.scripts.slurm import Batch, parse_time
 from dstrain.plan.run_time import checkpoint_seconds
-from dstrain.rundir import RunDir
 from dstrain.units import GIB, counted, format_bytes
 
 
@@ -40,42 +37,8 @@ def command() -> None:
     \b
     Example:
       dstrain script slurm job.yaml --partition gpu --time 12h
-      dstrain script k8s job.yaml --kind pytorchjob --image registry/train:1 --pvc training:/shared
+      dstrain script k8s job.yaml --image registry/train:1 --pvc training:/shared
     """
-
-
-def _batch(kind: str, submit: str, typed: dict[str, Any]) -> None:
-    """Writes a script for a batch scheduler."""
-    file, context = _context(typed)
-    estimate, warning_s, notes = planned(file), batches.WARNING_S, []
-    if estimate is not None and estimate.speed is not None:
-        checkpoint_s = checkpoint_seconds(estimate, context.nodes, only_model=file.job.save_only_model)
-        warning_s = batches.warning_s(estimate.speed.step_s, checkpoint_s)
-    if estimate is not None and typed["memory"] is None:
-        needed = estimate.memory.host_bytes_per_node
-        option = f"--memory {math.ceil(1.1 * needed / GIB)}GiB"
-        notes.append(f"note: the script asks for no RAM; the plan needs {format_bytes(needed)} a node: {option}")
-    limits = Batch(
-        time_s=parse_time(typed["time"], warning_s),
-        warning_s=warning_s,
-        cpus=typed["cpus"],
-        memory_bytes=typed["memory"],
-        partition=typed["partition"],
-        account=typed["account"],
-        qos=typed["qos"],
-        reservation=typed["reservation"],
-    )
-    text = batches.BATCH[kind](context, limits)
-    ending = {"slurm": "sbatch"}.get(kind, kind)
-    script = Script(kind=kind, ending=ending, submit=submit, text=text, notes=tuple(notes))
-    if not finish(script, context, typed):
-        return
-    batches.logs(context).mkdir(parents=True, exist_ok=True)
-    secrets = environment.secrets(os.environ, file.job.env)
-    if kind == "pbs" and secrets:
-        place = RunDir(context.run_dir)
-        environment.write_secrets(place, secrets)
-        say(f"wrote {place.secrets}, for you alone: {', '.join(sorted(secrets))}")
 
 
 @command.command("slurm", short_help="For sbatch.")
@@ -88,33 +51,25 @@ def slurm(**typed: Any) -> None:
       dstrain script slurm job.yaml --partition gpu --time 12h
       sbatch job.sbatch
     """
-    _batch("slurm", "sbatch {}", typed)
-
-
-@command.command("pbs", short_help="For qsub.")
-@options(*COMMON, *BATCH)
-def pbs(**typed: Any) -> None:
-    """Write a script for qsub of PBS Professional or OpenPBS; starts the nodes over ssh.
-
-    \b
-    Example:
-      dstrain script pbs job.yaml --queue gpu --time 12h
-      qsub job.pbs
-    """
-    _batch("pbs", "qsub {}", typed)
-
-
-@command.command("lsf", short_help="For bsub.")
-@options(*COMMON, *BATCH)
-def lsf(**typed: Any) -> None:
-    """Write a script for LSF's bsub; starts the nodes over ssh.
-
-    \b
-    Example:
-      dstrain script lsf job.yaml --queue gpu --time 12h
-      bsub < job.lsf
-    """
-    _batch("lsf", "bsub < {}", typed)
+    file, context = _context(typed)
+    estimate, warning_s, notes = planned(file), batches.WARNING_S, []
+    if estimate is not None and estimate.speed is not None:
+        checkpoint_s = checkpoint_seconds(estimate, context.nodes, only_model=file.job.save_only_model)
+        warning_s = batches.warning_s(estimate.speed.step_s, checkpoint_s)
+    if estimate is not None and typed["memory"] is None:
+        needed = estimate.memory.host_bytes_per_node
+        option = f"--memory {math.ceil(1.1 * needed / GIB)}GiB"
+        notes.append(f"note: the script asks for no RAM; the plan needs {format_bytes(needed)} a node: {option}")
+    names = ("cpus", "partition", "account", "qos", "reservation")
+    batch = Batch(
+        time_s=parse_time(typed["time"], warning_s),
+        warning_s=warning_s,
+        memory_bytes=typed["memory"],
+        **{name: typed[name] for name in names},
+    )
+    text = batches.script(context, batch)
+    if finish(Script(kind="slurm", ending="sbatch", submit="sbatch {}", text=text, notes=tuple(notes)), context, typed):
+        batches.logs(context).mkdir(parents=True, exist_ok=True)
 
 
 @command.command("bash", short_help="For nodes started by hand.")
@@ -132,45 +87,28 @@ def bash(**typed: Any) -> None:
     finish(Script(kind="bash", ending="sh", submit="bash {}", text=text), context, typed)
 
 
-@command.command("torchrun", short_help="For torchrun instead of DeepSpeed's launcher.")
-@options(*COMMON, PORT)
-def torchrun(**typed: Any) -> None:
-    """Write a script that starts one node with torchrun; the nodes meet over c10d.
-
-    \b
-    Example:
-      dstrain script torchrun job.yaml
-      bash job.torchrun.sh prepare && bash job.torchrun.sh
-    """
-    _, context = _context(typed)
-    text = shell.torchrun(context, typed["port"])
-    submit = "bash {0} prepare, then on every node bash {0}"
-    finish(Script(kind="torchrun", ending="torchrun.sh", submit=submit, text=text), context, typed)
-
-
-@command.command("k8s", short_help="For Kubernetes: Kubeflow or Volcano.")
+@command.command("k8s", short_help="For Kubernetes: a TrainJob of Kubeflow Trainer.")
 @options(*COMMON, *PODS)
 def k8s(**typed: Any) -> None:
-    """Write a manifest: a Kubeflow PyTorchJob, TrainJob or MPIJob, or a Volcano Job.
+    """Write the manifest of a TrainJob, for Kubeflow Trainer 2.2 and later.
 
     \b
     Example:
       dstrain script k8s job.yaml --image registry/train:1 --pvc training:/shared
-      kubectl apply -f job.pytorchjob.yaml
+      kubectl apply -f job.trainjob.yaml
     """
     file, context = _context({**typed, "python": typed["python"] or "python3"})
     if typed["name"] is None:
         context = replace(context, name=label(context.name))
-    names = ("image", "namespace", "secret", "shm", "cpus", "memory", "gpu_resource", "runtime", "queue")
+    names = ("image", "namespace", "secret", "shm", "cpus", "memory", "gpu_resource", "runtime")
     pods = Pods(claims=tuple(map(parse_claim, typed["claims"])), **{name: typed[name] for name in names})
-    kind: Kind = typed["kind"]
-    missing = manifests.outside(context, file.job, pods.claims)
+    missing = outside(context, file.job, pods.claims)
     notes = (f"note: not on a --pvc, so it must be in the image, or is lost with the pod: {', '.join(missing)}",)
     script = Script(
-        kind=kind.value,
-        ending=f"{kind.value}.yaml",
+        kind="k8s",
+        ending="trainjob.yaml",
         submit="kubectl apply -f {}",
-        text=manifests.manifest(context, pods, kind),
+        text=manifest(context, pods),
         is_program=False,
         notes=notes if missing else (),
     )
@@ -180,7 +118,7 @@ def k8s(**typed: Any) -> None:
 @command.command("prepare", short_help="Write the run directory and start nothing.")
 @options(JOB, *MACHINES, SET)
 def prepare(job: Path, nodes: int | None, gpus: int | None, overrides: tuple[str, ...]) -> None:
-    """Check a job and write its run directory, for ranks started by torchrun or the pods of an operator.
+    """Check a job and write its run directory, for ranks that other programs start, such as pods.
 
     With --nodes or --gpus, the job's hostfile is ignored.
 

@@ -30,7 +30,7 @@ FITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "plan": (MODEL, ("--gpus", "1", "--gpu", "4090", "--model", "qwen3-30b-a3b")),
     "report": ((),),
     "run": (("-n", "--set", "hostfile=null", "--set", "data=train.jsonl"),),
-    **{f"script {kind}": ((),) for kind in ("slurm", "pbs", "lsf", "bash", "torchrun")},
+    **{f"script {kind}": ((),) for kind in ("slurm", "bash")},
     "script k8s": (("--image", "train:1"),),
     "script prepare": ((),),
     "status": ((),),

@@ -99,7 +99,6 @@ def test_a_reader_that_is_gone_ends_any_command_silently_by_sigpipe(words: str) 
         ("plan --method q", "qlora"),
         ("run --launcher p", "pdsh"),
         ("hostfile write --from sl", "slurm"),
-        ("script k8s --kind m", "mpijob"),
     ],
 )
 def test_the_tab_key_completes_names(typed: str, offered: str) -> None:

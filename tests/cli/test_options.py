@@ -34,7 +34,7 @@ BASE: dict[str, dict[str, Any]] = {
     "plan": ONE,
     "report": {"": ("run",)},
     "run": {"-n": "", "--no-doctor": ""},
-    **{f"script {name}": SCRIPT for name in ("slurm", "pbs", "lsf", "bash", "torchrun")},
+    **{f"script {name}": SCRIPT for name in ("slurm", "bash")},
     "script k8s": {**SCRIPT, "--image": "image"},
     "script prepare": {"": ("job.yaml",)},
     "status": {"": ("run",)},

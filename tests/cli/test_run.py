@@ -375,7 +375,7 @@ VERBS = [
     ("tune", "-n"),
     ("lint",),
     ("export-config", "torchrun", "-n"),
-    *(("script", kind, "-n") for kind in ("slurm", "pbs", "lsf", "bash", "torchrun")),
+    *(("script", kind, "-n") for kind in ("slurm", "bash")),
     ("script", "k8s", "--image", "x", "-n"),
     ("script", "prepare"),
     ("data", "show"),

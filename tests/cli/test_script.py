@@ -8,12 +8,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ruamel.yaml import YAML
 
 from tests.train.launching import environment
 
@@ -21,11 +23,8 @@ Type = Callable[..., Any]
 TOKENS = {"HF_TOKEN": "hf-do-not-tell", "SWANLAB_API_KEY": "swan-do-not-tell"}
 KINDS = {
     "slurm": "job.sbatch",
-    "pbs": "job.pbs",
-    "lsf": "job.lsf",
     "bash": "job.sh",
-    "torchrun": "job.torchrun.sh",
-    "k8s": "job.pytorchjob.yaml",
+    "k8s": "job.trainjob.yaml",
 }
 
 
@@ -51,7 +50,7 @@ def test_a_script_lies_beside_its_job_and_says_what_to_type(dstrain: Type, job: 
     assert os.access(path, os.X_OK) == (kind != "k8s")
     assert f"wrote {KINDS[kind]}: 2 nodes of 8 GPUs" in done.stderr
     assert f"next: read it, then {'kubectl apply -f' if kind == 'k8s' else ''}" in done.stderr
-    assert (job.parent / "out" / "logs").is_dir() == (kind in ("slurm", "pbs", "lsf"))
+    assert (job.parent / "out" / "logs").is_dir() == (kind == "slurm")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,14 +60,6 @@ def test_no_secret_is_in_any_script_or_answer(dstrain: Type, job: Path, kind: st
     assert "do-not-tell" not in text + done.stdout + done.stderr
     assert "HF_TOKEN" in text
     assert set(json.loads(done.stdout)["secrets"]) >= set(TOKENS)
-
-
-def test_pbs_finds_its_secrets_in_a_file_of_the_user(dstrain: Type, job: Path) -> None:
-    done = dstrain("script", "pbs", **TOKENS)
-    secrets = job.parent / "out" / ".secrets"
-    assert "HF_TOKEN=hf-do-not-tell\n" in secrets.read_text()
-    assert secrets.stat().st_mode & 0o777 == 0o600
-    assert "for you alone: " in done.stderr
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,7 +95,6 @@ def test_an_edited_script_stays(dstrain: Type, job: Path) -> None:
         (("script", "slurm", "--set", "learnin_rate=1"), 3, "learning_rate"),
         (("script", "bash", "--nodes", "3"), 3, "the names of the 3 nodes are not known"),
         (("script", "k8s"), 2, "Missing option '--image'"),
-        (("script", "k8s", "--image", "a", "--kind", "pytorchjobs"), 2, "did you mean pytorchjob?"),
         (("script", "k8s", "--image", "a", "--pvc", "shared"), 3, "CLAIM:/path"),
         (("script", "k8s", "--image", "a", "--memory", "64"), 3, "Write --memory 64Gi."),
         (("script", "slurm", "--memory", "64"), 2, '"64" has no unit: it would be bytes. Write 64GiB.'),
@@ -190,16 +180,20 @@ def test_prepare_writes_what_ranks_read_and_starts_nothing(dstrain: Type, traine
     assert dstrain(*typed, cwd=trained, DS_ACCELERATOR="cpu").returncode == 6
 
 
-def test_torchrun_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end(dstrain: Type, trained: Path) -> None:
+def test_a_pod_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end(dstrain: Type, trained: Path) -> None:
     variables = _on_cpu(trained)
     with (trained / "job.yaml").open("a") as job:
         job.write("max_steps: 12\n")
-    for kind in ("torchrun", "bash"):
-        done = dstrain("script", kind, "--port", _free_port(), cwd=trained, **variables)
-        assert done.returncode == 0, done.stderr
-    subprocess.run(["bash", "job.torchrun.sh", "prepare"], cwd=trained, env=variables, check=True, capture_output=True)
+    done = dstrain("script", "k8s", "--image", "a", "--python", sys.executable, cwd=trained, **variables)
+    assert done.returncode == 0, done.stderr
+    assert dstrain("script", "bash", "--port", _free_port(), cwd=trained, **variables).returncode == 0
+    # the pod of a TrainJob, with the variables that its runtime gives torchrun
+    trainer = YAML(typ="safe").load(trained / "job.trainjob.yaml")["spec"]["trainer"]
+    runtime = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_MASTER_PORT": _free_port()}
+    pod = variables | runtime | {each["name"]: each["value"] for each in trainer["env"] if "value" in each}
+    words = [*trainer["command"], *trainer["args"]]
     with (trained / "log").open("wb") as log:
-        run = subprocess.Popen(["bash", "job.torchrun.sh"], cwd=trained, env=variables, stdout=log, stderr=log)
+        run = subprocess.Popen(words, cwd=trained, env=pod, stdout=log, stderr=log)
     try:
         metrics = trained / "output" / "metrics.jsonl"
         while not (metrics.exists() and '"step": 2' in metrics.read_text()):

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from dstrain.cli.options.trust import TRUST
-from dstrain.cli.types import SIZE, Choice
-from dstrain.launch.scripts.k8s import Kind
+from dstrain.cli.types import SIZE
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -35,19 +34,18 @@ COMMON = (
     click.option("--json", "as_json", is_flag=True, help="Print the script and what it asks for as JSON to stdout."),
 )
 BATCH = (
-    click.option("--time", default="24h", show_default=True, metavar="TIME", help="The most time: 90m, 12h, 1d12h."),
+    click.option("--time", default="24h", show_default=True, metavar="TIME", help="Time limit: 90m, 12h, 1d12h."),
     click.option("--cpus", type=click.IntRange(1), help="CPU cores of each node.  [default: 8 for each GPU]"),
     click.option("--memory", type=SIZE, metavar="SIZE", help="RAM of each node, such as 512GiB."),
-    click.option("--partition", "--queue", metavar="NAME", help="Partition or queue."),
+    click.option("--partition", "--queue", metavar="NAME", help="Partition."),
     click.option("--account", metavar="NAME", help="Account or project."),
-    click.option("--qos", metavar="NAME", help="Quality of service (slurm)."),
-    click.option("--reservation", metavar="NAME", help="Reservation (slurm, lsf)."),
+    click.option("--qos", metavar="NAME", help="Quality of service."),
+    click.option("--reservation", metavar="NAME", help="Reservation."),
 )
 
 
 PORT = click.option("--port", type=click.IntRange(1, 65535), help="Port of the first node.  [default: 29500]")
 PODS = (
-    click.option("--kind", type=Choice(Kind), default="pytorchjob", show_default=True, help="Which operator's job."),
     click.option("--image", required=True, metavar="IMAGE", help="Image with dstrain installed."),
     click.option("--namespace", metavar="NAME", help="Namespace.  [default: kubectl's]"),
     click.option("--pvc", "claims", multiple=True, metavar="CLAIM:/PATH", help="Volume that all pods share; repeat."),
@@ -56,8 +54,7 @@ PODS = (
     click.option("--cpus", metavar="NUMBER", help="CPU cores of each node."),
     click.option("--memory", metavar="SIZE", help="RAM of each node, such as 512Gi."),
     click.option("--gpu-resource", default="nvidia.com/gpu", show_default=True, metavar="NAME", help="Name of a GPU."),
-    click.option("--runtime", default="torch-distributed", show_default=True, metavar="NAME", help="Of a TrainJob."),
-    click.option("--queue", default="default", show_default=True, metavar="NAME", help="Volcano's queue."),
+    click.option("--runtime", default="torch-distributed", show_default=True, metavar="NAME", help="Training runtime."),
 )
 
 

@@ -1,10 +1,9 @@
-"""Manifests for Kubernetes: Kubeflow's PyTorchJob, TrainJob and MPIJob, and Volcano's Job."""
+"""Writes a manifest for Kubernetes: a TrainJob of Kubeflow Trainer, `trainer.kubeflow.org/v1alpha1`."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -18,25 +17,10 @@ from dstrain.units import MIB
 
 GRACE_S = 600
 """How long a pod may take to end: one step and one checkpoint."""
-RESTARTS = 10
-"""How often pods are started again before the job counts as failed."""
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _RESOURCE = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-\w.]*[A-Za-z0-9])?", re.ASCII)
 _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[mkMGTPE])?")
-
-
-class Kind(Enum):
-    """Which operator the manifest is for."""
-
-    PYTORCHJOB = "pytorchjob"
-    """`kubeflow.org/v1` PyTorchJob."""
-    TRAINJOB = "trainjob"
-    """`trainer.kubeflow.org/v1alpha1` TrainJob."""
-    MPIJOB = "mpijob"
-    """`kubeflow.org/v2beta1` MPIJob."""
-    VOLCANO = "volcano"
-    """`batch.volcano.sh/v1alpha1` Job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +51,7 @@ class Pods:
     gpu_resource: str = "nvidia.com/gpu"
     """The resource name of a GPU."""
     runtime: str = "torch-distributed"
-    """The ClusterTrainingRuntime of a TrainJob."""
-    queue: str = "default"
-    """Volcano's queue."""
+    """The ClusterTrainingRuntime."""
 
 
 def parse_claim(text: str, what: str = "--pvc") -> Claim:
@@ -84,25 +66,20 @@ def parse_claim(text: str, what: str = "--pvc") -> Claim:
     return Claim(name=_checked(what, name, _SUBDOMAIN, 253), path=one_line(what, path))
 
 
-def manifest(asked: ScriptContext, pods: Pods, kind: Kind) -> str:
+def manifest(asked: ScriptContext, pods: Pods) -> str:
     """Returns the manifest of a job."""
-    last = f"{asked.name}-{'worker' if asked.nodes > 1 else 'master'}-{max(0, asked.nodes - 1)}"
-    _checked("--name", asked.name, _LABEL, 63 - (len(last) - len(asked.name)))
+    _checked("--name", asked.name, _LABEL, 63 - len(f"-node-0-{max(0, asked.nodes - 1)}"))
     values = {
         "name": asked.name,
         "nodes": asked.nodes,
-        "workers": asked.nodes - 1,
-        "roles": [("master", 1), ("worker", asked.nodes - 1)][: min(2, asked.nodes)],
         "gpus": asked.gpus,
-        "gpus_as_text": str(asked.gpus),
         "words": [_literal(word) for word in asked.words],
-        "variables": _variables(asked, kind),
+        "variables": _variables(asked),
         "secrets": asked.secrets,
         "volumes": _volumes(pods.claims),
-        "restarts": RESTARTS,
         "grace_s": GRACE_S,
     }
-    return render_yaml(f"k8s.{kind.value}.yaml.j2", values | _checked_pods(pods))
+    return render_yaml("k8s.trainjob.yaml.j2", values | _checked_pods(pods))
 
 
 def _checked_pods(pods: Pods) -> dict[str, Any]:
@@ -124,23 +101,20 @@ def _checked_pods(pods: Pods) -> dict[str, Any]:
         "memory": pods.memory,
         "gpu_resource": _checked("--gpu-resource", pods.gpu_resource, _RESOURCE, 253),
         "runtime": _checked("--runtime", pods.runtime, _SUBDOMAIN, 253),
-        "queue": _checked("--queue", pods.queue, _SUBDOMAIN, 63),
     }
 
 
-def _variables(asked: ScriptContext, kind: Kind) -> list[tuple[str, str]]:
-    """Returns the environment of the pods; the scripts inside them read their values there."""
+def _variables(asked: ScriptContext) -> list[tuple[str, str]]:
+    """Returns the environment of the pods; the script inside them reads its values there."""
     ours = {
         "DSTRAIN_PYTHON": asked.python,
         "DSTRAIN_JOB": str(asked.job),
         "DSTRAIN_FOLDER": str(asked.job.parent),
         "DSTRAIN_RUN_DIR": str(asked.run_dir),
+        "DSTRAIN_NODES": str(asked.nodes),
+        "DSTRAIN_GPUS": str(asked.nodes * asked.gpus),
         **SAFE_PATH,
     }
-    if kind in (Kind.PYTORCHJOB, Kind.TRAINJOB):
-        ours |= {"DSTRAIN_NODES": str(asked.nodes), "DSTRAIN_GPUS": str(asked.nodes * asked.gpus)}
-    if kind is Kind.VOLCANO:
-        ours |= {"DSTRAIN_SLOTS": str(asked.gpus)}
     return [(name, _literal(value)) for name, value in {**ours, **dict(sorted(asked.job_env.items()))}.items()]
 
 

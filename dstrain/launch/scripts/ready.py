@@ -1,4 +1,4 @@
-"""Writes a run directory that ranks can start from, for torchrun and for pods, without starting anything."""
+"""Writes a run directory from which other programs, such as pods, start the ranks."""
 
 from __future__ import annotations
 

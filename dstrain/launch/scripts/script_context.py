@@ -112,8 +112,7 @@ def describe(
 
 
 def _hosts(file: JobFile, *, is_said: bool) -> Hosts | None:
-    """Returns the hosts of the job's hostfile; None where the job has none, and where it `is_said` what stands in for
-    one that is missing."""
+    """Returns the job's hosts; None if it names no hostfile, or a missing one although --nodes or --gpus is given."""
     path = Path(file.job.hostfile) if file.job.hostfile is not None else None
     if path is None or (is_said and not path.exists()):
         return None
@@ -195,7 +194,7 @@ _PATH = re.compile(r"/[A-Za-z0-9_.+@:,=/-]*")
 
 
 def directive(what: str, value: str) -> str:
-    """Returns a value for a scheduler's own line (`#SBATCH`, `#PBS`, `#BSUB`), which is quoted in no known way.
+    """Returns a value for a scheduler's own line (`#SBATCH`), which is quoted in no known way.
 
     Raises InvalidConfig for anything but letters, digits and `_ . : / @ + , = -`.
 

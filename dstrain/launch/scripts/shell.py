@@ -1,4 +1,4 @@
-"""Scripts without a scheduler: DeepSpeed's launcher on each node, and torchrun."""
+"""Writes a script without a scheduler: DeepSpeed's launcher on each node."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ def bash(asked: ScriptContext, port: int | None = None) -> str:
             f"the names of the {asked.nodes} nodes are not known", hint="Write them into the job's hostfile."
         )
     return render_script("bash.sh.j2", _values(asked, port) | {"hosts": hosts, "is_several": len(hosts) > 1})
-
-
-def torchrun(asked: ScriptContext, port: int | None = None) -> str:
-    """Returns a script that starts one node with torchrun; without names the first node's is read from MASTER_ADDR."""
-    return render_script("torchrun.sh.j2", _values(asked, port))
 
 
 def _values(asked: ScriptContext, port: int | None) -> dict[str, Any]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,10 @@ from hypothesis import strategies as st
 
 from dstrain.errors import InvalidConfig
 from dstrain.job.file import read_job
-from dstrain.launch.scripts.batch import BATCH, Batch, parse_time
+from dstrain.launch.scripts import slurm
 from dstrain.launch.scripts.script_context import ScriptContext, describe, directive, directive_path
-from dstrain.launch.scripts.shell import bash, torchrun
+from dstrain.launch.scripts.shell import bash
+from dstrain.launch.scripts.slurm import Batch, parse_time
 
 ASKED = ScriptContext(
     job=Path("/shared/qwen/job.yaml"),
@@ -34,29 +33,15 @@ ASKED = ScriptContext(
     exports={"NCCL_DEBUG": "WARN"},
     job_env={"NCCL_DEBUG": "WARN"},
 )
-BATCHES = {
-    "slurm": Batch(time_s=43200, partition="gpu", account="nlp", qos="high", reservation="dl", memory_bytes=2**39),
-    "pbs": Batch(time_s=43200, partition="gpu", account="nlp", memory_bytes=2**39),
-    "lsf": Batch(time_s=43200, partition="gpu", account="nlp", reservation="dl", memory_bytes=2**39),
-}
+BATCH = Batch(time_s=43200, partition="gpu", account="nlp", qos="high", reservation="dl", memory_bytes=2**39)
 SCRIPTS: Mapping[str, Callable[[ScriptContext], str]] = {
-    "slurm.sbatch": lambda asked: BATCH["slurm"](asked, BATCHES["slurm"]),
-    "pbs.sh": lambda asked: BATCH["pbs"](asked, BATCHES["pbs"]),
-    "lsf.sh": lambda asked: BATCH["lsf"](asked, BATCHES["lsf"]),
+    "slurm.sbatch": lambda asked: slurm.script(asked, BATCH),
     "bash.sh": bash,
-    "torchrun.sh": torchrun,
 }
-TOLD = """\
+RECORDER = """\
 #!/bin/bash
-# Stands for Python: writes what was typed, and as `dstrain run` leaves with 75 when it is told to save.
-printf '%s\\0' "$@" >>"$0.typed"
-printf '%s\\0' --- >>"$0.typed"
-[ "${4-}" = run ] || exit 0
-printf '%s\\n' "${HF_TOKEN-none}" >"$0.token"
-trap 'exit 75' USR1
-trap 'exit 7' TERM
-touch "$0.up"
-for _ in {1..300}; do sleep 0.1; done
+# Stands for Python: writes the words of its command line.
+printf '%s\\0' "$@" --- >>"$0.typed"
 """
 
 
@@ -65,7 +50,7 @@ def python(tmp_path: Path) -> Path:
     """A program in place of Python."""
     program = tmp_path / "bin" / "python"
     program.parent.mkdir()
-    program.write_text(TOLD)
+    program.write_text(RECORDER)
     program.chmod(0o755)
     return program
 
@@ -102,9 +87,7 @@ def test_a_script_is_bash(name: str, asked: ScriptContext) -> None:
 
 
 def test_days_are_slurms_own() -> None:
-    assert "#SBATCH --time=1-12:00:00\n" in BATCH["slurm"](ASKED, Batch(time_s=129600))
-    assert "#PBS -l walltime=36:00:00\n" in BATCH["pbs"](ASKED, Batch(time_s=129600))
-    assert "#BSUB -W 36:00\n" in BATCH["lsf"](ASKED, Batch(time_s=129600))
+    assert "#SBATCH --time=1-12:00:00\n" in slurm.script(ASKED, Batch(time_s=129600))
 
 
 @pytest.mark.parametrize("text", ["", "24", "-1h", "1 h", "5m", "1:00", "24:00:61", "1e3s", "99999999h"])
@@ -133,7 +116,6 @@ def test_the_path_of_a_directive_is_safe_or_refused(value: str) -> None:
         assert "output_dir" in error.problem
 
 
-@pytest.mark.parametrize("kind", BATCH)
 @pytest.mark.parametrize(
     ("asked", "batch", "said"),
     [
@@ -143,14 +125,9 @@ def test_the_path_of_a_directive_is_safe_or_refused(value: str) -> None:
         (replace(ASKED, run_dir=Path("/my runs/%j")), Batch(time_s=3600), "output_dir is"),
     ],
 )
-def test_what_a_scheduler_could_misread_is_refused(kind: str, asked: ScriptContext, batch: Batch, said: str) -> None:
+def test_what_a_scheduler_could_misread_is_refused(asked: ScriptContext, batch: Batch, said: str) -> None:
     with pytest.raises(InvalidConfig, match=said):
-        BATCH[kind](asked, batch)
-
-
-def test_what_a_scheduler_does_not_have_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="--qos and --reservation: pbs"):
-        BATCH["pbs"](ASKED, Batch(time_s=3600, qos="a", reservation="b"))
+        slurm.script(asked, batch)
 
 
 def test_nodes_without_names_cannot_be_started_by_hand() -> None:
@@ -234,8 +211,7 @@ def test_whatever_is_printable_arrives_as_it_was(python: Path, name: str) -> Non
     folder.mkdir(exist_ok=True)
     Path(f"{python}.typed").unlink(missing_ok=True)
     asked = replace(asked_in(folder, python), overrides=(f"monitor.name={name}",))
-    for script in (bash(asked), torchrun(asked)):
-        subprocess.run(["bash", "-c", script, "script", "prepare"], check=True, capture_output=True)
+    subprocess.run(["bash", "-c", bash(asked), "script", "prepare"], check=True, capture_output=True)
     for call in typed(python):
         assert call[:5] == ["-P", "-m", "dstrain.cli", "script", "prepare"]
         assert call[5] == str(folder / "job.yaml")
@@ -248,59 +224,6 @@ def _is_encodable(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-@pytest.mark.parametrize(
-    ("kind", "number", "task", "variables"),
-    [
-        ("pbs", 123, "", {"PBS_JOBID": "0123.server"}),
-        ("pbs", 1234, "/task-4", {"PBS_JOBID": "123[4].server", "PBS_ARRAY_INDEX": "4"}),
-        ("lsf", 123, "", {"LSB_JOBID": "123", "LSB_JOBINDEX": "0"}),
-        ("lsf", 127, "/task-4", {"LSB_JOBID": "123", "LSB_JOBINDEX": "4"}),
-    ],
-)
-def test_a_scheduler_job_runs_over_its_own_hosts_and_saves_before_its_end(
-    python: Path, kind: str, number: int, task: str, variables: dict[str, str]
-) -> None:
-    folder = python.parent.parent
-    text = BATCH[kind](asked_in(folder, python), BATCHES[kind]).replace("seconds=43020\n", "seconds=1\n")
-    assert "seconds=1\n" in text
-    done = subprocess.run(["bash", "-c", text], env={**os.environ, **variables}, capture_output=True, timeout=30)
-    assert done.returncode == 75, done.stderr
-    hosts, run = typed(python)
-    out = f"{folder}/out{task}"
-    words = f"-P -m dstrain.cli hostfile write --from {kind} --slots 8 -o {out}/hostfile.job"
-    assert " ".join(hosts) == words
-    assert " ".join(run) == (
-        f"-P -m dstrain.cli run {folder}/job.yaml --launcher ssh --hostfile {out}/hostfile.job"
-        f" --master-port {20000 + number} --save-on-term --set seed=7 --set resume=auto --set output_dir={out}"
-    )
-
-
-@pytest.mark.parametrize(("kind", "sent", "code"), [("pbs", "TERM", 7), ("lsf", "TERM", 7), ("lsf", "USR1", 75)])
-def test_a_signal_to_the_job_reaches_the_run_and_its_code_comes_back(
-    python: Path, kind: str, sent: str, code: int
-) -> None:
-    text = BATCH[kind](asked_in(python.parent.parent, python), BATCHES[kind])
-    variables = {"PBS_JOBID": "1.a", "LSB_JOBID": "1"}
-    job = subprocess.Popen(["bash", "-c", text], env={**os.environ, **variables}, stderr=subprocess.DEVNULL)
-    try:
-        while not Path(f"{python}.up").exists():
-            time.sleep(0.05)
-        job.send_signal(getattr(signal, f"SIG{sent}"))
-        assert job.wait(10) == code
-    finally:
-        job.kill()
-        job.wait()
-
-
-def test_pbs_reads_secrets_from_the_file_that_only_its_user_can_read(python: Path) -> None:
-    folder = python.parent.parent
-    (folder / "out").mkdir()
-    (folder / "out" / ".secrets").write_text("HF_TOKEN=a $HOME 'b' \"c\"\n\nnonsense\n")
-    text = BATCH["pbs"](asked_in(folder, python), BATCHES["pbs"]).replace("seconds=43020\n", "seconds=1\n")
-    subprocess.run(["bash", "-c", text], env={**os.environ, "PBS_JOBID": "1.a"}, capture_output=True, timeout=30)
-    assert Path(f"{python}.token").read_text() == "a $HOME 'b' \"c\"\n"
 
 
 @pytest.mark.parametrize(("codes", "code"), [((0, 0), 0), ((0, 3), 3), ((4, 0), 4)])

@@ -1,14 +1,12 @@
-"""Scripts for batch schedulers: SLURM, PBS and LSF."""
+"""Writes a script for SLURM's sbatch."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from dstrain.config.templates.templates import render_script
 from dstrain.errors import InvalidConfig
@@ -26,7 +24,7 @@ _UNITS = MappingProxyType({"d": 86400, "h": 3600, "m": 60, "s": 1})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a job asks of a scheduler, beside nodes and GPUs."""
+    """Resources of a job besides nodes and GPUs."""
 
     time_s: int
     """Time limit of the job."""
@@ -35,7 +33,6 @@ class Batch:
     cpus: int | None = None
     memory_bytes: int | None = None
     partition: str | None = None
-    """Partition or queue."""
     account: str | None = None
     qos: str | None = None
     reservation: str | None = None
@@ -73,78 +70,26 @@ def parse_time(text: str, warning_s: int = WARNING_S) -> int:
     return total_s
 
 
-def slurm(asked: ScriptContext, batch: Batch) -> str:
-    """Returns a script for `sbatch`."""
+def script(asked: ScriptContext, batch: Batch) -> str:
+    """Returns a script for `sbatch`. Raises InvalidConfig for a value that SLURM could misread."""
     days, rest = divmod(batch.time_s, 86400)
-    options = {
-        "partition": batch.partition,
-        "account": batch.account,
-        "qos": batch.qos,
-        "reservation": batch.reservation,
+    cpus = batch.cpus or CPUS_PER_GPU * asked.gpus
+    asks = ((name, getattr(batch, name)) for name in ("partition", "account", "qos", "reservation"))
+    values = asked.values | {
+        "name": directive("--name", asked.name),
+        "cpus": cpus,
+        "memory_mib": batch.memory_bytes // 2**20 if batch.memory_bytes else None,
+        "time": f"{days}-{_clock(rest)}" if days else _clock(rest),
+        "warning_s": batch.warning_s,
+        "directives": [(name, directive(f"--{name}", value)) for name, value in asks if value is not None],
+        "logs": directive_path("output_dir", logs(asked)),
     }
-    time = f"{days}-{_clock(rest)}" if days else _clock(rest)
-    return render_script("slurm.sbatch.j2", _values(asked, batch, time, options))
-
-
-def pbs(asked: ScriptContext, batch: Batch) -> str:
-    """Returns a script for `qsub` of PBS Professional or OpenPBS."""
-    _refuse(batch, "pbs", "qos", "reservation")
-    options = {"q": batch.partition, "A": batch.account}
-    return render_script("pbs.sh.j2", _values(asked, batch, _clock(batch.time_s), options))
-
-
-def lsf(asked: ScriptContext, batch: Batch) -> str:
-    """Returns a script for `bsub`."""
-    _refuse(batch, "lsf", "qos")
-    options = {"q": batch.partition, "P": batch.account, "U": batch.reservation}
-    minutes = batch.time_s // 60
-    return render_script("lsf.sh.j2", _values(asked, batch, f"{minutes // 60:02}:{minutes % 60:02}", options))
-
-
-BATCH: Mapping[str, Callable[[ScriptContext, Batch], str]] = MappingProxyType({"slurm": slurm, "pbs": pbs, "lsf": lsf})
-"""Every batch scheduler by name."""
+    return render_script("slurm.sbatch.j2", values)
 
 
 def logs(asked: ScriptContext) -> Path:
-    """Returns the folder of a scheduler's own output files; SLURM and PBS end a job at once if it is missing."""
+    """Returns the folder of SLURM's own output files; SLURM ends a job at once if it is missing."""
     return RunDir(asked.run_dir).logs
-
-
-def _values(asked: ScriptContext, batch: Batch, time: str, options: Mapping[str, str | None]) -> dict[str, Any]:
-    cpus = batch.cpus or CPUS_PER_GPU * asked.gpus
-    return asked.values | {
-        "name": directive("--name", asked.name),
-        "cpus": cpus,
-        "slots": asked.nodes * cpus,
-        "memory_mib": batch.memory_bytes // 2**20 if batch.memory_bytes else None,
-        "time": time,
-        "warning_s": batch.warning_s,
-        "run_s": batch.time_s - batch.warning_s,
-        "directives": [(name, directive(_WORDS[name], value)) for name, value in options.items() if value is not None],
-        "logs": directive_path("output_dir", logs(asked)),
-    }
-
-
-_WORDS = MappingProxyType(
-    {
-        "partition": "--partition",
-        "account": "--account",
-        "qos": "--qos",
-        "reservation": "--reservation",
-        "q": "--partition",
-        "A": "--account",
-        "P": "--account",
-        "U": "--reservation",
-    }
-)
-"""Our option behind each option of a scheduler."""
-
-
-def _refuse(batch: Batch, kind: str, *names: str) -> None:
-    """Raises InvalidConfig for options that a scheduler lacks."""
-    given = [f"--{name}" for name in names if getattr(batch, name) is not None]
-    if given:
-        raise InvalidConfig(f"{' and '.join(given)}: {kind} has no such option", hint="Leave it out.")
 
 
 def _clock(seconds: int) -> str:
