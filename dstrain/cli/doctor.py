@@ -39,7 +39,7 @@ JOB = Path("job.yaml")
 @click.command("doctor")
 @click.argument("job", type=click.Path(path_type=Path), required=False)
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Look at every host of it, over ssh, all at once.")
-@click.option("--network", is_flag=True, help="Measure the network between hosts and GPUs in place of looking.")
+@click.option("--network", is_flag=True, help="Measure an all-reduce over all hosts and GPUs instead.")
 @click.option("--no-save", is_flag=True, help="With --network: do not keep the figures for the next plan.")
 @click.option(
     "--notify",
@@ -57,8 +57,8 @@ def command(notify: tuple[NotifyService, ...], as_json: bool, **typed: Any) -> N
     RDMA, limits, hubs and SwanLab; with a JOB (job.yaml, if there is one) also RAM and disk for it, and every host of
     its hostfile. Changes nothing; ends within 5 s, with several hosts within 10 s.
 
-    With --network it measures instead, in about half a minute: a real all-reduce and all-gather over all hosts, the
-    GPUs of each host, and pairs of hosts. ~/.dstrain/links.json keeps the figures for the next plan of the same hosts.
+    With --network it measures instead: the time of all-reduces over all GPUs of all hosts, against the figure of the
+    link. ~/.dstrain/links.json keeps the bandwidth for the next plan of the same hosts.
     With --notify it sends a test notice; the address is in the environment (FEISHU_WEBHOOK, DINGTALK_WEBHOOK,
     WECOM_WEBHOOK, SLACK_WEBHOOK, NOTIFY_WEBHOOK, NOTIFY_SMTP_URL).
 

@@ -14,7 +14,7 @@ from dstrain.cli.console import answer, answer_json, say, say_lines, talk
 from dstrain.cli.output.doctor import grouped, network_document, printable
 from dstrain.config.edits.lock import planned_cluster
 from dstrain.doctor.finding import count_text
-from dstrain.doctor.network_judge import figures, findings, gpu_of
+from dstrain.doctor.network_judge import expected, findings, gpu_of
 from dstrain.doctor.network_measure import Answer, Site, measure
 from dstrain.errors import DstrainError
 from dstrain.facts import probe
@@ -32,12 +32,11 @@ def examine(file: JobFile | None, hostfile: Path | None, *, saves: bool, as_json
         return
     with _telling() as tell:
         measurement = measure(site, tell)
-    gpu = gpu_of(measurement.network)
-    links = figures(gpu, _planned(file))
-    network_findings = findings(measurement.network, links, measurement.interfaces)
-    kept = _keep(measurement, gpu.name) if saves else None
+    link = expected(measurement.network, _planned(file))
+    network_findings = findings(measurement.network, link)
+    kept = _keep(measurement, gpu_of(measurement.network).name) if saves else None
     if as_json:
-        answer_json(network_document(measurement.network, links, measurement.interfaces, network_findings, kept))
+        answer_json(network_document(measurement, link, network_findings, kept))
     else:
         answer(printable("\n".join(grouped(network_findings, verbose=True))))
     say(count_text(network_findings))

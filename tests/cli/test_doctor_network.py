@@ -62,7 +62,7 @@ def test_the_ranks_of_one_host_are_measured_and_a_plan_for_it_reads_that(dstrain
     done = dstrain("doctor", "--network", "--hostfile", "hostfile", HOME=str(tmp_path), OMP_NUM_THREADS="1", **CPU)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
-    assert lines[:2] == ["network", "  ✓ 2 ranks of localhost, Gloo: time and bus bandwidth"]
+    assert lines[:2] == ["network", "  ✓ 2 ranks of localhost, Gloo: all-reduce"]
     assert lines[-1].startswith("  ✓ inside the host ")
     assert f"kept in {tmp_path}/.dstrain/links.json" in " ".join(done.stderr.split())
     here = dstrain("plan", "--gpu", "cpu", "--gpus", "2", "--model", "qwen3-0.6b", "--top", "1", HOME=str(tmp_path))

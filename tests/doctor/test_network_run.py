@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,14 +83,11 @@ def test_two_hosts_are_measured_through_the_interface_that_joins_them(measured: 
     assert measured.answer["interfaces"] == {"node0": "eth0", "node1": "eth0"}
 
 
-def test_both_collectives_are_timed_at_several_sizes(measured: Measured) -> None:
+def test_all_reduces_are_timed_at_several_sizes(measured: Measured) -> None:
     timings = measured.answer["network"]["timings"]
-    for name, times in (("all_reduce", 2), ("all_gather", 1)):
-        own = [each for each in timings if each["name"] == name]
-        assert len(own) > 1
-        for each in own:
-            rate = times / 2 * each["num_bytes"] / each["seconds"]
-            assert each["bus_bytes_per_s"] == pytest.approx(rate)
+    assert len(timings) > 1
+    for each in timings:  # of two ranks the bus bandwidth is bytes over seconds
+        assert each["bus_bytes_per_s"] == pytest.approx(each["num_bytes"] / each["seconds"])
 
 
 def test_nothing_is_left_on_any_host(measured: Measured) -> None:
@@ -106,30 +103,6 @@ def test_the_next_plan_for_these_hosts_counts_with_it(measured: Measured) -> Non
     assert cluster["inter_link"]["bytes_per_s"] == pytest.approx(largest["bus_bytes_per_s"])
     assert cluster["inter_link_origin"] == "measured"
     assert measured.answer["kept"] == str(measured.folder / ".dstrain" / "links.json")
-
-
-def test_the_slowest_pair_and_its_host_are_named(
-    network: Network, tmp_path: Path, need: Callable[[object, str], None]
-) -> None:
-    (tmp_path / "hostfile").write_text("".join(f"node{number} slots=1\n" for number in range(3)))
-    (tmp_path / "apart").mkdir()
-    slow = network.on(
-        2, "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", *["rate", "80mbit", "burst", "64kb", "latency", "50ms"]
-    )
-    limited = subprocess.run(slow, capture_output=True, text=True)
-    if "qdisc kind is unknown" in limited.stderr:
-        pytest.skip("this kernel has no tbf (CONFIG_NET_SCH_TBF), by which one host's link becomes slow")
-    need(limited.returncode == 0, f"tc cannot make a link slow: {limited.stderr}")
-    try:
-        done = Typed(network, tmp_path).dstrain("doctor", "--network", "--hostfile", "hostfile", "--no-save")
-    finally:
-        subprocess.run(network.on(2, "tc", "qdisc", "del", "dev", "eth0", "root"), check=True)
-    text = " ".join(done.stdout.split())
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "and node2, " in text[text.index("! slowest pair: ") :]
-    assert "every pair of node2 is slow → ssh node2 'ethtool eth0;" in text
-    assert "! between hosts" in text
-    assert not (tmp_path / ".dstrain").exists()
 
 
 def test_a_host_that_is_not_there_is_told(network: Network, tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from dstrain.records import to_data
 from dstrain.wrapping import COLUMNS
 
 if TYPE_CHECKING:
-    from dstrain.doctor.network_judge import Figures
-    from dstrain.facts.cluster.network_measurement import Network
+    from dstrain.doctor.network_judge import Expected
+    from dstrain.doctor.network_measure import Answer
 
 _GROUPS = {
     "job": "job",
@@ -107,19 +107,15 @@ def _counts(findings: Sequence[Finding]) -> dict[str, int]:
 
 
 def network_document(
-    network: Network,
-    figures: Figures,
-    interfaces: Mapping[str, str],
-    findings: Sequence[Finding],
-    kept: Path | None,
+    measurement: Answer, expected: Expected, findings: Sequence[Finding], kept: Path | None
 ) -> dict[str, Any]:
     """Returns a measurement of the network as JSON-ready data; `kept` is the file in which the next plan finds it."""
-    links = {name: {"name": link.name, "bytes_per_s": link.bytes_per_s} for name, link in figures.links.items()}
+    link = expected.link
     return {
-        "schema": 1,
-        "network": to_data(network),
-        "interfaces": dict(interfaces),
-        "links": {**links, "between_is_assumed": figures.is_assumed},
+        "schema": 2,
+        "network": to_data(measurement.network),
+        "interfaces": dict(measurement.interfaces),
+        "link": {"name": link.name, "bytes_per_s": link.bytes_per_s, "is_assumed": expected.is_assumed},
         "findings": [finding.document() for finding in findings],
         "counts": _counts(findings),
         "kept": str(kept) if kept else None,

@@ -54,9 +54,9 @@ class MeasuredLinks:
     date: str
     """The day, as 2026-11-22."""
     inter_bus_bytes_per_s: Rate | None = None
-    """Bus bandwidth of a large all-gather over all GPUs of all hosts; None for one host."""
+    """Bus bandwidth of a large all-reduce over all GPUs of all hosts; None for one host."""
     intra_bus_bytes_per_s: Rate | None = None
-    """The same inside the slowest host; None if every host has one GPU."""
+    """The same over the GPUs of one host; None for several hosts."""
     latency_s: Rate | None = None
     """Time of the smallest all-reduce over all ranks, for the verdict on small buckets; the planner does not use it."""
 
@@ -92,8 +92,8 @@ def of_network(network: Network, gpu: str, *, date: str, own: str) -> MeasuredLi
         gpus_per_node=network.slots[0],
         backend=network.backend,
         date=date,
-        inter_bus_bytes_per_s=network.between_bus_bytes_per_s,
-        intra_bus_bytes_per_s=network.inside_bus_bytes_per_s,
+        inter_bus_bytes_per_s=network.bus_bytes_per_s if len(network.hosts) > 1 else None,
+        intra_bus_bytes_per_s=network.bus_bytes_per_s if len(network.hosts) == 1 else None,
         latency_s=network.latency_s,
     )
 
