@@ -144,7 +144,7 @@ class Readers:
             if rng.random() < SHARE_PLANNED:
                 self._write({**case, name: raw}, case)
                 yield "dstrain lint", lambda: _typed("lint", *rng.choice([[], ["--fix", "-n"], ["--json"]]))
-                yield "dstrain diff", lambda: _typed("diff", *rng.choice([[], ["--json"]]))
+                yield "dstrain explain --edits", lambda: _typed("explain", "--edits", *rng.choice([[], ["--json"]]))
                 yield "dstrain explain", lambda: _typed("explain", rng.choice(["ds_config.json", "stage"]))
                 yield "job file", lambda: read_job(Path("job.yaml"), [text[:40]] if name == "hostfile" else [])
 

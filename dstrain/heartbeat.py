@@ -10,7 +10,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -125,8 +125,6 @@ class Sender:
         self._rank = rank
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._next = 0.0
-        self.listener: Callable[[Phase, int], None] | None = None
-        """Called in this process with each message, whether anybody else listens or not."""
 
     def count(self, phase: Phase, done: int, total: int) -> None:
         """Reports the progress of a counted phase, at most a few times a second."""
@@ -136,8 +134,6 @@ class Sender:
     def send(self, step: int, phase: Phase, total: int = 0) -> None:
         """Says where this rank is; never waits."""
         self._next = time.monotonic() + COUNT_S
-        if self.listener is not None:
-            self.listener(phase, step)
         if self._address is not None:
             heartbeat = Heartbeat(rank=self._rank, step=step, phase=phase, total=total)
             with suppress(OSError):

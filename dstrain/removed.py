@@ -13,6 +13,15 @@ _QGZ = "leave it out; lint says why zero_quantized_gradients in ds_config.json i
 _REWARD = "train reward models with TRL's RewardTrainer; of preferences, task: dpo remains"
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
+        "adopt": "Type dstrain gen-config --adopt, with -o DIR for another folder",
+        "calibrate": "Type dstrain report RUN … --calibrate",
+        "completion": "Type dstrain show completion bash",
+        "diff": "Type dstrain explain --edits",
+        "export-config": "Type dstrain script accelerate, with --engine fsdp2 or ddp in place of DeepSpeed",
+        "schema": "Type dstrain show schema, or dstrain show schema job",
+        "templates": "Type dstrain show template, with --dir DIR to copy them",
+        "watch": "Type dstrain status --watch",
+        "doctor --notify": "SwanLab sends the notices of a run: docs/monitoring.md",
         "plan --states": _EXPORTED,
         "plan --double-quant": "QLoRA's scales are always quantised too.",
         "plan --no-double-quant": "QLoRA's scales are always quantised too.",
@@ -41,6 +50,17 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Words of a command line → what to type instead: `watch`, `run --sync`, `plan --task=kto`."""
+_RULES = {
+    "loss_spike": "divergence gradient_spike repeated_spikes repeated_gradient_spikes large_gradient",
+    "skipped_steps": "loss_scale",
+    "busiest_expert": "uneven_experts",
+    "slowdown": "slow_links exposed_communication low_mfu busy_at_low_power",
+    "slow_rank": "cpu_wait gpu_clock gpu_power",
+    "slow_checkpoint": "checkpoint_time",
+    "memory_growth": "gpu_memory_growth host_memory_growth host_memory allocator_retries "
+    "fragmentation memory_imbalance",
+}
+"""A health rule → those that are gone, whose troubles it tells or that told none of their own."""
 JOB: Mapping[str, str] = MappingProxyType(
     {
         "kto": _KTO,
@@ -49,6 +69,8 @@ JOB: Mapping[str, str] = MappingProxyType(
         "task=reward": _REWARD,
         "data_format=unpaired": _KTO,
         "audio_max_seconds": "dstrain trains on text, images and videos, not on sound",
+        "monitor.notify": "Set SwanLab's variables, such as SWANLAB_NOTIFY_LARK_WEBHOOK_URL (docs/monitoring.md)",
+        **{f"health.{name}": f"{rule} remains" for rule, names in _RULES.items() for name in names.split()},
     }
 )
 """Keys of job.yaml, or one of their values → what to write instead: `kto`, `monitor.notify`, `task=kto`."""

@@ -27,7 +27,7 @@ CASES = {
     "tests/facts/model/test_families.py::test_every_tensor_is_the_one_that_transformers_builds": 6,
     "tests/cli/test_bombs.py::test_a_bomb_does_not_go_off": 3,
     "tests/cli/test_proposals.py::test_what_an_answer_proposes_does_what_it_says": 144,
-    "tests/cli/test_export_config.py::test_the_next_line_trains_the_default_job": 3,
+    "tests/cli/test_script_accelerate.py::test_the_next_line_trains_the_default_job": 3,
     "tests/test_docs.py::test_a_cell_of_the_matrix_is_the_plan": 48,
 }
 """Tests with many cases, and in how many parts these are tried. Each number divides NUM_PARTS."""
@@ -47,7 +47,6 @@ PLACES = (
     *("tests/train/test_loading.py", "tests/train/test_nonfinite_step.py", "tests/train/test_image_families.py"),
     *("tests/train/test_images.py", "tests/train/test_videos.py"),
     *("tests/train/test_preferences.py", "tests/train/test_streaming.py"),
-    "tests/train/test_notices_of_ranks.py",
     "tests/cli/test_page.py::test_a_browser_shows_the_point_of_the_address_or_of_the_sliders",
     "tests/cli/test_script.py::test_a_pod_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
     "tests/cli/test_tune.py::test_the_fastest_is_written_edits_stay_and_what_failed_is_a_result",

@@ -69,9 +69,9 @@ def test_help_imports_no_verb_and_no_third_party_module_but_click(tmp_path: Path
         (GEN_CONFIG, LAUNCHER),
         (("gen-config", "--help"), (*LAUNCHER, "dstrain.config", "dstrain.plan.search", "rich", "jinja2")),
         (("plan", *GEN_CONFIG[1:]), (*LAUNCHER, "dstrain.config.lint", "dstrain.config.edits")),
-        (("templates", "list"), (*LAUNCHER, "dstrain.facts", "dstrain.plan")),
-        (("schema",), (*LAUNCHER, "dstrain.plan")),
-        (("completion", "fish"), (*LAUNCHER, "dstrain.facts", "dstrain.plan", "dstrain.config")),
+        (("show", "template"), (*LAUNCHER, "dstrain.facts", "dstrain.plan")),
+        (("show", "schema"), (*LAUNCHER, "dstrain.plan")),
+        (("show", "completion", "fish"), (*LAUNCHER, "dstrain.facts", "dstrain.plan", "dstrain.config")),
     ],
     ids=lambda words: words[0],
 )
@@ -94,7 +94,7 @@ def test_a_package_holds_a_docstring_and_nothing_else(path: Path) -> None:
     assert isinstance(body[0], ast.Expr)
 
 
-@pytest.mark.parametrize("verb", ["completion", "demo", "export", "gen_config", "import", "run", "templates"])
+@pytest.mark.parametrize("verb", ["demo", "export", "gen_config", "import", "run", "show"])
 def test_a_verb_is_a_file_and_has_its_tests(verb: str) -> None:
     assert (PACKAGE / "cli" / f"{verb}.py").is_file()
     assert (ROOT / "tests" / "cli" / f"test_{verb}.py").is_file()

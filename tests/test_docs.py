@@ -186,7 +186,11 @@ def edits_output() -> str:
         _replace(place / "job.yaml", "seed: 42", "seed: 7")
         found = [typed("lint", fails=True)]
         typed("lint", "--fix")
-        found += [typed("diff"), typed("explain", "overlap_comm"), typed("gen-config", "--seq-len", "8192", "--diff")]
+        found += [
+            typed("explain", "--edits"),
+            typed("explain", "overlap_comm"),
+            typed("gen-config", "--seq-len", "8192", "--diff"),
+        ]
     return "```\n" + "\n\n".join(found) + "\n```"
 
 

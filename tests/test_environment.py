@@ -18,7 +18,7 @@ USERS = {
 }
 """What users export, some of it on dstrain's own advice."""
 TESTS = (
-    "tests/cli/test_schema.py",
+    "tests/cli/test_show.py",
     "tests/cli/test_explain.py::test_a_key_is_explained_without_a_job_and_says_what_numbers_need",
     "tests/cli/test_data.py::test_on_a_terminal_what_has_loss_is_green_and_a_sample_cannot_change_the_terminal",
     "tests/launch/prepare/test_inputs.py",

@@ -31,7 +31,7 @@ def tree() -> set[str]:
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "dstrain").rglob("*.py")}
     code |= {"dstrain/py.typed", "dstrain/facts/model/aliases.json"}
     code |= {str(path.relative_to(ROOT)) for path in (ROOT / "dstrain/config/imports").glob("*.toml")}
-    pages = (path for path in (ROOT / "dstrain/cli/output").glob("page.*") if path.suffix != ".py")
+    pages = (path for path in (ROOT / "dstrain/report").glob("page.*") if path.suffix != ".py")
     code |= {str(path.relative_to(ROOT)) for path in pages}
     data = {f"dstrain/_data/{path.relative_to(ROOT)}" for folder in DATA for path in (ROOT / folder).iterdir()}
     return code | data

@@ -24,7 +24,6 @@ from benchmarks.health_exam.score import (
     false_per_1000,
     replay,
     rule_table,
-    unexamined_table,
 )
 from benchmarks.health_exam.traces import all_traces
 from benchmarks.health_exam.whole_runs import WHOLE_RUNS
@@ -74,8 +73,6 @@ def main() -> None:
         return
     for half, title in ((0, "the first runs"), (1, "the second runs")):
         describe(title, [result for result in results if result.trace.half == half])
-    print("\nrules that no recorded run breaks")
-    print(unexamined_table(results))
 
 
 if __name__ == "__main__":

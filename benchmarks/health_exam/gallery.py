@@ -17,7 +17,6 @@ from benchmarks.health_exam.score import FACTS, FOLDER, Result
 from benchmarks.health_exam.traces import JOB
 from benchmarks.health_exam.whole_runs import WholeRun
 from dstrain.choices import Precision
-from dstrain.cli.output import report_page
 from dstrain.facts.cluster.cluster import Origin, describe
 from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.model.families import from_config
@@ -26,6 +25,7 @@ from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess
 from dstrain.records import to_data, to_json
+from dstrain.report import page as report_page
 from dstrain.report.recorded import read
 from dstrain.report.report import report
 from dstrain.rundir import RunDir
@@ -58,8 +58,6 @@ def _run_directory(result: Result, folder: Path) -> RunDir:
     lines: list[dict[str, Any]] = []
     times: dict[int, float] = {}
     for record in read_jsonl(FOLDER / f"{result.trace.name}.jsonl"):
-        if record.get("event") == "plan":
-            continue
         steps = record.get("step", 0) - max(times, default=0)
         now += max(steps, 0) * record.get("step_s", 0.0)
         times[record.get("step", 0)] = now

@@ -49,8 +49,6 @@ class Base:
 
     folder: Path
     """The demo, with that model."""
-    planned_comm_share: float | None = None
-    """Share of a step that waits for collectives; None: nobody plans it."""
     is_first: bool = False
     """Whether ranks run before other processes of the machine."""
     bytes_per_s: float | None = None
@@ -100,7 +98,6 @@ def _trained(engine: Engine, home: Path, stage: int, experts: int) -> Base:
     windows = [line for line in read_jsonl(run / "metrics.jsonl") if "bus_bytes_per_s" in line][10:]
     return Base(
         folder=demo,
-        planned_comm_share=median(min(line["comm_s_by_rank"]) / line["step_s"] for line in windows),
         bytes_per_s=median(line["bus_bytes_per_s"] for line in windows),
     )
 
@@ -165,8 +162,6 @@ def _write(metrics: Path, base: Base, to: Path) -> None:
     lines = [
         json.dumps(line, separators=(",", ":")) for line in kept if "step" in line or line.get("event") == "resume"
     ]
-    if base.planned_comm_share is not None:
-        lines.insert(0, json.dumps({"event": "plan", "planned_comm_share": _short(base.planned_comm_share)}))
     to.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 

@@ -7,38 +7,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from benchmarks.health_exam.traces import LATE, Trace
-from dstrain.job.monitor import HealthRule as Rule
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.nonfinite import Finding, check
-from dstrain.monitor.health.rules import RULES
 from dstrain.monitor.health.watch import Watch
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "health_traces"
 FACTS = Facts(vocab_size=2048, max_grad_norm=5.0)
 """Of the runs."""
-MEASURED: frozenset[str] = frozenset({Rule.CPU_WAIT})
-"""Rules that say what the kernel counts: on the recording machine other processes ran."""
-_NO_GPU = "the ranks have no GPU"
-UNEXAMINED: Mapping[Rule, str] = MappingProxyType(
-    {
-        Rule.EXPOSED_COMMUNICATION: "throttled links make ranks wait longer than planned by less than ten points",
-        Rule.LOW_MFU: "no time is planned for a CPU",
-        Rule.GPU_CLOCK: _NO_GPU,
-        Rule.GPU_POWER: _NO_GPU,
-        Rule.BUSY_AT_LOW_POWER: _NO_GPU,
-        Rule.GPU_MEMORY_GROWTH: f"{_NO_GPU}; `host_memory_growth` counts growth alike",
-        Rule.HOST_MEMORY: "it takes a machine whose RAM is nearly full",
-        Rule.ALLOCATOR_RETRIES: _NO_GPU,
-        Rule.FRAGMENTATION: _NO_GPU,
-        Rule.MEMORY_IMBALANCE: _NO_GPU,
-    }
-)
-"""Rules that no recorded run has to break and none breaks → why."""
 WITHIN = 3
 """Windows from the onset within which a cause is to be named."""
 
@@ -52,8 +31,6 @@ class Result:
     findings: tuple[Finding, ...]
     ends: tuple[int, ...]
     """The last step of each window."""
-    measured: frozenset[Rule]
-    """Rules that `UNEXAMINED` lists whose signal has a value in the last window."""
 
     def delay(self, finding: Finding) -> int:
         """Returns the windows from the onset to a finding; 1: the first window that has the cause."""
@@ -72,13 +49,9 @@ class Result:
         """Findings that are not true of the run: those before the onset, and those of rules that the cause does not
         break.
         """
-        cause, always = self.trace.cause, MEASURED | self.trace.holds
+        cause = self.trace.cause
         true = cause.named_by | cause.follows if cause is not None else frozenset[str]()
-        return tuple(
-            one
-            for one in self.findings
-            if one.rule not in always and (one.rule not in true or one.step < self.trace.onset)
-        )
+        return tuple(one for one in self.findings if one.rule not in true or one.step < self.trace.onset)
 
 
 def replay(trace: Trace, folder: Path = FOLDER) -> Result:
@@ -89,9 +62,6 @@ def replay(trace: Trace, folder: Path = FOLDER) -> Result:
     watch = Watch({}, facts, clock=clock)
     findings, ends = [], []
     for index, record in enumerate(records):
-        if record.get("event") == "plan":
-            watch = Watch({}, replace(facts, planned_comm_share=record["planned_comm_share"]), clock=clock)
-            continue
         if record.get("event") == "resume":
             watch = Watch({}, facts, clock=clock)
             watch.history.resume(current_steps(records[:index]), step=record["from_step"])
@@ -100,8 +70,7 @@ def replay(trace: Trace, folder: Path = FOLDER) -> Result:
         findings += [*check(record["step"], values), *watch.see(record["step"], values)]
         if "loss" in values and record["step"] not in ends:
             ends.append(record["step"])
-    measured = frozenset(rule for rule in UNEXAMINED if RULES[rule].signal(watch.history) is not None)
-    return Result(trace=trace, steps=max(ends), findings=_once(findings), ends=tuple(sorted(ends)), measured=measured)
+    return Result(trace=trace, steps=max(ends), findings=_once(findings), ends=tuple(sorted(ends)))
 
 
 def _once(findings: Iterable[Finding]) -> tuple[Finding, ...]:
@@ -156,14 +125,6 @@ def rule_table(results: Sequence[Result]) -> str:
         false = sum(one.rule == rule for result in results for one in result.false)
         precision = f"{true / (true + false):.0%}".replace("%", " %") if true + false else ""
         rows.append(f"| `{rule}` | {len(must) or ''} | {len(named) if must else ''} | {precision} | {false or ''} |")
-    return "\n".join(rows)
-
-
-def unexamined_table(results: Sequence[Result]) -> str:
-    """Returns a row for each rule that no recorded run has to break: how many runs measure its signal, and why none."""
-    rows = ["| rule | runs that measure it | why no recorded run breaks it |", "|---|---:|---|"]
-    for rule, why in UNEXAMINED.items():
-        rows.append(f"| `{rule}` | {sum(rule in result.measured for result in results) or ''} | {why} |")
     return "\n".join(rows)
 
 

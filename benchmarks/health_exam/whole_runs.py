@@ -38,7 +38,6 @@ KEYS: Mapping[str, object] = {
     "logging_steps": 10,
     "save_steps": 100_000,
     "monitor.sinks": "[]",
-    "health": "{cpu_wait: {enabled: false}}",  # other processes of the recording machine are not the cause of a run
 }
 """Keys of the job of every run."""
 OTHER_TEMPLATE = (

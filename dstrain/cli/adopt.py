@@ -1,4 +1,4 @@
-"""`dstrain adopt`: treats existing files as generated."""
+"""`dstrain gen-config --adopt`: treats existing files as generated."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import shlex
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-
-import click
 
 from dstrain import __version__
 from dstrain.cli.console import answer_json, say
@@ -22,22 +20,8 @@ from dstrain.launch.prepare.lint_job import lint_job, refused
 from dstrain.paths import alone
 
 
-@click.command("adopt")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".")
-@click.option("-n", "--dry-run", is_flag=True, help="Check the files and list what would be adopted; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print the adopted files as JSON to stdout.")
-def command(folder: Path, dry_run: bool, as_json: bool) -> None:
-    """Treat ds_config.json, job.yaml and hostfile of a folder as generated, in their current state.
-
-    Records the files in .dstrain/lock.json and does not change them. The next gen-config lists every value that it
-    would change as a conflict: your value stays until you decide, and a replaced one is kept as .bak. Files generated
-    by dstrain keep their record, so your edits in them stay edits.
-
-    \b
-    Example:
-      dstrain adopt
-      dstrain adopt runs/old
-    """
+def adopt(folder: Path, *, dry_run: bool, as_json: bool) -> None:
+    """Records the files of a folder in its lock as they are, and does not change them."""
     with nullcontext() if dry_run else alone(folder / LOCK, "writes into this folder"):
         files = _adopted(folder, dry_run=dry_run)
     if as_json:

@@ -1,4 +1,4 @@
-"""`dstrain calibrate`: fits the planner's constants to what runs measured, for the next plans."""
+"""`dstrain report --calibrate`: fits the planner's constants to what runs measured, for the next plans."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-
-import click
 
 from dstrain import __version__
 from dstrain.cli.console import answer, answer_json, say, say_lines
@@ -24,27 +22,8 @@ from dstrain.plan.estimate import assess
 from dstrain.units import counted
 
 
-@click.command("calibrate")
-@click.argument("run_dirs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help=f"The calibration file. Default: {calibration.DEFAULT_PATH}, which all plans read.",
-)
-@click.option("-n", "--dry-run", is_flag=True, help="Print the result; write nothing.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(run_dirs: tuple[Path, ...], output: Path | None, dry_run: bool, as_json: bool) -> None:
-    """Fit the planner's constants to the memory and the step times that runs measured.
-
-    RUN is a run directory, or a record that `dstrain report --share` wrote. Runs that differ in model, sequence length
-    or ZeRO stage tell more constants apart; what they cannot tell stays as it is, and the run that would tell the most
-    is named. The result is merged into the calibration file, which plan, gen-config, run, lint, explain and diff read.
-
-    \b
-    Example:
-      dstrain calibrate output-1 output-2 output-3
-    """
+def calibrate(run_dirs: Sequence[Path], output: Path | None, *, dry_run: bool, as_json: bool) -> None:
+    """Fits the planner's constants to what runs measured, and merges them into the calibration file."""
     present = calibration.read(str(output) if output is not None and output.exists() else None)
     runs = _read(run_dirs, present)
     fits = _fits(runs)
@@ -114,4 +93,4 @@ def _fit(runs: Sequence[ObservedRun], gpu: str) -> Fit:
     versions = " or ".join(sorted({run.versions or "unknown releases" for run in with_gpu}))
     day = time.strftime("%Y-%m-%d")
     runs_here = counted(len(own), "run")
-    return fit(own, source=f"dstrain calibrate {__version__}, {runs_here} on {machines}, {versions}, {day}")
+    return fit(own, source=f"dstrain report --calibrate {__version__}, {runs_here} on {machines}, {versions}, {day}")

@@ -8,14 +8,12 @@ import socket
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
 from dstrain.cli.console import answer, answer_json, say, talk
 from dstrain.cli.options.trust import TRUST
 from dstrain.cli.output.doctor import document, grouped, of_hosts, printable, problem_text
-from dstrain.cli.types import Choice
 from dstrain.doctor import hosts as hosts_
 from dstrain.doctor import job as jobs
 from dstrain.doctor import requirements as wanted
@@ -30,7 +28,6 @@ from dstrain.facts.cluster.machines import resolve_hosts
 from dstrain.facts.network_interface import environment_of
 from dstrain.facts.this_machine import is_this_machine
 from dstrain.job.file import JobFile, read_job
-from dstrain.job.monitor import NotifyService
 from dstrain.launch.again import run_line
 
 JOB = Path("job.yaml")
@@ -41,16 +38,12 @@ JOB = Path("job.yaml")
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Look at every host of it, over ssh, all at once.")
 @click.option("--network", is_flag=True, help="Measure an all-reduce over all hosts and GPUs instead.")
 @click.option("--no-save", is_flag=True, help="With --network: do not keep the figures for the next plan.")
-@click.option(
-    "--notify",
-    type=Choice(NotifyService),
-    multiple=True,
-    help="Send a test notice there, in place of looking; repeat it for several.",
-)
 @TRUST
 @click.option("-v", "--verbose", is_flag=True, help="Print what is fine (✓), too.")
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON to stdout.")
-def command(notify: tuple[NotifyService, ...], as_json: bool, **typed: Any) -> None:
+def command(
+    job: Path | None, hostfile: Path | None, network: bool, no_save: bool, verbose: bool, as_json: bool
+) -> None:
     """Find what blocks training, with the command that fixes it. Exits with 5 for a ✗.
 
     Checks versions and CUDA, DeepSpeed's extensions, GPUs and their errors, NVLink and PCIe, network interfaces and
@@ -59,8 +52,6 @@ def command(notify: tuple[NotifyService, ...], as_json: bool, **typed: Any) -> N
 
     With --network it measures instead: the time of all-reduces over all GPUs of all hosts, against the figure of the
     link. ~/.dstrain/links.json keeps the bandwidth for the next plan of the same hosts.
-    With --notify it sends a test notice; the address is in the environment (FEISHU_WEBHOOK, DINGTALK_WEBHOOK,
-    WECOM_WEBHOOK, SLACK_WEBHOOK, NOTIFY_WEBHOOK, NOTIFY_SMTP_URL).
 
     \b
     Example:
@@ -68,22 +59,7 @@ def command(notify: tuple[NotifyService, ...], as_json: bool, **typed: Any) -> N
       dstrain doctor --hostfile hostfile
       dstrain doctor --hostfile hostfile --network
       dstrain doctor job.yaml --json
-      dstrain doctor --notify feishu
     """
-    if notify:
-        if any(typed.values()):
-            raise click.UsageError("--notify sends a test notice and looks at nothing: leave out the other options.")
-        from dstrain.cli.doctor_notify import test  # its mail and HTTP are needed here alone
-
-        test(notify, as_json=as_json)
-    else:
-        _doctor(**typed, as_json=as_json)
-
-
-def _doctor(
-    job: Path | None, hostfile: Path | None, *, network: bool, no_save: bool, verbose: bool, as_json: bool
-) -> None:
-    """Looks at the machines, or measures their network."""
     file = _job(job, hostfile)
     if no_save and not network:
         raise click.UsageError("--no-save goes with --network; without it nothing is kept.")

@@ -19,22 +19,39 @@ CONFIG, JOB = "ds_config.json", "job.yaml"
 
 
 @click.command("explain")
-@click.argument("subject", metavar="[KEY | FILE]", default=CONFIG)
+@click.argument("subject", metavar="[KEY | FILE]", default="")
+@click.option(
+    "--edits",
+    is_flag=True,
+    help="List your edits since gen-config wrote the files, with their effect on memory and speed.",
+)
 @click.option("--job", type=click.Path(path_type=Path), help="Job file.  [default: job.yaml here, or beside FILE]")
 @click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
-def command(subject: str, job: Path | None, as_json: bool) -> None:
+def command(subject: str, edits: bool, job: Path | None, as_json: bool) -> None:
     """Explain a key of a DeepSpeed configuration or of job.yaml, or a whole file; by default, ds_config.json.
 
     A key is a path (zero_optimization.overlap_comm, lora.rank), a JSON pointer, or the unambiguous end of a path. If
     both files have it, both are explained. With a job, also shows the value that dstrain would choose, and what each
     value costs compared with the current file.
 
+    With --edits, FILE is a folder, by default this one: compares each edit alone, then all edits together, with the
+    generated files, on the model and the cluster they were generated for, and says what lint finds at an edit.
+
     \b
     Example:
       dstrain explain overlap_comm
       dstrain explain seq_len
       dstrain explain ds_config.json --json
+      dstrain explain --edits
     """
+    if edits:
+        from dstrain.cli.edits import explain_edits  # it brings the lock and the planner
+
+        if job is not None:
+            raise click.UsageError("--edits reads the job of the folder: leave out --job.")
+        explain_edits(Path(subject or "."), as_json=as_json)
+        return
+    subject = subject or CONFIG
     if _is_file(subject):
         _explain_file(Path(subject), job, as_json=as_json)
     else:

@@ -7,11 +7,13 @@ from typing import Any
 
 import click
 
-from dstrain.cli.options.planning import DATA, HTML, facts_options
+from dstrain.cli.group import Sectioned
+from dstrain.cli.options.planning import DATA, HTML, SECTIONS, facts_options
+from dstrain.cli.options.typed import typed
 from dstrain.cli.types import Choice, OnConflict
 
 
-@click.command("gen-config")
+@click.command("gen-config", cls=Sectioned, sections=SECTIONS)
 @facts_options
 @DATA
 @click.option("--eval-data", metavar="FILE", help="Evaluation data.")
@@ -35,11 +37,14 @@ from dstrain.cli.types import Choice, OnConflict
 @click.option("-n", "--dry-run", is_flag=True, help="Write nothing; print ds_config.json to stdout.")
 @click.option("--diff", "as_diff", is_flag=True, help="Write nothing; print what would change as a unified diff.")
 @HTML
+@click.option(
+    "--adopt",
+    is_flag=True,
+    help="Plan nothing: treat the files of the folder as generated, as they are, so that your edits in them stay.",
+)
 @click.option("-v", "--verbose", is_flag=True, help="Print every reason, not only the three that matter most.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON to stdout, beside writing the files.")
-def command(
-    out: Path, on_conflict: OnConflict | None, force: bool, dry_run: bool, as_diff: bool, as_json: bool, **options: Any
-) -> None:
+def command(out: Path, adopt: bool, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Decide how to train a model on these GPUs, and write the files.
 
     Writes ds_config.json, job.yaml and hostfile, which are yours to edit, and .dstrain/lock.json. What you give is
@@ -53,6 +58,14 @@ def command(
       dstrain gen-config --gpus 1 --gpu 4090 --model qwen3-8b --method lora --data train.jsonl
       dstrain gen-config --seq-len 8192
     """
+    if adopt:
+        from dstrain.cli.adopt import adopt as register  # planning does not need it
+
+        if given := typed(options):
+            raise click.UsageError(f"--adopt plans nothing: leave out --{next(iter(given)).replace('_', '-')}.")
+        register(out, dry_run=dry_run, as_json=as_json)
+        return
     from dstrain.cli.generate import generate  # the planner, which help and completion do not need
 
-    generate(out, options, on_conflict=on_conflict, force=force, dry_run=dry_run, as_diff=as_diff, as_json=as_json)
+    decisions = {name: options.pop(name) for name in ("on_conflict", "force", "as_diff")}
+    generate(out, options, dry_run=dry_run, as_json=as_json, **decisions)

@@ -225,8 +225,13 @@ def _refuse_foreign(out: Path, merged: Regenerated) -> None:
         names = ", ".join(str(out / name) for name in merged.foreign)
         raise Conflict(
             f"{names}: not written by dstrain; nothing was changed",
-            hint=f"dstrain adopt {out} takes the files as they are as generated; or write elsewhere with -o DIR.",
+            hint=f"{_again(out)} --adopt takes the files as they are as generated; or write elsewhere with -o DIR.",
         )
+
+
+def _again(out: Path) -> str:
+    """Returns the command that writes into this folder."""
+    return f"dstrain gen-config{f' -o {out}' if out != Path() else ''}"
 
 
 def _require_unchanged(out: Path, files: Sequence[Standing]) -> None:
@@ -278,8 +283,7 @@ def _show_conflicts(
     files = ", ".join(map(str, written)) or ", ".join(
         f"{out / name}.new" for name in dict.fromkeys(conflict.file for conflict in merged.open)
     )
-    place = f" -o {out}" if out != Path() else ""
-    again = f"dstrain gen-config{place} --on-conflict"
+    again = f"{_again(out)} --on-conflict"
     raise Conflict(
         f"changed by you and by dstrain: {keys}; yours {'stands' if base else 'would stand'}",
         hint=f"All that dstrain would write: {files}. To take its values: {again} new; to be asked: {again} ask;"

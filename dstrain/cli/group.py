@@ -1,6 +1,9 @@
-"""A Click group that suggests the closest match for an unknown command."""
+"""Click commands that suggest the closest match for an unknown command, or list their options in sections."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import click
 
@@ -23,6 +26,27 @@ class Group(click.Group):
         if args and args[0] not in names and not args[0].startswith("-"):
             raise click.UsageError(f"No such command '{args[0]}'. {did_you_mean(args[0], names)}", ctx)
         return super().resolve_command(ctx, args)
+
+
+class Sectioned(click.Command):
+    """A command whose help lists its options in sections."""
+
+    def __init__(self, *arguments: Any, sections: Mapping[str, Sequence[str]], **attributes: Any) -> None:
+        """`sections` has the names of their options; an option in none of them is listed last."""
+        super().__init__(*arguments, **attributes)
+        self.sections = sections
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options by section, in the order of the section."""
+        records = {
+            param.name: record for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None
+        }
+        for title, names in self.sections.items():
+            if rows := [records.pop(name) for name in names if name in records]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
+        with formatter.section("Output"):
+            formatter.write_dl(list(records.values()))
 
 
 def explained(error: click.ClickException) -> click.ClickException:

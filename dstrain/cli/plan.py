@@ -11,8 +11,9 @@ import click
 from rich.text import Text
 
 from dstrain.cli.console import PlainConsole, answer_json, say_lines, width
+from dstrain.cli.group import Sectioned
 from dstrain.cli.options import data_lengths
-from dstrain.cli.options.planning import DATA, HTML, is_generated, plan_options
+from dstrain.cli.options.planning import DATA, HTML, SECTIONS, is_generated, plan_options
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.options.typed import spelled, typed
 from dstrain.cli.output import page, plan_page
@@ -25,7 +26,7 @@ from dstrain.plan.search.search import DEFAULT_TOP
 from dstrain.wrapping import wrapped
 
 
-@click.command("plan")
+@click.command("plan", cls=Sectioned, sections=SECTIONS)
 @plan_options
 @DATA
 @click.option(

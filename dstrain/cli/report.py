@@ -5,18 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from dstrain.cli.console import answer, answer_json, say
-from dstrain.cli.output import page, report_table
-from dstrain.cli.output import report as text
+from dstrain.cli.output import page
 from dstrain.errors import Conflict, DstrainError
+from dstrain.facts.cluster.calibration import DEFAULT_PATH
 from dstrain.launch.run import state
 from dstrain.monitor.shared_run import SharedRun
 from dstrain.paths import shown, write_atomic
 from dstrain.records import load_json
 from dstrain.report import share as sharing
+from dstrain.report import table as report_table
+from dstrain.report import text
 from dstrain.report.recorded import read
 from dstrain.report.report import Report, report
 
@@ -29,12 +32,27 @@ from dstrain.report.report import Report, report
     type=click.Path(dir_okay=False, path_type=Path),
     help="Print a record of about a kilobyte without names, and write it to this file; `-` only prints it.",
 )
+@click.option(
+    "--calibrate",
+    is_flag=True,
+    help="Fit the planner's constants to what the runs measured, for the next plans; RUN may be a shared record, too.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help=f"With --calibrate: the file.  [default: {DEFAULT_PATH}, which all plans read]",
+)
+@click.option("-n", "--dry-run", is_flag=True, help="With --calibrate: print the result; write nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(run_dirs: tuple[Path, ...], html: Path | None, share: Path | None, as_json: bool) -> None:
+def command(run_dirs: tuple[Path, ...], calibrate: bool, output: Path | None, dry_run: bool, **typed: Any) -> None:
     """Say how a run ended, how far it was from its plan, and what happened on the way; several runs side by side.
 
     RUN is a run directory, by default `output`. Reads files only, so that it works while a run trains, after it failed,
     and on a copy. Speeds are medians over the logged windows after warm-up, bytes are the largest of all ranks.
+
+    With --calibrate, runs that differ in model, sequence length or ZeRO stage tell more constants apart. What they
+    cannot tell stays as it is, and the run that would tell the most is named.
 
     \b
     Example:
@@ -42,13 +60,29 @@ def command(run_dirs: tuple[Path, ...], html: Path | None, share: Path | None, a
       dstrain report output-1e-5 output-2e-5
       dstrain report output --html report.html
       dstrain report output --share -
+      dstrain report output-1 output-2 output-3 --calibrate
     """
+    paths = run_dirs or (Path("output"),)
+    if not calibrate:
+        if output is not None or dry_run:
+            raise click.UsageError("-o and -n go with --calibrate.")
+        _report(paths, **typed)
+        return
+    if typed["html"] is not None or typed["share"] is not None:
+        raise click.UsageError("--calibrate writes no page and no record: leave out --html and --share.")
+    from dstrain.cli.calibrate import calibrate as fit  # it brings the planner
+
+    fit(paths, output, dry_run=dry_run, as_json=typed["as_json"])
+
+
+def _report(paths: Sequence[Path], *, html: Path | None, share: Path | None, as_json: bool) -> None:
+    """Prints what became of runs, or shares one."""
     if html is not None:
         page.check(html, "report")
     now = time.time()
-    reports = [report(read(state.folder_of(path)), now=now) for path in run_dirs or (Path("output"),)]
+    reports = [report(read(state.folder_of(path)), now=now) for path in paths]
     if html is not None:
-        from dstrain.cli.output import report_page
+        from dstrain.report import page as report_page
 
         page.write(html, report_page.page(reports))
     if share is not None:
@@ -73,7 +107,7 @@ def _share(reports: Sequence[Report], path: Path) -> None:
         hint = "Name another file with --share, or remove this one."
         raise Conflict(f"--share {path}: exists, and is no shared record; nothing was written", hint=hint)
     write_atomic(path, text)
-    say(f"wrote {shown(str(path))}, {len(text.encode()):,} bytes: `dstrain calibrate` reads such files")
+    say(f"wrote {shown(str(path))}, {len(text.encode()):,} bytes: `dstrain report --calibrate` reads such files")
 
 
 def _is_record(path: Path) -> bool:

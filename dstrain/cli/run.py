@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts import ports, probe
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import Hosts, expand
-from dstrain.heartbeat import NO_RESUME_CHECK, NO_VERIFY, Phase
+from dstrain.heartbeat import NO_RESUME_CHECK, NO_VERIFY
 from dstrain.job.file import JobFile, read_job
 from dstrain.launch.again import words_of
 from dstrain.launch.environment import refuse_secrets
@@ -35,15 +34,13 @@ from dstrain.launch.launch import Launch, plan_launch
 from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.prepare import preflight
 from dstrain.launch.prepare.lint_job import check_rules
-from dstrain.launch.prepare.prepare import PreparedRun, prepare
+from dstrain.launch.prepare.prepare import prepare
 from dstrain.launch.run import state
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.run.detach import detach
 from dstrain.launch.run.recorded import Recorded
 from dstrain.launch.run.supervisor import Policy, Reporter, Supervisor
 from dstrain.launch.timeouts import TIMEOUTS, VARIABLE, Timeouts
-from dstrain.monitor.notices import Notifier, targets
-from dstrain.monitor.run_notices import RunNotices, described
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +170,6 @@ def _run(options: Options) -> None:
     say_lines(before_lines(prepared))
     if launch.note is not None:
         say(f"note     {launch.note}")
-    targets(prepared.job.monitor.notify, os.environ)
     if options.dry_run:
         preflight.check_dry(prepared.run_dir, resume=prepared.job.resume, needed_bytes=prepared.checkpoint_bytes)
         if not options.no_doctor:
@@ -228,12 +224,6 @@ def _train(options: Options, launch: Launch) -> None:
         noting_signals(state.run_log(launch.prepared.run_dir), saves_on_term=options.save_on_term) as stop_requests,
         Screen() as screen,
     ):
-        notices = _notices(launch.prepared, screen)
-
-        def progress(phase: Phase, done: int | None, total: int) -> None:
-            screen.progress(phase, done, total)
-            notices.look(phase, done)
-
         recorded = Recorded(launch, options.job)
 
         def plan_again(changed: Hosts | None, resumes: bool, adaptation: Adaptation) -> Launch:
@@ -245,22 +235,10 @@ def _train(options: Options, launch: Launch) -> None:
             plan_again,
             stop_requests,
             policy,
-            Reporter(say=screen.say, pass_on=screen.pass_on, progress=progress),
+            Reporter(say=screen.say, pass_on=screen.pass_on, progress=screen.progress),
             _edits(options.job, launch),
         )
-        try:
-            run.drive(launch)
-        except DstrainError as error:
-            notices.end(error)
-            raise
-        notices.end(None)
-
-
-def _notices(prepared: PreparedRun, screen: Screen) -> RunNotices:
-    """Returns what sends the notices of a run; without services it sends none."""
-    job = prepared.job
-    notifier = Notifier(targets(job.monitor.notify, os.environ), screen.say, time.monotonic)
-    return RunNotices(prepared.run_dir, described(job, prepared.hosts.num_slots), notifier)
+        run.drive(launch)
 
 
 def launch_of(options: Options, hosts: Hosts | None, adaptation: Adaptation = UNADAPTED) -> Launch:

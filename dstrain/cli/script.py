@@ -14,6 +14,7 @@ import click
 from dstrain.cli.console import say, say_lines
 from dstrain.cli.group import Group
 from dstrain.cli.options.script import BATCH, COMMON, JOB, MACHINES, PODS, PORT, SET, options
+from dstrain.cli.script_accelerate import command as accelerate
 from dstrain.cli.script_file import Script, finish
 from dstrain.job.file import JobFile, read_job
 from dstrain.launch.prepare.lint_job import planned
@@ -39,6 +40,9 @@ def command() -> None:
       dstrain script slurm job.yaml --partition gpu --time 12h
       dstrain script k8s job.yaml --image registry/train:1 --pvc training:/shared
     """
+
+
+command.add_command(accelerate)
 
 
 @command.command("slurm", short_help="For sbatch.")

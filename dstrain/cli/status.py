@@ -23,15 +23,40 @@ from dstrain.units import format_seconds
 
 @click.command("status")
 @click.argument("run_dir", type=click.Path(path_type=Path), default="output")
+@click.option(
+    "--watch",
+    is_flag=True,
+    help="Follow the run until it ends: loss, speed against the plan, memory of each rank, health, time left.",
+)
+@click.option(
+    "--every",
+    type=click.FloatRange(0.1),
+    default=2.0,
+    show_default=True,
+    help="With --watch, seconds between two looks; more if reading the files takes over a tenth of them.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(run_dir: Path, as_json: bool) -> None:
+def command(run_dir: Path, watch: bool, every: float, as_json: bool) -> None:
     """Show the stage of a run, its newest step, checkpoint and error. Exits with 1 if it failed.
+
+    Reads the files of the run directory only, so that it works from any machine that sees them, and over ssh. Ctrl-C
+    ends --watch and leaves the run alone.
 
     \b
     Example:
       dstrain status output
+      dstrain status output --watch
+      ssh gpu01 dstrain status /data/output --watch
     """
+    if watch and as_json:
+        raise click.UsageError("--watch prints lines as they come; leave out --json.")
     place = state.folder_of(run_dir)
+    if watch:
+        from dstrain.cli.watch import follow  # a status needs no report
+
+        if not follow(place, every):
+            raise click.exceptions.Exit(1)
+        return
     status = document(place, state.read(place))
     if as_json:
         answer_json(status)

@@ -1,55 +1,34 @@
-"""`dstrain watch`: follows a run that trains, over its run directory."""
+"""`dstrain status --watch`: follows a run that trains, over its run directory."""
 
 from __future__ import annotations
 
 import sys
 import time
-from pathlib import Path
 
-import click
 from rich.live import Live
 
 from dstrain.cli.console import PlainConsole, answer, width
-from dstrain.cli.output.report import verdict
 from dstrain.cli.output.watch import findings, frame, news
-from dstrain.launch.run import state
 from dstrain.monitor.best_model import best_model
 from dstrain.paths import shown
 from dstrain.report.progress import is_over
 from dstrain.report.recorded import read
 from dstrain.report.report import Report, report
+from dstrain.report.text import verdict
 from dstrain.rundir import RunDir
 
 _MOST_LOAD = 0.1
 """Share of the time that is spent on reading: the files of a long run take longer than the interval allows."""
 
 
-@click.command("watch")
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path), default="output")
-@click.option(
-    "--every",
-    type=click.FloatRange(0.1),
-    default=2.0,
-    show_default=True,
-    help="Seconds between two looks; more if reading the files takes over a tenth of them.",
-)
-def command(run_dir: Path, every: float) -> None:
-    """Follow a run until it ends: loss, speed against the plan, memory of each rank, health, and the time left.
+def follow(place: RunDir, every: float) -> bool:
+    """Follows a run until it ends, with a look every so many seconds; returns whether it ended well.
 
-    Reads the files of the run directory only, so that it works from any machine that sees them, and over ssh. On a
-    terminal the view is drawn again; elsewhere each logged step, evaluation, warning and restart is one line. Exits
-    with 1 if the run failed. Ctrl-C ends watching and leaves the run alone.
-
-    \b
-    Example:
-      dstrain watch output
-      ssh gpu01 dstrain watch /data/output
+    On a terminal the view is drawn again; elsewhere each logged step, evaluation, warning and restart is one line.
     """
-    place = state.folder_of(run_dir)
     console = PlainConsole(file=sys.stdout, highlight=False, emoji=False)
     last = _draw(place, every, console) if console.is_terminal else _print(place, every)
-    if not last.is_good:
-        raise click.exceptions.Exit(1)
+    return last.is_good
 
 
 def _draw(place: RunDir, every: float, console: PlainConsole) -> Report:

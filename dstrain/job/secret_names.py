@@ -6,7 +6,7 @@ import re
 
 _SECRET_WORD = re.compile(
     r"(^|_)(TOKEN|(?-i:TOKENS)|API_?KEYS?|ACCESS_?KEYS?|SECRET_?KEYS?|PRIVATE_?KEYS?|SECRETS?|PASSWORDS?|PASSWD|PASSPHRASE"
-    r"|WEBHOOKS?|CREDENTIALS?)(_|$)",
+    r"|WEBHOOKS?|CREDENTIALS?|SWANLAB_NOTIFY)(_|$)",
     re.IGNORECASE,
 )
 _USER_AND_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")

@@ -20,7 +20,6 @@ from dstrain.errors import InvalidConfig
 from dstrain.job.code_variables import refuse_code
 from dstrain.job.secret_names import is_secret as is_secret
 from dstrain.job.yaml_source import parse_yaml
-from dstrain.monitor.notices import VARIABLES
 from dstrain.paths import shown, write_atomic
 from dstrain.rundir import RunDir
 
@@ -162,7 +161,7 @@ def launcher_environment(
     env: Mapping[str, str], exported: Mapping[str, str], carried_secrets: Mapping[str, str]
 ) -> dict[str, str]:
     """Returns the launcher's environment, without secrets: the launcher prints some variables and exports some."""
-    dropped = {*carried_secrets, *RANK_NAMES, *VARIABLES}
+    dropped = {*carried_secrets, *RANK_NAMES}
     return {**{name: value for name, value in env.items() if name not in dropped}, **exported}
 
 

@@ -16,7 +16,7 @@ from dstrain.job.monitor import HealthRule
 from dstrain.job.schema import Job
 from dstrain.monitor.comparison import Difference, Measured, Part, communication_s, middle, step_parts
 from dstrain.monitor.comparison_text import TIME_NOTES
-from dstrain.monitor.health.speed_rules import SPEED_RULES
+from dstrain.monitor.health.rules import RULES
 from dstrain.monitor.traffic import Kind
 from dstrain.monitor.windows import Line
 from dstrain.oom import Phase
@@ -29,7 +29,7 @@ from dstrain.units import format_bytes, format_seconds
 
 MEMORY_RANGE = 1 - USABLE_GPU_RATIO
 """Tolerated difference of memory from the plan: the share of a GPU that plans leave free."""
-SLOW_LINK = SPEED_RULES[HealthRule.BUS_BANDWIDTH].warn
+SLOW_LINK = RULES[HealthRule.BUS_BANDWIDTH].warn
 """Share of the planned bandwidth below which links are the cause."""
 _WORKERS = (2, 4, 8, 16)
 """Processes of the data loader that are proposed, each time the next more."""
@@ -88,7 +88,7 @@ _BUCKETS = (50_000_000, 200_000_000, 500_000_000)
 _REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE_SCATTER)
 """Collectives with which DeepSpeed reduces gradients: the first under ZeRO-1 and 2, the second under ZeRO-3.
 Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: allreduce_and_scatter; stage3.py: __avg_scatter_grads"""
-_WORTH_A_CHANGE = SPEED_RULES[HealthRule.DATA_WAIT].warn
+_WORTH_A_CHANGE = RULES[HealthRule.DATA_WAIT].warn
 """Share of a step that a larger bucket has to save at most to be proposed: that from which waiting for data is."""
 
 

@@ -15,9 +15,9 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.monitor import HealthRule
-from dstrain.monitor.measured import Measurement, measurement
 from dstrain.monitor.row_contents import trained_contents
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.monitor.windows import Measurement, measurement
 from dstrain.paths import shown
 from dstrain.plan.calibration.observed import Observed
 from dstrain.plan.configuration import Configuration
@@ -41,9 +41,7 @@ COMPILED = "torch.compile, whose kernels are others than those that the constant
 SLOWED = {
     HealthRule.SLOWDOWN,
     HealthRule.SLOW_RANK,
-    HealthRule.SLOW_LINKS,
     HealthRule.DATA_WAIT,
-    HealthRule.ALLOCATOR_RETRIES,
 }
 """Rules of health that mean steps of another length than the machine's."""
 

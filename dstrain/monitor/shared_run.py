@@ -16,8 +16,8 @@ from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
-from dstrain.monitor.measured import Measurement
 from dstrain.monitor.observed_run import COMPILED, ObservedRun, releases
+from dstrain.monitor.windows import Measurement
 from dstrain.paths import shown
 from dstrain.plan.calibration.observed import Observed
 from dstrain.plan.configuration import Configuration

@@ -19,7 +19,6 @@ from dstrain.monitor.comparison import (
     Difference,
     Part,
     StepPart,
-    communication_s,
     comparisons,
     differences,
     planned_speed,
@@ -108,12 +107,6 @@ class FirstSteps:
         speed = planned_speed(self)
         return speed.step_s if speed is not None else None
 
-    @property
-    def planned_comm_share(self) -> float | None:
-        """Share of a planned step that waits for links; None if the plan has no time for the GPUs."""
-        speed = planned_speed(self)
-        return communication_s(speed) / speed.step_s if speed is not None else None
-
     def see(self, window: Line, *, steps: int) -> Verdict | None:
         """Returns the verdict once enough of the steps of this start, `steps` so far, have warmed up."""
         if self.is_judged or self.estimate is None or "loss" not in window:
@@ -139,7 +132,7 @@ def judge(run: FirstSteps, *, steps: int, estimate: Estimate) -> Verdict:
     if cause is None:
         advice, note = larger_bucket(run, estimate), _as_planned(run)
     elif cause.share < 0:
-        note = "the plan is too cautious: `dstrain calibrate` lets the next one use what this run measured"
+        note = "the plan is too cautious: `dstrain report --calibrate` lets the next one use what this run measured"
     elif cause.part is Part.DATA_WAIT:
         advice = more_workers(run, cause)
     elif cause.is_time:

@@ -95,7 +95,6 @@ def main(run_dir: Path) -> None:
     inputs = read(place)
     resume, verification = _chosen(inputs, rank, heartbeat)
     monitoring = monitoring_of(inputs, rank, is_resumed=resume is not None)
-    heartbeat.listener = monitoring.listener()
 
     def finish(end: End, error: str | None = None) -> None:
         monitoring.finish(inputs, end, error)

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dstrain.errors import DstrainError, EnvironmentProblem, Interrupted, RunFailed
-from dstrain.heartbeat import Phase
 from dstrain.monitor.mode import decide_mode, has_login
-from dstrain.monitor.notices import Notifier, Target, targets
-from dstrain.monitor.run_notices import RunNotices, described
 from dstrain.monitor.sinks.registry import Guarded, open_sinks
 from dstrain.monitor.sinks.sink import End, Setup
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
-from dstrain.train.checkpoints.node_storage import start_of
 from dstrain.train.rank import Rank
 
 if TYPE_CHECKING:
@@ -26,31 +20,11 @@ if TYPE_CHECKING:
     from dstrain.train.__main__ import Inputs
 
 
-LOOK_S = 1.0
-"""Seconds between two looks for notices."""
-
-
 class Monitoring(NamedTuple):
     """What watches a run, on rank 0."""
 
     sinks: Sequence[Guarded]
     first_steps: FirstSteps | None
-    notices: RunNotices | None = None
-    """Sends notices, if no `dstrain run` does."""
-
-    def listener(self) -> Callable[[Phase, int], None] | None:
-        """Returns what looks for new notices, at the first step and then once a second at most."""
-        if (notices := self.notices) is None:
-            return None
-        due = 0.0
-
-        def look(phase: Phase, step: int) -> None:
-            nonlocal due
-            if phase is Phase.STEP and time.monotonic() >= due:
-                notices.look(phase, step)
-                due = time.monotonic() + LOOK_S if step else 0.0
-
-        return look
 
     def finish(self, inputs: Inputs, end: End, error: str | None) -> None:
         """Closes the sinks, with the report of a run that was not stopped: that leaves seconds."""
@@ -60,15 +34,6 @@ class Monitoring(NamedTuple):
             report_to(self.sinks, inputs.run_dir, inputs.cluster, estimate=self.first_steps.estimate, how=str(end))
         for sink in self.sinks:
             sink.finish(end, error)
-        if self.notices is not None:
-            self.notices.end(_problem(end, error))
-
-
-def _problem(end: End, error: str | None) -> DstrainError | None:
-    """Returns how a run ended, as `dstrain run` tells it."""
-    if end is End.SUCCESS:
-        return None
-    return Interrupted("it was stopped") if end is End.ABORTED else RunFailed(error or "see the logs")
 
 
 def monitoring_of(inputs: Inputs, rank: Rank, *, is_resumed: bool) -> Monitoring:
@@ -76,26 +41,7 @@ def monitoring_of(inputs: Inputs, rank: Rank, *, is_resumed: bool) -> Monitoring
     if not rank.is_first:
         return Monitoring([], None)
     first_steps = _first_steps(inputs)
-    return Monitoring(_sinks(inputs, rank, first_steps, is_resumed=is_resumed), first_steps, _notices(inputs, rank))
-
-
-def _notices(inputs: Inputs, rank: Rank) -> RunNotices | None:
-    """Returns what sends notices of a run that was not started by `dstrain run`; None if nobody wants any.
-
-    A service without an address is named, and training continues.
-    """
-    if start_of(os.environ):
-        return None
-    receivers: list[Target] = []
-    for service in inputs.job.monitor.notify:
-        try:
-            receivers += targets([service], os.environ)
-        except EnvironmentProblem as error:
-            rank.say(f"{error.problem}: not sent; training continues")
-    if not receivers:
-        return None
-    what = described(inputs.job, rank.world_size)
-    return RunNotices(inputs.run_dir, what, Notifier(receivers, rank.say, time.monotonic))
+    return Monitoring(_sinks(inputs, rank, first_steps, is_resumed=is_resumed), first_steps)
 
 
 def _first_steps(inputs: Inputs) -> FirstSteps:

@@ -25,12 +25,11 @@ from dstrain.monitor.expert_loads import ExpertLoads, routers_of
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.watch import Watch
 from dstrain.monitor.machine import ram_bytes
-from dstrain.monitor.measured import measurement
 from dstrain.monitor.meter import CountingCollator, Meter
 from dstrain.monitor.metrics import Hardware, hardware
 from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
-from dstrain.monitor.windows import throughput
+from dstrain.monitor.windows import measurement, throughput
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
 from dstrain.train import job_data
@@ -157,7 +156,7 @@ class TrainingSetup:
             against=self.against,
             metrics=JsonlFile(self.run_dir.metrics) if first else None,
             health=JsonlFile(self.run_dir.health) if first else None,
-            watch=Watch(self.job.health, self._facts(first_steps)),
+            watch=Watch(self.job.health, self._facts()),
             first_steps=first_steps,
             sinks=sinks,
             say=self.rank.say,
@@ -196,15 +195,13 @@ class TrainingSetup:
             rank=self.rank,
             group=self.group,
             tokenizer=self.tokenizer,
-            facts=self._facts(first_steps),
+            facts=self._facts(),
             step_s=first_steps.planned_step_s if first_steps is not None else None,
             checkpoint_bytes=estimate.saved_bytes(only_model=self.job.save_only_model) if estimate else None,
         )
 
-    def _facts(self, first_steps: FirstSteps | None) -> Facts:
+    def _facts(self) -> Facts:
         """Returns what health rules compare with."""
-        estimate = first_steps.estimate if first_steps is not None else None
-        speed = estimate.speed if estimate is not None else None
         on_gpu = torch.cuda.is_available()
         return Facts(
             is_cross_entropy=self.job.task is not Task.DPO,
@@ -212,8 +209,6 @@ class TrainingSetup:
             max_grad_norm=self.job.max_grad_norm,
             device_bytes=torch.cuda.get_device_properties().total_memory if on_gpu else None,
             host_bytes=ram_bytes(),
-            planned_mfu=speed.mfu_ratio if speed is not None else None,
-            planned_comm_share=first_steps.planned_comm_share if first_steps is not None else None,
         )
 
     def _kind_of_trainer(self) -> Callable[..., Trainer]:

@@ -26,7 +26,7 @@ EIGHT = ("--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b")
 ASKED = (
     *(("plan", words) for words in (USUAL, (*USUAL, "--seq-len", "2048"), EIGHT)),
     ("gen-config", EIGHT),
-    *((verb, ()) for verb in ("lint", "explain", "diff")),
+    *((verb, ()) for verb in ("lint", "explain")),
 )
 """What most tests ask; dstrain remembers what it has worked out, and imports what a command needs."""
 

@@ -1,4 +1,4 @@
-"""`dstrain calibrate`, on run directories that simulated machines leave."""
+"""`dstrain report --calibrate`, on run directories that simulated machines leave."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def runs(tmp_path: Path) -> list[str]:
 
 
 def test_the_next_plans_are_those_of_the_machine(dstrain: Type, tmp_path: Path, runs: list[str]) -> None:
-    done = dstrain("calibrate", *runs, "--json", HOME=str(tmp_path))
+    done = dstrain("report", "--calibrate", *runs, "--json", HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["gpus"]["h100-sxm"]["runs"]
     for row in rows:
@@ -124,7 +124,8 @@ def test_shared_records_tell_what_the_runs_tell(dstrain: Type, tmp_path: Path, r
         assert done.returncode == 0, done.stderr
     records = [f"{place}.json" for place in runs]
     own, shared = (
-        json.loads(dstrain("calibrate", *paths, "-n", "--json").stdout)["gpus"]["h100-sxm"] for paths in (runs, records)
+        json.loads(dstrain("report", "--calibrate", *paths, "-n", "--json").stdout)["gpus"]["h100-sxm"]
+        for paths in (runs, records)
     )
     constants = {item["name"]: item["new"] for item in own["constants"]}
     assert {item["name"]: item["new"] for item in shared["constants"]} == pytest.approx(constants, rel=1e-3)
@@ -146,7 +147,7 @@ def test_a_record_that_tells_nothing_is_refused(
     dstrain("report", run(tmp_path / "run"), "--share", "run.json")
     file = tmp_path / "run.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
-    done = dstrain("calibrate", "run.json", "-n")
+    done = dstrain("report", "--calibrate", "run.json", "-n")
     assert (done.returncode, "Traceback" in done.stderr) == (3, False)
     assert problem in done.stderr
 
@@ -157,27 +158,27 @@ def test_a_dry_run_writes_nothing_and_other_gpus_keep_their_entry(
     file = tmp_path / "mine.json"
     file.write_text('{"schema": 1, "gpus": {"a100-80g": {"gemm_ratio": 0.7}}}')
     before = file.read_text()
-    done = dstrain("calibrate", *runs, "-o", "mine.json", "-n")
+    done = dstrain("report", "--calibrate", *runs, "-o", "mine.json", "-n")
     assert (done.returncode, file.read_text()) == (0, before)
     assert "nothing was written" in done.stderr
-    assert dstrain("calibrate", *runs, "-o", "mine.json").returncode == 0
+    assert dstrain("report", "--calibrate", *runs, "-o", "mine.json").returncode == 0
     after = parse(file.read_text(), "mine.json")
     assert after.of("a100-80g") == Measured(gemm_ratio=0.7)
     assert after.of("h100-sxm").context_bytes == HIDDEN.context_bytes
 
 
 def test_a_constant_that_the_runs_do_not_tell_stays_and_is_named(dstrain: Type, runs: list[str]) -> None:
-    done = dstrain("calibrate", *runs, "-n")
+    done = dstrain("report", "--calibrate", *runs, "-n")
     lines = [line for line in done.stdout.splitlines() if line.startswith("stays")]
     assert any("cpu_adam_bytes_per_s" in line for line in lines), done.stdout
     assert f"next run {MODEL}, as gen-config --seq-len" in " ".join(done.stdout.split())
-    alone = dstrain("calibrate", runs[1], "-n").stdout
+    alone = dstrain("report", "--calibrate", runs[1], "-n").stdout
     assert "context_bytes: every run has several ranks" in " ".join(alone.split())
     assert "reserved_ratio: one configuration does not tell it" in " ".join(alone.split())
 
 
 def test_the_next_run_is_named_in_options_that_plan_takes_and_narrows_the_times(dstrain: Type, runs: list[str]) -> None:
-    advice = json.loads(dstrain("calibrate", *runs, "-n", "--json").stdout)["gpus"]["h100-sxm"]["next_run"]
+    advice = json.loads(dstrain("report", "--calibrate", *runs, "-n", "--json").stdout)["gpus"]["h100-sxm"]["next_run"]
     assert advice["model"] == MODEL
     assert 0 < advice["step_error_after"] < advice["step_error_now"]
     words = ("plan", "--gpus", "8", "--gpu", "h100", "--model", MODEL, *advice["options"], "--json")
@@ -187,7 +188,7 @@ def test_the_next_run_is_named_in_options_that_plan_takes_and_narrows_the_times(
 
 def test_a_compiled_run_tells_only_its_memory_outside_of_pytorch(dstrain: Type, tmp_path: Path) -> None:
     compiled = run(tmp_path / "compiled", torch_compile=True)
-    document = json.loads(dstrain("calibrate", compiled, "-n", "--json").stdout)
+    document = json.loads(dstrain("report", "--calibrate", compiled, "-n", "--json").stdout)
     (reason,) = document["left_out"]["compiled"]
     assert reason.startswith("its step time and allocator: torch.compile")
     named = {item["name"] for item in document["gpus"]["h100-sxm"]["constants"] if item["new"] is not None}
@@ -196,19 +197,21 @@ def test_a_compiled_run_tells_only_its_memory_outside_of_pytorch(dstrain: Type, 
     record = json.loads((tmp_path / "run.json").read_text())
     record["counted"] |= {"step_s": 0.5, "reserved_bytes": 10**10}  # as earlier versions counted them
     (tmp_path / "run.json").write_text(json.dumps(record))
-    (shared,) = json.loads(dstrain("calibrate", "run.json", "-n", "--json").stdout)["left_out"].values()
+    (shared,) = json.loads(dstrain("report", "--calibrate", "run.json", "-n", "--json").stdout)["left_out"].values()
     assert shared == [reason]
 
 
 def test_the_time_of_a_slowed_run_does_not_count_and_is_said(dstrain: Type, tmp_path: Path) -> None:
     slow = run(tmp_path / "slow", health=("slowdown",))
-    done = dstrain("calibrate", slow, "--json", HOME=str(tmp_path))
+    done = dstrain("report", "--calibrate", slow, "--json", HOME=str(tmp_path))
     document = json.loads(done.stdout)
     assert document["left_out"] == {"slow": ["its step time: health rule slowdown at step 40"]}
     named = {item["name"] for item in document["gpus"]["h100-sxm"]["constants"]}
     assert named == {"context_bytes", "nccl_bytes", "reserved_ratio"}
     assert document["gpus"]["h100-sxm"]["next_run"] is None
-    assert "left out of slow: its step time: health rule slowdown" in dstrain("calibrate", slow, "-n").stdout
+    assert (
+        "left out of slow: its step time: health rule slowdown" in dstrain("report", "--calibrate", slow, "-n").stdout
+    )
 
 
 def test_bad_input_is_one_error_and_the_file_stays(dstrain: Type, tmp_path: Path) -> None:
@@ -216,10 +219,10 @@ def test_bad_input_is_one_error_and_the_file_stays(dstrain: Type, tmp_path: Path
     (tmp_path / "empty").mkdir()
     file = tmp_path / "mine.json"
     file.write_text("{")
-    done = dstrain("calibrate", good, "-o", "mine.json")
+    done = dstrain("report", "--calibrate", good, "-o", "mine.json")
     assert (done.returncode, file.read_text()) == (3, "{")
     assert "mine.json:1:2: not JSON" in done.stderr
-    done = dstrain("calibrate", good, "empty", "nowhere", HOME=str(tmp_path))
+    done = dstrain("report", "--calibrate", good, "empty", "nowhere", HOME=str(tmp_path))
     assert done.returncode == 3
     assert "empty: not the folder of a run" in done.stderr
     assert "nowhere: not the folder of a run" in done.stderr
@@ -230,6 +233,6 @@ def test_bad_input_is_one_error_and_the_file_stays(dstrain: Type, tmp_path: Path
 def test_a_damaged_run_is_refused_without_a_traceback(dstrain: Type, tmp_path: Path, name: str) -> None:
     folder = Path(run(tmp_path / "run"))
     (folder / name).write_text("[1]" if name != "metrics.jsonl" else "")
-    done = dstrain("calibrate", str(folder), HOME=str(tmp_path))
+    done = dstrain("report", "--calibrate", str(folder), HOME=str(tmp_path))
     assert done.returncode == 3, done.stdout
     assert "Traceback" not in done.stderr

@@ -19,8 +19,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
 SHELLS = {
-    "bash": (["bash", "--norc", "--noprofile", "-i"], 'eval "$(dstrain completion bash)"'),
-    "zsh": (["zsh", "-f", "-i"], 'autoload -U compinit; compinit -u -D; eval "$(dstrain completion zsh)"'),
+    "bash": (["bash", "--norc", "--noprofile", "-i"], 'eval "$(dstrain show completion bash)"'),
+    "zsh": (["zsh", "-f", "-i"], 'autoload -U compinit; compinit -u -D; eval "$(dstrain show completion zsh)"'),
 }
 """How a shell is started without the user's files, and what its own file holds."""
 TYPED = [
@@ -98,7 +98,7 @@ def test_fish_completes_what_is_typed(
     typed: str, completed: str, environment: dict[str, str], need: Callable[[object, str], None]
 ) -> None:
     need(shutil.which("fish"), "fish is not installed")
-    code = f"dstrain completion fish | source; complete -C '{typed}'"
+    code = f"dstrain show completion fish | source; complete -C '{typed}'"
     done = subprocess.run(
         ["fish", "--no-config", "-c", code], env=environment, capture_output=True, text=True, check=True
     )
@@ -106,6 +106,6 @@ def test_fish_completes_what_is_typed(
 
 
 def test_another_shell_is_refused_with_the_nearest(dstrain: Callable[..., Any]) -> None:
-    done = dstrain("completion", "bsh")
+    done = dstrain("show", "completion", "bsh")
     assert done.returncode == 2
     assert "did you mean bash?" in done.stderr

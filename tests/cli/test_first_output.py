@@ -17,9 +17,6 @@ Type = Callable[..., Any]
 COLUMNS, ROWS = 80, 24
 MODEL = ("--gpus", "16", "--model", "qwen3-32b")
 FITS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "adopt": ((),),
-    "calibrate": (("output",),),
-    "diff": ((),),
     "doctor": ((),),
     "explain": (("overlap_comm",), ("zero_optimization.stage",)),
     "gen-config": (MODEL, ("--seq-len", "8192"), ("--gpus", "1", "--gpu", "4090", "--model", "qwen3-32b")),
@@ -35,23 +32,21 @@ FITS: dict[str, tuple[tuple[str, ...], ...]] = {
     "script prepare": ((),),
     "status": ((),),
     "stop": ((),),
-    "templates eject": ((),),
-    "templates list": ((),),
+    "show template": ((),),
     "tune": (("-n", "--candidates", "3"),),
-    "watch": ((),),
 }
 """Command → what is typed after it, in the folder of a plan for 16 GPUs whose batch was edited."""
 LONGER = {
-    "completion": "a script for a shell",
+    "show completion": "a script for a shell",
     "data prepare": "the counts of every data set",
     "data show": "a sample as long as it is",
     "explain ds_config.json": "every key of the file, with what it does",
     "demo": "the log of a training run",
     "export": "the log of Transformers, which merges",
-    "export-config": "the files, where nothing is written",
+    "script accelerate": "the files, where nothing is written",
     "import": "every key of another tool's file that has no counterpart",
     "logs": "the log of a training run",
-    "schema": "a JSON document for editors",
+    "show schema": "a JSON document for editors",
 }
 """Command, or a command line → what it prints that no screen holds."""
 

@@ -317,7 +317,7 @@ def test_edits_that_do_not_fit_are_named_with_what_they_need(dstrain: Type, tmp_
     told = r"edits    the files keep yours, too large: [\d.]+ [GT]iB per GPU, [\d.]+ [GT]iB usable\n"
     assert re.search(told, done.stderr), done.stderr
     assert json.loads(done.stdout)["with_edits"]["fits"] is False
-    assert done.stderr.endswith("dstrain diff\n")
+    assert done.stderr.endswith("dstrain explain --edits\n")
     job.write_text(re.sub(r"(?m)^seq_len: .*", "seq_len: -1", job.read_text()))
     done = dstrain("gen-config", "--json")
     found = json.loads(done.stdout)["with_edits"]
@@ -349,7 +349,7 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_written(
 def test_a_file_without_a_lock_is_not_overwritten(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("model: mine\n")
     done = dstrain(*PLAN)
-    assert (done.returncode, "dstrain adopt" in done.stderr) == (6, True)
+    assert (done.returncode, "dstrain gen-config --adopt" in done.stderr) == (6, True)
     assert files(tmp_path) == {"job.yaml"}
 
 
@@ -594,7 +594,7 @@ def test_data_that_does_not_exist_yet_is_named_where_it_will_be(dstrain: Type, t
 
 
 def test_a_template_that_makes_another_zero_is_refused(dstrain: Type, tmp_path: Path) -> None:
-    dstrain("templates", "eject", "zero3.json.j2", "--dir", "mine")
+    dstrain("show", "template", "zero3.json.j2", "--dir", "mine")
     partial = tmp_path / "mine" / "_zero3.json.j2"
     partial.write_text(partial.read_text().replace('"stage": 3', '"stage": 0'))
     done = dstrain(*PLAN, "--template-dir", "mine")
@@ -621,7 +621,7 @@ def test_named_hosts_share_the_gpus(dstrain: Type, tmp_path: Path) -> None:
 
 
 def test_the_template_of_a_folder_is_used(dstrain: Type, tmp_path: Path) -> None:
-    dstrain("templates", "eject", "zero3.json.j2", "--dir", "mine")
+    dstrain("show", "template", "zero3.json.j2", "--dir", "mine")
     template = tmp_path / "mine" / "zero3.json.j2"
     template.write_text(
         template.read_text().replace('"zero_optimization"', '"dump_state": true,\n  "zero_optimization"')
@@ -631,7 +631,7 @@ def test_the_template_of_a_folder_is_used(dstrain: Type, tmp_path: Path) -> None
 
 
 def test_templates_that_only_the_lock_names_are_not_used(dstrain: Type, tmp_path: Path) -> None:
-    dstrain("templates", "eject", "--dir", "mine")
+    dstrain("show", "template", "--dir", "mine")
     assert dstrain(*PLAN, "--template-dir", "mine").returncode == 0
     for words in ([], ["-n"], ["--seq-len", "2048"]):
         done = dstrain("gen-config", *words)
@@ -644,8 +644,8 @@ def test_a_lock_names_no_files_of_others(dstrain: Type, tmp_path: Path) -> None:
     dstrain(*PLAN)
     lock = tmp_path / ".dstrain" / "lock.json"
     lock.write_text(lock.read_text().replace('"hostfile":', '"../hostfile":'))
-    for verb in ("gen-config", "diff"):
-        done = dstrain(verb)
+    for verb in (("gen-config",), ("explain", "--edits")):
+        done = dstrain(*verb)
         assert (done.returncode, '"../hostfile" is not a file that dstrain generates' in done.stderr) == (3, True)
 
 
@@ -701,7 +701,7 @@ def test_a_broken_lock_says_what_to_do(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / ".dstrain" / "lock.json").write_text("<<<<<<< HEAD")
     done = dstrain("gen-config", "--gpus", "8", "--model", "qwen3-8b")
     assert done.returncode == 3
-    assert "dstrain adopt" in done.stderr
+    assert "dstrain gen-config --adopt" in done.stderr
 
 
 def test_of_six_at_once_the_files_are_of_one_plan_and_the_others_say_so(tmp_path: Path) -> None:
@@ -726,7 +726,7 @@ def test_while_another_one_writes_it_is_refused(dstrain: Type, tmp_path: Path) -
     dstrain(*PLAN)
     before = (tmp_path / "job.yaml").read_text()
     with alone(tmp_path / LOCK, "writes"):
-        done, adopting = dstrain(*PLAN, "--seq-len", "2048"), dstrain("adopt")
+        done, adopting = dstrain(*PLAN, "--seq-len", "2048"), dstrain("gen-config", "--adopt")
     assert (done.returncode, adopting.returncode) == (6, 6)
     assert "another dstrain writes into this folder" in done.stderr
     assert (tmp_path / "job.yaml").read_text() == before
@@ -783,3 +783,11 @@ def test_after_edits_that_run_refuses_lint_comes_next(dstrain: Type, tmp_path: P
     again = dstrain("gen-config")
     assert "next: dstrain lint" in again.stderr, again.stderr
     assert dstrain("lint").returncode == dstrain("run", "-n").returncode == 3
+
+
+@pytest.mark.parametrize(("verb", "first"), [("plan", 8), ("gen-config", 10)])
+def test_the_help_has_sections_of_options_and_ten_come_first(dstrain: Type, verb: str, first: int) -> None:
+    sections = dict(re.findall(r"^(\w[\w ]+):\n((?:  .*\n)+)", dstrain(verb, "--help").stdout, flags=re.MULTILINE))
+    assert list(sections)[-6:] == ["First", "Machines", "Training", "Memory and speed", "Images", "Output"]
+    assert len(re.findall(r"^  -", sections["First"], flags=re.MULTILINE)) == first
+    assert len(re.findall(r"^  -", sections["Output"], flags=re.MULTILINE)) <= 10

@@ -114,7 +114,7 @@ def test_ligers_kernels_are_kept_where_liger_has_them(
 
 def test_afterwards_gen_config_keeps_what_the_file_says(dstrain: Type, tmp_path: Path, train: Path) -> None:
     dstrain("import", train.name, *MACHINE)
-    assert "lr_scheduler_type" in dstrain("diff").stdout
+    assert "lr_scheduler_type" in dstrain("explain", "--edits").stdout
     assert dstrain("gen-config", "--seq-len", "2048").returncode == 0
     job = read_job(tmp_path / "job.yaml").job
     assert (job.seq_len, job.micro_batch, job.learning_rate, job.lr_scheduler_type) == (2048, 2, 2e-5, "linear")
@@ -281,7 +281,7 @@ def test_settings_that_do_not_fit_are_written_and_said(dstrain: Type, tmp_path: 
     done = dstrain("import", "ds.json", "--model", "qwen3-8b", "--gpus", "4", "--gpu", "h100", "-o", "job")
     assert (done.returncode, "as it is, it does not fit" in done.stdout) == (0, True), done.stderr
     assert '"train_micro_batch_size_per_gpu": 64' in (tmp_path / "job" / "ds_config.json").read_text()
-    assert done.stderr.splitlines()[-1].endswith(": dstrain diff job")
+    assert done.stderr.splitlines()[-1].endswith(": dstrain explain --edits job")
 
 
 HINTS = {

@@ -62,7 +62,7 @@ def test_a_terminal_that_is_not_utf_8_shows_what_it_can(dstrain: Type) -> None:
 
 def test_a_full_disk_is_one_clear_error() -> None:
     with Path("/dev/full").open("w") as full:
-        line = [sys.executable, "-m", "dstrain.cli", "schema"]
+        line = [sys.executable, "-m", "dstrain.cli", "show", "schema"]
         done = subprocess.run(
             line,
             stdout=full,
@@ -79,7 +79,7 @@ def test_a_full_disk_is_one_clear_error() -> None:
 PLAN = "plan --model qwen3-8b --gpus 8 --gpu h100"
 
 
-@pytest.mark.parametrize("words", ["schema", "run --help", "explain overlap_comm --json", PLAN])
+@pytest.mark.parametrize("words", ["show schema", "run --help", "explain overlap_comm --json", PLAN])
 def test_a_reader_that_is_gone_ends_any_command_silently_by_sigpipe(words: str) -> None:
     read, write = os.pipe()
     os.close(read)

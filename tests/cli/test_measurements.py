@@ -20,7 +20,7 @@ from dstrain.launch.prepare.lint_job import lint_text
 from dstrain.launch.prepare.prepare import prepare
 from dstrain.plan.estimate import estimate
 from dstrain.plan.estimate_records import Estimate
-from tests.cli.test_diff import edit
+from tests.cli.test_edits import edit
 from tests.cli.test_gen_config import Type
 
 PLAN = ("gen-config", "--hosts", "gpu[01-02]", "--gpu", "a100", "--model", "qwen3-8b", "--data", "train.jsonl")
@@ -99,6 +99,6 @@ def test_a_measurement_changes_what_each_verb_says_of_the_same_files(dstrain: Ty
 def test_diff_counts_with_them_too(dstrain: Type, home: Path, tmp_path: Path) -> None:
     planned(dstrain, tmp_path)
     edit(tmp_path / "job.yaml", "seq_len: 4096", "seq_len: 2048")
-    before = dstrain("diff", HOME=str(tmp_path / "home")).stdout
+    before = dstrain("explain", "--edits", HOME=str(tmp_path / "home")).stdout
     measured_links.save(SLOW, str(home / "links.json"))
-    assert dstrain("diff", HOME=str(tmp_path / "home")).stdout != before
+    assert dstrain("explain", "--edits", HOME=str(tmp_path / "home")).stdout != before

@@ -21,11 +21,8 @@ ONE = {"--gpus": "2", "--gpu": "4090", "--model": "qwen3-0.6b", "--seq-len": "25
 ONE |= {"--offload": "none", "--micro-batch": "1", "--grad-ckpt": ""}
 SCRIPT = {"": ("job.yaml",), "--nodes": "1", "--gpus": "1", "-n": ""}
 BASE: dict[str, dict[str, Any]] = {
-    "adopt": {"-n": ""},
-    "calibrate": {"": ("run",), "-n": ""},
     "explain": {"": ("gradient_clipping",)},
     "export": {"": ("adapter", "out"), "-n": ""},
-    "export-config": {"": ("torchrun",), "-n": ""},
     "gen-config": {**ONE, "-n": "", "-o": "new"},
     "import": {"": ("import.yaml",), "--gpus": "2", "--gpu": "4090", "--model": "qwen3-0.6b", "-n": "", "-o": "new"},
     "hostfile write": {"": ("gpu[1-2]:2",), "-n": ""},
@@ -35,13 +32,13 @@ BASE: dict[str, dict[str, Any]] = {
     "report": {"": ("run",)},
     "run": {"-n": "", "--no-doctor": ""},
     **{f"script {name}": SCRIPT for name in ("slurm", "bash")},
+    "script accelerate": {"-n": ""},
     "script k8s": {**SCRIPT, "--image": "image"},
     "script prepare": {"": ("job.yaml",)},
     "status": {"": ("run",)},
     "stop": {"": ("run",), "-n": ""},
-    "templates eject": {"-n": "", "--dir": "mine"},
+    "show template": {"-n": "", "--dir": "mine"},
     "tune": {"-n": ""},
-    "watch": {"": ("run",)},
 }
 """What a verb is typed with, so that it is quick and changes nothing; an argument is under an empty name."""
 PARSED = {("demo", None), ("doctor", None), ("logs", "--follow"), ("hostfile check", "--reach"), ("export", None)}
@@ -154,7 +151,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("import.yaml").write_text("\n".join(lines), encoding="utf-8")
         one = [word for key, value in ONE.items() for word in ([key, value] if value else [key])]
         assert type_("gen-config", *one, "--data", "train.jsonl")[0] == 0
-        assert type_("templates", "eject", "--dir", "mine")[0] == 0
+        assert type_("show", "template", "--dir", "mine")[0] == 0
     return place
 
 

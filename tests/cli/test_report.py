@@ -29,7 +29,7 @@ def test_the_verdict_comes_first_and_the_plan_beside_it(dstrain: Type, tmp_path:
     assert "+25.0 % (plan ± " in rows["time of a step"]
     assert "-20.0 %" in rows["tokens/s per GPU"]
     assert "waiting for data" in rows["differs most"]
-    assert "`dstrain calibrate output`" in rows["next"]
+    assert "`dstrain report output --calibrate`" in rows["next"]
     assert "\x1b" not in done.stdout
 
 

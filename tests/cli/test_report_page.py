@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from dstrain.cli.output.heat_map import LEGEND
-from dstrain.cli.output.report_page import CHINESE
 from dstrain.job.monitor import HealthRule
 from dstrain.launch.run.state import GONE, Stage
 from dstrain.monitor.comparison import Part, Quantity
 from dstrain.monitor.expert_balance import EVENT, load_map
 from dstrain.oom import Part as Held
 from dstrain.records import to_data
+from dstrain.report.heat_map import LEGEND
+from dstrain.report.page import CHINESE
 from dstrain.report.report import UNKNOWN
 from tests.cli.browser import assert_stands_alone, parsed, shown
 from tests.cli.conftest import Server

@@ -374,7 +374,7 @@ VERBS = [
     ("doctor", "job.yaml"),
     ("tune", "-n"),
     ("lint",),
-    ("export-config", "torchrun", "-n"),
+    ("script", "accelerate", "-n"),
     *(("script", kind, "-n") for kind in ("slurm", "bash")),
     ("script", "k8s", "--image", "x", "-n"),
     ("script", "prepare"),

@@ -17,7 +17,7 @@ import pytest
 from dstrain.cli.output.tune import Row, verdict, winner
 from dstrain.config.edits.lock import read_lock
 from dstrain.launch.run.trial import Ending, Trial
-from dstrain.monitor.measured import measurement
+from dstrain.monitor.windows import measurement
 from dstrain.plan.estimate import assess
 from tests.cases import ask
 from tests.cli.test_run import change, job

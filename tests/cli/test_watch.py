@@ -1,4 +1,4 @@
-"""`dstrain watch`: a run that goes on while it is watched, on a terminal and piped, and runs that ended badly."""
+"""`dstrain status --watch`: a run that goes on meanwhile, on a terminal and piped, and runs that ended badly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.cli.conftest import ROOT
 from tests.report.runs import collectives, gpu_run, judged, night
 
 Type = Callable[..., Any]
-WATCH = (sys.executable, "-P", "-m", "dstrain.cli", "watch", "output", "--every", "0.1")
+WATCH = (sys.executable, "-P", "-m", "dstrain.cli", "status", "--watch", "output", "--every", "0.1")
 
 
 class Training:
@@ -118,7 +118,7 @@ def _read_until(terminal: int, text: str) -> str:
 
 def test_memory_and_speed_stand_beside_the_plan(dstrain: Type, tmp_path: Path) -> None:
     gpu_run(tmp_path / "output", slower=2)
-    done = dstrain("watch")
+    done = dstrain("status", "--watch")
     assert (done.returncode, done.stderr) == (0, "")
     _, step, _ = done.stdout.splitlines()
     assert "(-50 % of the plan)" in step
@@ -128,7 +128,7 @@ def test_memory_and_speed_stand_beside_the_plan(dstrain: Type, tmp_path: Path) -
 def test_the_checks_the_first_steps_and_collectives_are_shown(dstrain: Type, tmp_path: Path) -> None:
     judged(gpu_run(tmp_path / "output", slower=1.5, waits=1 / 3, more=collectives(least=2.0)))
     (tmp_path / "output" / "summary.json").write_text(json.dumps({"steps": 40}))
-    done = dstrain("watch", "output")
+    done = dstrain("status", "--watch", "output")
     assert "first steps: after step 20: waiting for data" in done.stdout
     assert "% in collectives (" in done.stdout
 
@@ -138,6 +138,6 @@ def test_a_run_that_was_killed_is_told_and_is_a_failure(dstrain: Type, tmp_path:
     state = json.loads((folder / "state.json").read_text())
     gone = state | {"stage": "running", "host": socket.gethostname(), "start_ticks": 1, "exit_code": None}
     (folder / "state.json").write_text(json.dumps(gone))
-    done = dstrain("watch")
+    done = dstrain("status", "--watch")
     assert done.returncode == 1
     assert "gone: `dstrain run` was killed" in done.stdout

@@ -177,14 +177,14 @@ def test_a_job_variable_needs_a_legal_name() -> None:
 
 def test_secrets_go_to_the_secrets_and_not_to_the_environment_file() -> None:
     env = {"HF_TOKEN": "hf_x", "SWANLAB_API_KEY": "k", "GITHUB_TOKEN": "not ours", "HF_ENDPOINT": "http://u:p@h"}
-    job = {"FEISHU_WEBHOOK": "https://hook", "PLAIN": "1"}
+    job = {"SWANLAB_NOTIFY_BARK_KEY": "b", "PLAIN": "1"}
     user = "WANDB_API_KEY='w'\n"
     carried = secrets(env, job, user)
     assert carried == {
         "HF_TOKEN": "hf_x",
         "SWANLAB_API_KEY": "k",
         "HF_ENDPOINT": "http://u:p@h",
-        "FEISHU_WEBHOOK": "https://hook",
+        "SWANLAB_NOTIFY_BARK_KEY": "b",
         "WANDB_API_KEY": "w",
     }
     assert file_text(for_nodes(env, job, user)) == "PLAIN=1\n"

@@ -11,8 +11,8 @@ import pytest
 from dstrain.choices import Method, Precision
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
-from dstrain.monitor.measured import measurement
 from dstrain.monitor.metrics import Hardware, Reading, hardware, scalars, summarize, without_nonfinite
+from dstrain.monitor.windows import measurement
 
 NAN = float("nan")
 ONE = Reading(

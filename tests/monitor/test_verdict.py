@@ -162,7 +162,7 @@ def test_overlap_comm_is_proposed_with_what_it_brings_by_the_plan(tmp_path: Path
 def test_a_faster_run_than_planned_is_worth_a_calibration(tmp_path: Path) -> None:
     verdict, _, _ = judged(gpu_run(tmp_path / "run", slower=0.7))
     assert verdict.advice is None
-    assert "dstrain calibrate" in verdict.note
+    assert "dstrain report --calibrate" in verdict.note
 
 
 def test_memory_beyond_the_plan_that_fits_needs_no_change(tmp_path: Path) -> None:

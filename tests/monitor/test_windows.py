@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.monitor.measured import measurement
-from dstrain.monitor.windows import START, counted, settled
+from dstrain.monitor.windows import START, counted, measurement, settled
 
 
 def windows(times: Sequence[float], *, steps: int = 1, start: int = 0, tokens: float = 800.0) -> list[dict[str, Any]]:

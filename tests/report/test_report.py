@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 from dstrain.cli import status
-from dstrain.cli.output.report import document, lines
-from dstrain.cli.output.report_page import page
-from dstrain.cli.output.report_table import lines as table_lines
-from dstrain.cli.output.report_table import table
 from dstrain.errors import InvalidConfig
 from dstrain.launch.run import state
 from dstrain.launch.run.state import Stage, StateWriter, note_restart
+from dstrain.report.page import page
 from dstrain.report.recorded import read
 from dstrain.report.report import Report, differing, report
+from dstrain.report.table import lines as table_lines
+from dstrain.report.table import table
+from dstrain.report.text import document, lines
 from dstrain.rundir import RunDir
 from tests.draws import Draw
 from tests.report.runs import BEGAN, NIGHT, gpu_run, night, out_of_memory

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from dstrain.choices import Method
-from dstrain.cli.output.report import lines as lines_of
 from dstrain.facts.probe import read_model
 from dstrain.job.model_changes import Lora
 from dstrain.monitor.sinks.jsonl import read_jsonl
@@ -26,6 +25,7 @@ from dstrain.preflight import CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.report.recorded import read as read_run
 from dstrain.report.report import report
+from dstrain.report.text import lines as lines_of
 from dstrain.rundir import RunDir, is_whole
 from dstrain.train.__main__ import read
 from tests.train.engine import Engine

@@ -20,7 +20,7 @@ from dstrain.facts.model.families import from_config
 from dstrain.facts.probe import read_model
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.launch.scripts.exports import Target, export
+from dstrain.launch.scripts.exports import ExportEngine, export
 from dstrain.plan.memory.params import trained
 from dstrain.rundir import RunDir
 from dstrain.train.__main__ import read
@@ -194,7 +194,7 @@ def test_an_exported_script_adapts_the_modules_of_a_run(tmp_path: Path, family: 
     model = made(family)
     job = Job(model="m", output_dir="o", data="d.jsonl", method=Method.LORA)
     two = Hosts(hosts=(Host(name="localhost", slots=2),), name="h")
-    (tmp_path / "train.py").write_text(export(job, {}, two, Target.TORCHRUN).files["train.py"])
+    (tmp_path / "train.py").write_text(export(job, {}, two, ExportEngine.DDP).files["train.py"])
     targets = runpy.run_path(str(tmp_path / "train.py"), run_name="script")["targets_of"](model, "all-linear")
     theirs = get_peft_model(made(family), LoraConfig(target_modules=targets, task_type="CAUSAL_LM"))
     ours = with_adapter(model, Lora(), grad_ckpt=False, dtype=torch.float32)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
@@ -243,3 +244,23 @@ _GENERATED = frozenset(parameter.name for parameter in click.command(DATA(facts_
 def is_generated(given: Iterable[str]) -> bool:
     """Returns whether gen-config has all of these options."""
     return _GENERATED.issuperset(given)
+
+
+SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "First": ("model", "data", "gpus", "gpu", "hosts", "method", "seq_len", "global_batch", "out", "dry_run"),
+        "Machines": (*("hostfile", "gpus_per_node", "gpu_memory_limit", "host_memory", "nvme", "interconnect"),),
+        "Training": (
+            *("task", "optimizer", "lr_scaling", "precision", "loss", "rope_scaling", "packing", "eval_data", "hub"),
+            *("lora_rank", "lora_targets", "lora_target_parameters", "lora_dropout"),
+        ),
+        "Memory and speed": (
+            *("zero_stage", "offload", "offload_ratio", "hpz", "micro_batch", "grad_accum", "grad_ckpt"),
+            *("grad_ckpt_every_n_layers", "activation_offload", "tiled_mlp", "attn", "liger", "torch_compile", "qwz"),
+            *("qgz", "sp", "tp", "ep"),
+        ),
+        "Images": (*("image_patches", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),),
+    }
+)
+"""Sections of the help of a command that plans → their options, the ones that matter first in the first; what is in
+none of them is about the output."""

@@ -90,7 +90,7 @@ def next_lines(
         steps.append("pip install 'dstrain[kernels]'")
     if parse_yaml(files["job.yaml"], "job.yaml")[0].get("data") is None:
         steps.append(f"name your training data in {where}job.yaml")
-    command, path = ("dstrain run", f"{where}job.yaml") if with_edits["fits"] else ("dstrain diff", f"{out}")
+    command, path = ("dstrain run", f"{where}job.yaml") if with_edits["fits"] else ("dstrain explain --edits", f"{out}")
     if has_errors:
         command, path = "dstrain lint", f"{where}ds_config.json"
     steps.append(f"{command} {path}" if where else command)

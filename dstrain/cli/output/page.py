@@ -1,28 +1,15 @@
-"""Writes HTML pages: one file each that needs nothing else, in English and Chinese, light and dark."""
+"""Writes HTML pages to the files that `--html` names."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from dstrain.cli.console import say
 from dstrain.errors import Conflict, EnvironmentProblem
 from dstrain.paths import write_atomic
-
-
-def signature(kind: str) -> str:
-    """Returns the beginning of a page of a kind, `plan` or `report`; only a file that begins so is replaced."""
-    return f"<!doctype html>\n<!-- dstrain {kind} -->\n"
-
-
-def render(kind: str, data: Mapping[str, Any]) -> str:
-    """Returns the page that the template of a kind makes from its data."""
-    from dstrain.config.templates.templates import render_page  # Jinja is needed only where a page is written
-
-    return render_page(Path(__file__).with_name(f"page.{kind}.html.j2"), {"data": data, "kind": kind})
+from dstrain.report.html import signature
 
 
 def check(path: Path, kind: str) -> None:

@@ -15,8 +15,7 @@ from dstrain.cli.console import talk
 from dstrain.cli.options.question import PlanInputs
 from dstrain.cli.options.typed import spelled
 from dstrain.cli.output.memory_bars import PARTS, part_bytes
-from dstrain.cli.output.page import render
-from dstrain.cli.output.plan import UNKNOWN, considered, plan_document, table_row
+from dstrain.cli.output.plan import considered, plan_document, table_row
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
@@ -24,18 +23,8 @@ from dstrain.plan.search.decide import Survey
 from dstrain.plan.search.grid import Axes, Point, axes, points
 from dstrain.plan.search.infeasible import NO_WAY, Way
 from dstrain.plan.search.search_space import global_batch
+from dstrain.report.html import CHINESE, render
 from dstrain.units import GIB
-
-# fmt: off
-CHINESE: Mapping[str, str] = {
-    "parameters": "参数", "gradients": "梯度", "optimizer": "优化器", "engine buffers": "引擎缓冲区",
-    "whole layers": "聚集的整层", "activations": "激活", "logits": "logits", "CUDA, fragments": "CUDA 与碎片",
-    "compute": "计算", "GPU memory": "显存带宽", "launches": "内核启动", "GPU links": "GPU 间链路", "network": "网络",
-    "CPU step": "CPU 优化器", "PCIe": "PCIe", "NVMe": "NVMe", "allocator": "分配器", UNKNOWN: "-",
-    "given": "给定", "measured": "本机实测", "assumed": "假设",
-}
-"""What the planner names → the same in Chinese."""
-# fmt: on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

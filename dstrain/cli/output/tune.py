@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.launch.run.trial import Ending, Trial
-from dstrain.monitor.measured import is_slower
+from dstrain.monitor.windows import is_slower
 from dstrain.plan.estimate_records import Estimate
 from dstrain.records import to_data
 from dstrain.units import counted, format_bytes, format_seconds

@@ -7,7 +7,6 @@ from typing import Any
 
 from rich.text import Text
 
-from dstrain.cli.output.report import checks_text, edit_text, first_text, restart_text, verdict
 from dstrain.config.lint.finding import printable
 from dstrain.monitor.best_model import best_model
 from dstrain.monitor.comparison import Quantity
@@ -16,6 +15,7 @@ from dstrain.monitor.windows import number, series
 from dstrain.paths import shown
 from dstrain.report.progress import seconds_left
 from dstrain.report.report import Report
+from dstrain.report.text import checks_text, edit_text, first_text, restart_text, verdict
 from dstrain.units import format_bytes, format_seconds
 from dstrain.wrapping import wrapped
 

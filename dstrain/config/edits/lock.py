@@ -79,8 +79,8 @@ def read_lock(folder: Path) -> Lock | None:
             raise InvalidConfig(f'{path}: "{others[0]}" is not a file that dstrain generates')
         return lock
     except InvalidConfig as error:
-        place = "" if folder == Path() else f" {folder}"
-        hint = f"Restore it from version control, or: mv {path} {path}.old && dstrain adopt{place}"
+        place = "" if folder == Path() else f" -o {folder}"
+        hint = f"Restore it from version control, or: mv {path} {path}.old && dstrain gen-config{place} --adopt"
         raise InvalidConfig(error.problem, hint=error.hint or hint) from None
 
 

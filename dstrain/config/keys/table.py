@@ -140,7 +140,7 @@ def _did_you_mean(text: str) -> str:
     name = nearest(text.rsplit(".", 1)[-1], {path[-1] for path in KEYS})
     ends = sorted((path for path, parts in paths.items() if parts[-1] == name), key=_by_use)
     if not ends:
-        return "dstrain schema prints every key."
+        return "dstrain show schema prints every key."
     more = f" (or {len(ends) - 1} more with that name)" if len(ends) > 1 else ""
     return f'Did you mean "{ends[0]}"{more}?'
 

@@ -76,7 +76,7 @@ def config_folders(override: Path | None) -> list[Path]:
     if override is not None and not any((override / path.name).is_file() for path in shipped("ds_templates").iterdir()):
         raise InvalidConfig(
             f"--template-dir {override}: the folder does not exist, or contains no template",
-            hint=f"dstrain templates eject --dir {override}",
+            hint=f"dstrain show template --dir {override}",
         )
     return [folder for folder in (override, shipped("ds_templates")) if folder is not None]
 

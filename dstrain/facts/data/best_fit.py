@@ -1,6 +1,6 @@
 """Packs short samples into rows, best fit first; no sample is split.
 
-It needs NumPy alone: `dstrain export-config` writes it beside the script that trains on the same rows.
+It needs NumPy alone: `dstrain script accelerate` writes it beside the script that trains on the same rows.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def detach(run_dir: RunDir, arguments: Sequence[str], say: Callable[[str], None]
     if _stage(run_dir, child.pid) in {None, Stage.STARTING} and child.poll() is None:
         say(f"still starting after {TIMEOUTS.detach_s:.0f} s; `dstrain status` reports a later failure")
     say(f"running in the background as process {child.pid}, writing to {shown(str(log))}")
-    verbs = ("watch", "loss, speed, memory"), ("status", "its state"), ("logs -f", "its output"), ("stop", "stop it")
-    for verb, what in verbs:
+    verbs = {"status --watch": "loss, speed, memory", "status": "its state", "logs -f": "its output", "stop": "stop it"}
+    for verb, what in verbs.items():
         say(f"  dstrain {verb} {folder}  # {what}")
     if _is_killed_at_logout():
         say("note     systemd ends your processes at logout; `loginctl enable-linger` keeps them")

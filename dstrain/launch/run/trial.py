@@ -27,8 +27,8 @@ from dstrain.launch.run import state
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.run.supervisor import Policy, Reporter, Supervisor
 from dstrain.launch.timeouts import Timeouts
-from dstrain.monitor.measured import Measurement, is_slower, measurement
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.monitor.windows import Measurement, is_slower, measurement
 from dstrain.paths import write_atomic
 from dstrain.plan.configuration import Configuration
 from dstrain.records import load_json, to_data, to_json, type_config

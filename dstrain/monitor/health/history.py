@@ -20,7 +20,7 @@ FALLEN = 3.0
 _SMALLEST_SCALE = 0.01
 """Smallest scale of a deviation, as a share of the median: a series that hardly varies would make any change large."""
 _EMA_STEPS = 50
-_LOADS = ("expert_load_cv", "expert_load_max_over_mean", "dead_experts", "experts")
+_LOADS = ("expert_load_max_over_mean", "dead_experts", "experts")
 _RESUMED = ("step", "loss", "grad_norm", "learning_rate", *_LOADS)
 """What a resumed run compares with its earlier start."""
 
@@ -39,10 +39,6 @@ class Facts:
     """Memory of a GPU."""
     host_bytes: int | None = None
     """RAM of a node."""
-    planned_mfu: float | None = None
-    """MFU of the plan, 0…1."""
-    planned_comm_share: float | None = None
-    """Share of a step in which the plan expects ranks to wait for collectives, 0…1."""
 
 
 class History:
@@ -70,10 +66,6 @@ class History:
         self._earlier_losses: dict[int, float] = {}
         self.num_windows = 0
         """All windows since the start."""
-        self.loss_ratios: deque[tuple[int, float]] = deque(maxlen=WINDOWS)
-        """(step, moving average of the loss over its best so far)."""
-        self.peaks_by_rank: list[float] = []
-        """Largest peak of each rank so far, in bytes."""
         self._average = self._best = math.nan
         self.last_good_step = 0
         """The step before the one at which the moving average of the loss was lowest: that loss is of these weights."""
@@ -107,11 +99,8 @@ class History:
         norm = values.get("grad_norm")
         if isinstance(norm, float) and math.isfinite(norm) and len(self.first_norms) < FEWEST:
             self.first_norms.append(norm)
-        if "expert_load_cv" in values and len(self.first_loads) < FEWEST:
+        if "dead_experts" in values and len(self.first_loads) < FEWEST:
             self.first_loads.append({name: values[name] for name in _LOADS})
-        peaks = values.get("peak_bytes_by_rank") or []
-        earlier = self.peaks_by_rank or [0.0] * len(peaks)
-        self.peaks_by_rank = [max(pair) for pair in zip(earlier, peaks, strict=True)] if peaks else earlier
 
     def _follow_loss(self, values: Mapping[str, Any], elapsed: int) -> None:
         loss = values["loss"]
@@ -126,7 +115,6 @@ class History:
         self._average += (1 - math.exp(-elapsed / _EMA_STEPS)) * (loss - self._average)
         if self._average <= self._best:
             self._best, self.last_good_step = self._average, values["step"] - 1
-        self.loss_ratios.append((values["step"], self._average / self._best if self._best > 0 else 1.0))
 
     @property
     def fall(self) -> tuple[float, float]:

@@ -19,34 +19,43 @@ def packing_gain(_history: History, share: float) -> str:
     return f"without it, the same time would train up to {1 / max(1 - share, 0.01):.1f} × the tokens"
 
 
-def gpu_memory_pace(history: History, _records: float) -> str:
-    """Returns how fast the peak of the fullest GPU grows, and when the GPU is full at that pace.
-
-    Free is what neither that peak nor other owners (CUDA contexts, NCCL) have. Fragments of the allocator are left out,
-    so that memory may end earlier.
-    """
-    name = "peak_bytes_per_gpu"
-    pace, total = _pace(history, name, signals.grown_windows(history, name)), history.facts.device_bytes
-    peak = history.newest(name)
-    if pace is None or peak is None:
-        return ""
-    outside = max(history.windows[-1].get("outside_bytes_by_rank") or [0.0])
-    left = None if total is None else max(0.0, total - outside - peak) / pace
-    return f"it grows by {format_bytes(pace)} a step{_until(history, 'the GPU', left)}"
-
-
-def host_memory_pace(history: History, _records: float) -> str:
-    """Returns how fast the memory of the fullest rank grows, and when the fullest node's RAM is full: at the pace of
-    that rank, or of all processes of the node, such as other ranks and data workers, if that is faster.
-    """
-    name, used = "host_bytes_max", "host_used_share"
-    windows, total = signals.grown_windows(history, name), history.facts.host_bytes
-    pace, share = _pace(history, name, windows), history.newest(used)
+def memory_pace(history: History, _records: float) -> str:
+    """Returns how fast the memory grows that grew longest, and when it is full at that pace."""
+    windows = {name: signals.grown_windows(history, name) for name in signals.MEMORIES}
+    name = max(windows, key=windows.__getitem__)
+    pace = _pace(history, name, windows[name])
     if pace is None:
         return ""
+    if name == signals.GPU_PEAK:
+        left = _gpu_left(history, pace)
+        return f"the GPU's peak grows by {format_bytes(pace)} a step{_until(history, 'the GPU', left)}"
+    left = _host_left(history, pace, windows[name])
+    return f"a rank's RAM grows by {format_bytes(pace)} a step{_until(history, 'the RAM of its node', left)}"
+
+
+def _gpu_left(history: History, pace: float) -> float | None:
+    """Returns the steps until the fullest GPU is full; None if they are unknown.
+
+    Free is what neither the peak nor other owners (CUDA contexts, NCCL) have. Fragments of the allocator are left out,
+    so that memory may end earlier.
+    """
+    peak, total = history.newest(signals.GPU_PEAK), history.facts.device_bytes
+    if total is None or peak is None:
+        return None
+    outside = max(history.windows[-1].get("outside_bytes_by_rank") or [0.0])
+    return max(0.0, total - outside - peak) / pace
+
+
+def _host_left(history: History, pace: float, windows: int) -> float | None:
+    """Returns the steps until the fullest node's RAM is full; None if they are unknown.
+
+    The pace is that of the rank, or of all processes of the node, such as other ranks and data workers, if that is
+    faster.
+    """
+    used, total = "host_used_share", history.facts.host_bytes
+    share = history.newest(used)
     share_a_step = max(_pace(history, used, windows) or 0.0, pace / total if total else 0.0)
-    left = max(0.0, 1 - share) / share_a_step if share is not None and share_a_step else None
-    return f"it grows by {format_bytes(pace)} a step{_until(history, 'the RAM of its node', left)}"
+    return max(0.0, 1 - share) / share_a_step if share is not None and share_a_step else None
 
 
 def slope(points: Iterable[tuple[float, float]]) -> float | None:

@@ -1,9 +1,10 @@
-"""What rules about loss, gradients and memory measure: one number of the history, or None (pure functions)."""
+"""The signals of health rules: one number of the history each, or None where it says nothing yet (pure functions)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -17,16 +18,27 @@ _FIRST_STEPS = 20
 """Steps within which a first loss is logged."""
 _PLATEAU_STEPS = 100
 _PLATEAU_WINDOWS = 64
-_EVEN_LOAD = 0.2
-"""Deviation of the experts' load, over its mean, that counts as even: a rule of thumb of training guides."""
 _USUAL_LOAD = 2.0
 """Load of the busiest expert, over the mean, that counts as usual."""
-_FEW = 3
-"""Windows whose median stands for now."""
+_FEW, _MANY = 3, 10
+"""Windows that stand for now: if a change is large, and if it is small."""
 _GROWTH = 1.01
 """Ratio to all earlier peaks of memory from which it counts as grown."""
+MEMORIES = (GPU_PEAK, RAM) = ("peak_bytes_per_gpu", "host_bytes_max")
+"""Metrics of memory that may grow."""
 _CLEAR_RISE = 0.05
 """Share by which one evaluation loss has to be above the best one to be no noise."""
+_RECENT_STEPS = 20
+"""Steps that are compared with all earlier ones where speed is judged."""
+_LASTING_STEPS = 50
+_MUCH_SLOWER = 1.34
+"""Ratio that is told at once. Source: Greyhound: slow phases cost 1.34 times the time on average."""
+_STRAGGLER = 0.33
+"""Lag of a rank that is clear at once. Source: NVRx: 0.75 of the fastest one's speed."""
+_LEAST_NOISE = 0.02
+"""Deviation of a rank's lag that is assumed at least."""
+_PER_PASS, _PER_TOKEN = "forward_s_by_rank", "forward_s_per_token_by_rank"
+_OWN, _QUEUED = "own_s_by_rank", "queued_s_by_rank"
 
 
 def loss_spike(history: History) -> float | None:
@@ -38,24 +50,6 @@ def loss_spike(history: History) -> float | None:
     if spike or len(losses) < FEWEST + _SHIFTED:
         return spike
     return _spike([*losses[:-_SHIFTED], median(losses[-_SHIFTED:])], least_ratio=1.05)
-
-
-def repeated_spikes(history: History) -> float | None:
-    """Returns how many of the last 50 losses are spikes."""
-    losses = history.series("loss")
-    if len(losses) <= FEWEST:
-        return None
-    middle = median(losses)
-    return sum(loss > 1.2 * middle and deviation(loss, losses) > _SPIKE for loss in losses[-50:])
-
-
-def divergence(history: History) -> float | None:
-    """Returns the least ratio of the loss's moving average (50 steps) to its best, over the last 100 steps."""
-    ratios = list(history.loss_ratios)
-    if not ratios or ratios[-1][0] - ratios[0][0] < 100:
-        return None
-    first = ratios[-1][0] - 100
-    return min(ratio for step, ratio in ratios if step >= first)
 
 
 def zero_loss(history: History) -> float | None:
@@ -99,25 +93,6 @@ def overfitting(history: History) -> float | None:
     return rise if median(losses[half:]) < median(losses[:half]) else 0.0
 
 
-def gradient_spike(history: History) -> float | None:
-    """Returns the deviations of the newest gradient norm above its median; 0 if it is less than twice that."""
-    return _spike(history.series("grad_norm"), least_ratio=2.0)
-
-
-def repeated_gradient_spikes(history: History) -> float | None:
-    """Returns how many of the last 20 gradient norms are above ten times the median."""
-    norms = history.series("grad_norm")
-    if len(norms) <= FEWEST:
-        return None
-    middle = median(norms)
-    return sum(norm > 10 * middle for norm in norms[-20:])
-
-
-def large_gradient(history: History) -> float | None:
-    """Returns the newest gradient norm, after the first 20 windows."""
-    return history.newest("grad_norm") if history.num_windows > FEWEST else None
-
-
 def clipped_share(history: History) -> float | None:
     """Returns the share of the last 100 steps' windows whose gradient norm is above `max_grad_norm`."""
     limit, last = history.facts.max_grad_norm, history.since(100)
@@ -135,49 +110,18 @@ def vanished_gradient(history: History) -> float | None:
     return norm / median(first)
 
 
-def gpu_memory_growth(history: History) -> float | None:
-    """Returns how many windows in a row, or threes of windows by their medians, up to the newest, had a peak more than
-    1 % above all earlier ones.
-    """
-    return _records(history, "peak_bytes_per_gpu")
-
-
-def host_memory_growth(history: History) -> float | None:
+def memory_growth(history: History) -> float | None:
     """Returns how many windows in a row, or threes of windows by their medians, up to the newest, had over 1 % more
-    resident memory than all earlier ones.
+    than all earlier ones: the peak of the fullest GPU, or the RAM of the fullest rank, whichever grew longer.
     """
-    return _records(history, "host_bytes_max")
+    grown = [max(counts) for name in MEMORIES if (counts := _growth(history, name)) is not None]
+    return max(grown, default=None)
 
 
 def grown_windows(history: History, name: str) -> int:
     """Returns how many newest windows have seen a metric grow, the one or three before included; 0: it has not."""
     single, threes = _growth(history, name) or (0, 0)
     return (single + 1 if single >= threes else _FEW * (threes + 1)) if single or threes else 0
-
-
-def host_memory(history: History) -> float | None:
-    """Returns the used share of the fullest node's RAM."""
-    return history.newest("host_used_share")
-
-
-def allocator_retries(history: History) -> float | None:
-    """Returns how often the allocator flushed its cache in the newest window, for want of memory."""
-    retries = history.series("alloc_retries")
-    return retries[-1] - retries[-2] if len(retries) > 1 else None
-
-
-def fragmentation(history: History) -> float | None:
-    """Returns the memory that the allocator holds beyond the live peak, as a share of the GPU."""
-    reserved, peak = history.newest("reserved_bytes_per_gpu"), history.newest("peak_bytes_per_gpu")
-    if reserved is None or peak is None or not history.facts.device_bytes:
-        return None
-    return (reserved - peak) / history.facts.device_bytes
-
-
-def uneven_experts(history: History) -> float | None:
-    """Returns the deviation of the experts' load, the median of the last three windows, over that of the first 20."""
-    loads = _experts(history, lambda window: float(window["expert_load_cv"]))
-    return loads[1] / max(loads[0], _EVEN_LOAD) if loads and loads[0] else None
 
 
 def busiest_expert(history: History) -> float | None:
@@ -201,35 +145,16 @@ def _dead_share(window: Mapping[str, Any]) -> float:
 
 def _experts(history: History, of: Callable[[Mapping[str, Any]], float]) -> tuple[float, float] | None:
     """Returns the median of a figure of experts in the first 20 windows, and that in the last three; None before."""
-    first, recent = history.first_loads, history.with_metric("expert_load_cv")[-_FEW:]
+    first, recent = history.first_loads, history.with_metric("dead_experts")[-_FEW:]
     if history.num_windows <= FEWEST or len(first) < FEWEST or len(recent) < _FEW:
         return None
     return median(map(of, first)), median(map(of, recent))
-
-
-def memory_imbalance(history: History) -> float | None:
-    """Returns how much the peak of one rank exceeds that of another, as a share of the lesser; after 20 windows."""
-    peaks = history.peaks_by_rank
-    if len(peaks) < 2 or len(history.with_metric("peak_bytes_by_rank")) <= FEWEST or not min(peaks):
-        return None
-    return max(peaks) / min(peaks) - 1
 
 
 def skipped_steps(history: History) -> float | None:
     """Returns the steps among the last 100 that were skipped because gradients were not finite; after the first 50."""
     last = [window for window in history.since(100) if "skipped_steps" in window and window["step"] > 50]
     return float(last[-1]["skipped_steps"] - last[0]["skipped_steps"]) if last else None
-
-
-def loss_scale(history: History) -> float | None:
-    """Returns how often fp16's loss scale was halved since it last grew; after the first 50 steps."""
-    scales = [
-        float(window["loss_scale"]) for window in history.windows if window["step"] > 50 and "loss_scale" in window
-    ]
-    if not scales:
-        return None
-    since = max((index for index in range(1, len(scales)) if scales[index] > scales[index - 1]), default=0)
-    return math.log2(scales[since] / scales[-1]) if scales[-1] > 0 else math.inf
 
 
 def plateau(history: History) -> float | None:
@@ -265,16 +190,10 @@ def _spike(values: list[float], *, least_ratio: float) -> float | None:
     return deviation(newest, earlier) if newest > least_ratio * median(earlier) else 0.0
 
 
-def _records(history: History, name: str) -> float | None:
-    """Counts windows in a row that were above all before, or threes of windows by their medians, if these are more: a
-    slow growth hides in the noise of single windows. None count in the first `FEWEST` windows, as caches fill.
-    """
-    counts = _growth(history, name)
-    return max(counts) if counts else None
-
-
 def _growth(history: History, name: str) -> tuple[int, int] | None:
-    """Returns how many windows, and how many threes of windows, have grown in a row; None in the first windows."""
+    """Returns how many windows, and how many threes of windows, have grown in a row: a slow growth hides in the noise
+    of single windows. None in the first `FEWEST` windows, as caches fill.
+    """
     values = history.series(name)
     if len(values) <= FEWEST:
         return None
@@ -290,3 +209,139 @@ def _in_a_row(values: Sequence[float], *, every: int) -> int:
             break
         count += 1
     return count
+
+
+def slowdown(history: History) -> float | None:
+    """Returns how much longer steps take now, over the last 20, than before, or over 50 if it is less than a third
+    longer; per step or per token, whichever is less.
+
+    On shared machines, phases that are a little slower come and go. A batch with more tokens takes longer, and one with
+    fewer has fewer of them in a second.
+    """
+    windows = history.with_metric("step_s")[1:]  # the first compiles and allocates
+    fast = _slower(windows, _num_recent(windows, _RECENT_STEPS, _FEW))
+    if fast is None or fast >= _MUCH_SLOWER:
+        return fast
+    slow = _slower(windows, _num_recent(windows, _LASTING_STEPS, _MANY))
+    return min(fast, 1.0 if slow is None else slow)
+
+
+def _slower(windows: Sequence[Mapping[str, Any]], count: int) -> float | None:
+    """Returns how much longer steps take in the last windows than before; None if too few are before them."""
+    earlier, recent = windows[:-count], windows[-count:]
+    if len(earlier) < FEWEST or not all(window.get("tokens_per_s") for window in windows):
+        return None
+
+    def ratio(name: str) -> float:
+        now, before = (median(float(window[name]) for window in part) for part in (recent, earlier))
+        return float(now / before)
+
+    return min(ratio("step_s"), 1 / ratio("tokens_per_s"))
+
+
+def _num_recent(windows: Sequence[Mapping[str, Any]], steps: int, fewest: int) -> int:
+    """Returns the windows of the last steps, at least the fewest."""
+    return max(fewest, len([window for window in windows if window["step"] > windows[-1]["step"] - steps]))
+
+
+def data_wait(history: History) -> float | None:
+    """Returns the share of time in which ranks wait for data: the median of the last three windows."""
+    shares = history.series("data_wait_share")[1:]
+    return median(shares[-_FEW:]) if len(shares) >= _FEW else None
+
+
+def padding(history: History) -> float | None:
+    """Returns the share of padding among all tokens: the median of the last three windows."""
+    if not history.facts.is_cross_entropy:  # pairs of answers cannot share rows
+        return None
+    shares = history.series("padding_share")
+    return median(shares[-_FEW:]) if len(shares) >= _FEW else None
+
+
+def slow_rank(history: History) -> float | None:
+    """Returns how much longer the slowest rank works than the fastest, as a share: in whole steps, where it enters
+    collectives last and waits least; if collectives are not measured, in forward passes, per pass or per token,
+    whichever is less; in each of the last three windows, or ten if it is less than a third; 0 if it is noise.
+    """
+    lags = _lags(history)
+    return max(lags) if lags else None
+
+
+def slowest_rank(history: History) -> int:
+    """Returns the rank that works longest."""
+    lags = _lags(history)
+    return lags.index(max(lags))
+
+
+def _lags(history: History) -> list[float]:
+    """Returns the value of `slow_rank` for each rank; empty without two ranks or three windows."""
+    whole = _lasting(history.with_metric(_OWN)[1:], _OWN, _own_lags)
+    return whole or _lasting(history.with_metric(_PER_TOKEN)[1:], _PER_TOKEN, _forward_lags)
+
+
+def _lasting(
+    windows: Sequence[Mapping[str, Any]], name: str, lags_of: Callable[[Mapping[str, Any]], list[float]]
+) -> list[float]:
+    """Returns the lag of each rank that lasts, or 0; empty without two ranks or three windows.
+
+    The noise is that from one window to the next, so that a rank that has become slow does not hide itself.
+    """
+    if len(windows) < _FEW or len({len(window[name]) for window in windows} - {0, 1}) != 1:
+        return []
+    by_rank = list(zip(*map(lags_of, windows), strict=True))
+    lags = [0.0] * len(by_rank)
+    for rank, of_rank in enumerate(by_rank):
+        recent = of_rank[-_MANY:]
+        least = min(recent[-_FEW:])
+        if least < _STRAGGLER:
+            least = min(recent) if len(recent) == _MANY else 0.0
+        if least > 3 * _LEAST_NOISE and math.log1p(least) > 3 * _noise(of_rank):
+            lags[rank] = least
+    return lags
+
+
+def _forward_lags(window: Mapping[str, Any]) -> list[float]:
+    """Returns how much longer a forward pass takes on each rank than on the fastest: per pass or token, as a share.
+
+    Small passes take the same time whatever their tokens, and large ones the time of their tokens.
+    """
+    fastest, fastest_token = min(window[_PER_PASS]), min(window[_PER_TOKEN])
+    pairs = zip(window[_PER_PASS], window[_PER_TOKEN], strict=True)
+    return [min(seconds / fastest, per_token / fastest_token) - 1 for seconds, per_token in pairs]
+
+
+def _own_lags(window: Mapping[str, Any]) -> list[float]:
+    """Returns how much longer each rank works in a step than the fastest, as a share.
+
+    On a CPU, a rank works between all that it did not wait, and that without the time in which it had no core: what
+    longer times do not have in common is not its own work.
+    """
+    own, queued = window[_OWN], window.get(_QUEUED) or [0.0] * len(window[_OWN])
+    without = [max(seconds - waits, 1e-9) for seconds, waits in zip(own, queued, strict=True)]
+    pairs = [[seconds / max(min(times), 1e-9) - 1 for seconds in times] for times in (own, without)]
+    return [min(pair) for pair in zip(*pairs, strict=True)]
+
+
+def _noise(lags: Sequence[float]) -> float:
+    """Returns the standard deviation of the logarithm of a rank's time to the fastest one's, by the MAD of its changes.
+
+    Times vary by a share of themselves: of a rank that takes four times as long, the lag varies four times as much.
+    """
+    changes = (abs(math.log1p(after) - math.log1p(before)) for before, after in pairwise(lags))
+    return 1.4826 * median(changes) / math.sqrt(2)
+
+
+def bus_bandwidth(history: History) -> float | None:
+    """Returns the speed of large collectives over what the links of the plan allow: the median of the last three
+    windows, without the first.
+    """
+    shares = history.series("bus_share")[1:]
+    return median(shares[-_FEW:]) if len(shares) >= _FEW else None
+
+
+def slow_checkpoint(history: History) -> float | None:
+    """Returns how much longer the newest checkpoint took than those before it, of which there must be two: the ratio to
+    their median.
+    """
+    seconds = history.checkpoint_s
+    return seconds[-1] / median(seconds[:-1]) if len(seconds) > 2 else None

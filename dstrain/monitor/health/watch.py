@@ -11,8 +11,7 @@ from typing import Any
 from dstrain.job.monitor import HealthAction, HealthLimits, HealthRule
 from dstrain.monitor.health.history import Facts, History
 from dstrain.monitor.health.nonfinite import Finding
-from dstrain.monitor.health.rule import Rule
-from dstrain.monitor.health.rules import RULES
+from dstrain.monitor.health.rules import RULES, Rule
 
 _QUIET_S = 600.0
 """Seconds between two messages of a rule, unless it gets worse than what was told."""

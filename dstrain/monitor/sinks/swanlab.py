@@ -8,8 +8,11 @@ import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from dstrain.choices import SwanLabMode
 from dstrain.errors import EnvironmentProblem, type_and_line
@@ -22,14 +25,30 @@ if TYPE_CHECKING:
 RUN_RECORD = ".dstrain-run.json"
 """File in the run directory with the run's id, so that a resumed run continues its curves, and with the folders of its
 offline parts."""
+NOTIFY = "SWANLAB_NOTIFY_"
+"""Beginning of the variables: `SWANLAB_NOTIFY_LARK_WEBHOOK_URL` is the argument `webhook_url` of `LarkCallback`."""
+_LONGEST_NOTICE_S = 10.0
+"""Seconds that a run waits at its end until notices are sent."""
+_ENDS = {"aborted": "it was stopped before its last step"}
 
 
 class SwanlabSink:
     """One SwanLab run."""
 
-    def __init__(self, swanlab: Any, *, mode: SwanLabMode, folder: Path, run_id: str, to_upload: Sequence[str]) -> None:
-        """`swanlab` is the module with an active run; `to_upload` are the folders of all offline parts."""
+    def __init__(
+        self,
+        swanlab: Any,
+        *,
+        mode: SwanLabMode,
+        folder: Path,
+        run_id: str,
+        to_upload: Sequence[str],
+        plugins: Sequence[Any] = (),
+    ) -> None:
+        """`swanlab` is the module with an active run; `to_upload` are the folders of all offline parts; `plugins` send
+        notices."""
         self._swanlab = swanlab
+        self._plugins = plugins
         self._mode = mode
         self._folder = folder
         self._id = run_id
@@ -72,11 +91,13 @@ class SwanlabSink:
         """Closes the run: SwanLab flushes its file only then."""
         if self._swanlab.has_run():
             try:
-                self._swanlab.finish(state=end, error=error if end == "crashed" else None)
+                # without an error, plug-ins would call a run that was stopped a success
+                self._swanlab.finish(state=end, error=error or _ENDS.get(end))
             except ValueError:
                 # finally it restores a signal handler, which only the main thread may do
                 if threading.current_thread() is threading.main_thread():
                     raise
+            _wait_for(self._plugins)
 
 
 def open_sink(setup: Setup, say: Callable[[str], None]) -> SwanlabSink | None:
@@ -95,14 +116,15 @@ def open_sink(setup: Setup, say: Callable[[str], None]) -> SwanlabSink | None:
         ) from None
     run_id = _run_id(setup)
     folder = setup.run_dir / "swanlog"
+    plugins = _plugins(os.environ, say)
     for mode in dict.fromkeys((setup.mode, SwanLabMode.OFFLINE)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            _init(swanlab, setup, mode, folder, run_id)
+            _init(swanlab, setup, mode, folder, run_id, plugins)
             made = sorted(folder.glob(f"run-*{run_id}*"))  # named by time; one per part of a resumed run
             part = made[-1] if made else folder
             to_upload = _note_part(setup, part.name if mode is SwanLabMode.OFFLINE else None)
-            return SwanlabSink(swanlab, mode=mode, folder=part, run_id=run_id, to_upload=to_upload)
+            return SwanlabSink(swanlab, mode=mode, folder=part, run_id=run_id, to_upload=to_upload, plugins=plugins)
         except Exception as error:
             rest = (
                 "continuing offline"
@@ -113,7 +135,7 @@ def open_sink(setup: Setup, say: Callable[[str], None]) -> SwanlabSink | None:
     return None
 
 
-def _init(swanlab: Any, setup: Setup, mode: SwanLabMode, folder: Path, run_id: str) -> None:
+def _init(swanlab: Any, setup: Setup, mode: SwanLabMode, folder: Path, run_id: str, plugins: Sequence[Any]) -> None:
     if swanlab.has_run():
         swanlab.finish()
     swanlab.init(
@@ -127,7 +149,12 @@ def _init(swanlab: Any, setup: Setup, mode: SwanLabMode, folder: Path, run_id: s
         id=run_id,
         resume="allow",
         parallel="none",
+        callbacks=list(plugins),
     )
+    for plugin in plugins:
+        # SwanLab 0.10 makes a link of a path without a workspace, as an offline run has it, and fails without a word
+        if str(plugin._path).startswith("/"):
+            plugin._path = None
 
 
 def _run_id(setup: Setup) -> str:
@@ -156,3 +183,45 @@ def _record(setup: Setup) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def _plugins(environment: Mapping[str, str], say: Callable[[str], None]) -> list[Any]:
+    """Returns the plug-ins whose arguments are in the environment; one that lacks or misspells any is named."""
+    given: dict[str, dict[str, str]] = {}
+    for name, value in environment.items():
+        if name.startswith(NOTIFY) and value.strip():
+            service, _, argument = name.removeprefix(NOTIFY).partition("_")
+            given.setdefault(service, {})[argument.lower()] = value.strip()
+    if not given:
+        return []
+    from swanlab.plugin import notification
+
+    kinds = {name.removesuffix("Callback").upper(): getattr(notification, name) for name in notification.__all__}
+    del kinds["NOTIFICATION"]  # the base class
+    made = []
+    for service, arguments in given.items():
+        if service not in kinds:
+            known = ", ".join(map(str.lower, kinds))
+            say(f"notices: SwanLab has no {service.lower()}, but {known}; none is sent there")
+            continue
+        try:
+            made.append(_plugin(kinds[service], arguments))
+        except (TypeError, ValidationError) as error:
+            problem = str(error).splitlines()[0] if isinstance(error, TypeError) else "a value has the wrong type"
+            say(f"notices: {NOTIFY}{service}_…: {problem}; none is sent there")
+    return made
+
+
+def _plugin(kind: Callable[..., Any], arguments: Mapping[str, str]) -> Any:
+    """Returns a plug-in; raises TypeError for arguments that are missing or unknown, and ValidationError for values."""
+    parameters = signature(kind).parameters
+    signature(kind).bind(**arguments)
+    typed = {name: TypeAdapter(parameters[name].annotation).validate_python(value) for name, value in arguments.items()}
+    return kind(**typed)
+
+
+def _wait_for(plugins: Sequence[Any]) -> None:
+    """Waits until the plug-ins have sent their notices: a rank ends without joining their thread."""
+    with suppress(TimeoutError):
+        for plugin in plugins[:1]:  # they share a pool of one thread, so that what is submitted now runs last
+            plugin._executor.submit(lambda: None).result(_LONGEST_NOTICE_S)

@@ -59,7 +59,9 @@ def test_a_lock_of_a_newer_dstrain_is_refused_by_that_word(tmp_path: Path) -> No
     assert ("colour" in str(caught.value), caught.value.hint) == (False, "pip install --upgrade dstrain")
 
 
-@pytest.mark.parametrize(("folder", "command"), [("", "dstrain adopt"), ("sub", "dstrain adopt sub")])
+@pytest.mark.parametrize(
+    ("folder", "command"), [("", "dstrain gen-config --adopt"), ("sub", "dstrain gen-config -o sub --adopt")]
+)
 def test_a_broken_lock_names_the_command_for_its_own_folder(
     folder: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

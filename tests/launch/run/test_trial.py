@@ -10,7 +10,7 @@ import pytest
 from dstrain.choices import Task
 from dstrain.job.schema import Job
 from dstrain.launch.run.trial import Ending, Limits, Trial, fewer_samples, judged
-from dstrain.monitor.measured import measurement
+from dstrain.monitor.windows import measurement
 
 NOISE = (0.0, 0.01, -0.01, 0.005, -0.005)
 

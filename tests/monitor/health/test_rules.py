@@ -20,8 +20,6 @@ FACTS = Facts(
     max_grad_norm=1.0,
     device_bytes=80 * 2**30,
     host_bytes=100 * 10**9,
-    planned_mfu=0.4,
-    planned_comm_share=0.1,
 )
 ONSET = 600
 """Step at which troubles begin."""
@@ -119,17 +117,6 @@ def slower(step: int, values: Window) -> Window:
     return {**values, "step_s": values["step_s"] * 1.6, "tokens_per_s": values["tokens_per_s"] / 1.6}
 
 
-def slow_collectives(step: int, values: Window) -> Window:
-    """Makes steps take longer by what all ranks wait for collectives."""
-    waits = [seconds + 0.6 * values["step_s"] for seconds in values["comm_s_by_rank"]]
-    return {**slower(step, values), "comm_s_by_rank": waits}
-
-
-def starved(step: int, values: Window) -> Window:
-    """Makes collectives take longer because other processes have the CPUs."""
-    return {**slow_collectives(step, values), "queued_s_by_rank": [0.5 * values["step_s"]] * 8}
-
-
 def late(step: int, values: Window) -> Window:
     """Makes the other ranks wait for one, whose forward passes take no longer."""
     more = 0.5 * values["step_s"]
@@ -140,41 +127,21 @@ def late(step: int, values: Window) -> Window:
 
 TROUBLES: dict[HealthRule, tuple[Change, int]] = {
     HealthRule.LOSS_SPIKE: (scaled("loss", 3), 1),
-    HealthRule.REPEATED_SPIKES: (lambda step, v: {**v, "loss": v["loss"] * (4 if step % 25 == 0 else 1)}, 11),
-    HealthRule.DIVERGENCE: (growing("loss", 0.03), 40),
     HealthRule.ABOVE_GUESSING: (fixed("loss", 20.0), 1),
     HealthRule.ZERO_LOSS: (fixed("loss", 0.0), 1),
-    HealthRule.GRADIENT_SPIKE: (scaled("grad_norm", 20), 1),
-    HealthRule.REPEATED_GRADIENT_SPIKES: (scaled("grad_norm", 20), 3),
-    HealthRule.LARGE_GRADIENT: (fixed("grad_norm", 250.0), 1),
     HealthRule.ALWAYS_CLIPPED: (scaled("grad_norm", 4), 20),
     HealthRule.VANISHED_GRADIENT: (scaled("grad_norm", 1e-6), 1),
     HealthRule.SKIPPED_STEPS: (lambda step, v: {**v, "skipped_steps": 2 + (step - ONSET) // 5}, 4),
     HealthRule.SLOWDOWN: (slower, 3),
-    HealthRule.LOSS_SCALE: (lambda step, v: {**v, "loss_scale": 65536.0 / 2 ** ((step - ONSET) // 5)}, 4),
     HealthRule.MASKED_SAMPLES: (fixed("masked_share", 0.3), 1),
     HealthRule.SLOW_RANK: (of_rank("own_s_by_rank", 1.5), 3),
-    HealthRule.SLOW_LINKS: (slow_collectives, 3),
     HealthRule.BUS_BANDWIDTH: (scaled("bus_share", 0.4), 3),
-    HealthRule.EXPOSED_COMMUNICATION: (slow_collectives, 7),
-    HealthRule.CPU_WAIT: (fixed("cpu_wait_share_by_rank", [0.0] * 5 + [0.1] + [0.0] * 2), 2),
-    HealthRule.LOW_MFU: (scaled("mfu", 0.5), 7),
-    HealthRule.CHECKPOINT_TIME: (fixed("checkpoint_share", 0.1), 1),
     HealthRule.SLOW_CHECKPOINT: (lambda step, v: {**v, "checkpoint_s": 30.0}, 1),
-    HealthRule.GPU_CLOCK: (of_rank("gpu_clock_mhz_by_rank", 0.7), 3),
-    HealthRule.GPU_POWER: (of_rank("gpu_power_w_by_rank", 0.5), 3),
-    HealthRule.BUSY_AT_LOW_POWER: (fixed("gpu_power_share", 0.3), 7),
     HealthRule.DATA_WAIT: (fixed("data_wait_share", 0.3), 2),
     HealthRule.PADDING: (fixed("padding_share", 0.6), 2),
-    HealthRule.GPU_MEMORY_GROWTH: (growing("peak_bytes_per_gpu", 0.03), 4),
-    HealthRule.HOST_MEMORY_GROWTH: (growing("host_bytes_max", 0.03), 4),
-    HealthRule.HOST_MEMORY: (fixed("host_used_share", 0.96), 1),
-    HealthRule.ALLOCATOR_RETRIES: (lambda step, v: {**v, "alloc_retries": step}, 1),
-    HealthRule.FRAGMENTATION: (fixed("reserved_bytes_per_gpu", 80e9), 1),
-    HealthRule.UNEVEN_EXPERTS: (scaled("expert_load_cv", 1.8), 3),
+    HealthRule.MEMORY_GROWTH: (growing("host_bytes_max", 0.03), 4),
     HealthRule.BUSIEST_EXPERT: (scaled("expert_load_max_over_mean", 2.5), 2),
     HealthRule.DEAD_EXPERTS: (fixed("dead_experts", 200), 3),
-    HealthRule.MEMORY_IMBALANCE: (lambda step, v: {**v, "peak_bytes_by_rank": [75e9, *v["peak_bytes_by_rank"][1:]]}, 1),
 }
 """Rule → a trouble, and the number of windows from its onset within which it is named."""
 
@@ -232,23 +199,24 @@ def test_padding_says_how_many_more_tokens_rows_without_it_train() -> None:
     [
         # 80 GiB less 60 GiB and three windows of 2.5 GiB each, 2 GiB of others, and 0.5 GiB a step: 21 steps
         (
-            HealthRule.GPU_MEMORY_GROWTH,
+            HealthRule.MEMORY_GROWTH,
             {"peak_bytes_per_gpu": (60 * 2**30, 2**29), "outside_bytes_by_rank": ([2**30, 2 * 2**30], None)},
-            "it grows by 512.0 MiB a step; at this pace the GPU is full in about 42 s (21 steps).",
+            "the GPU's peak grows by 512.0 MiB a step; at this pace the GPU is full in about 42 s (21 steps).",
         ),
         # 60 of 100 GB are free, and 20 MiB a step of one rank
         (
-            HealthRule.HOST_MEMORY_GROWTH,
+            HealthRule.MEMORY_GROWTH,
             {"host_bytes_max": (9e9, 20 * 2**20), "host_used_share": (0.4, None)},
-            "it grows by 20.0 MiB a step; at this pace the RAM of its node is full in about 1 h 35 min (2,861 steps).",
+            "a rank's RAM grows by 20.0 MiB a step; at this pace the RAM of its node is full in about 1 h 35 min "
+            "(2,861 steps).",
         ),
         # all processes of the node take 1 % a step
         (
-            HealthRule.HOST_MEMORY_GROWTH,
+            HealthRule.MEMORY_GROWTH,
             {"host_bytes_max": (9e9, 20 * 2**20), "host_used_share": (0.25, 0.01)},
             "at this pace the RAM of its node is full in about 2 min 0 s (60 steps).",
         ),
-        (HealthRule.HOST_MEMORY_GROWTH, {"host_bytes_max": (9e9, 20 * 2**20)}, "it grows by 20.0 MiB a step. "),
+        (HealthRule.MEMORY_GROWTH, {"host_bytes_max": (9e9, 20 * 2**20)}, "a rank's RAM grows by 20.0 MiB a step. "),
     ],
 )
 def test_memory_that_grows_says_how_fast_and_when_it_is_full(
@@ -266,8 +234,8 @@ def test_memory_that_grows_less_than_its_noise_from_window_to_window_is_named() 
     def leaks(step: int, values: Window) -> Window:
         return {**values, "host_bytes_max": values["host_bytes_max"] * (1 + 0.004 * (step - ONSET + 5) / 5)}
 
-    assert found(leaks)[HealthRule.HOST_MEMORY_GROWTH] <= ONSET + 5 * 14
-    assert HealthRule.HOST_MEMORY_GROWTH not in found(lambda _, values: values)
+    assert found(leaks)[HealthRule.MEMORY_GROWTH] <= ONSET + 5 * 14
+    assert HealthRule.MEMORY_GROWTH not in found(lambda _, values: values)
 
 
 def test_an_evaluation_loss_that_rises_clearly_once_or_twice_while_the_loss_falls_is_overfitting() -> None:
@@ -296,10 +264,8 @@ def test_one_layer_of_48_whose_router_favors_few_experts_is_named(favored: int, 
     assert set(told(watch, *[balances(one=True)] * 3)) == broken
 
 
-@pytest.mark.parametrize(
-    "rule", [HealthRule.SLOW_RANK, HealthRule.CPU_WAIT, HealthRule.GPU_CLOCK, HealthRule.GPU_POWER]
-)
-def test_a_rule_about_ranks_names_the_one_to_blame(rule: HealthRule) -> None:
+def test_a_rule_about_ranks_names_the_one_to_blame() -> None:
+    rule = HealthRule.SLOW_RANK
     watch, change = Watch({}, FACTS), TROUBLES[rule][0]
     findings = [one for step, values in windows(0, steps=100) for one in watch.see(step, change(step, values))]
     assert {one.rank for one in findings if one.rule == rule} == {5}
@@ -314,13 +280,6 @@ def unmeasured(cause: Change) -> Change:
         return {name: value for name, value in slow.items() if name not in ("comm_s_by_rank", "own_s_by_rank")}
 
     return changed
-
-
-@pytest.mark.parametrize(
-    "change", [late, slower, starved, unmeasured(slow_forward), unmeasured(fixed("data_wait_share", 0.4))]
-)
-def test_steps_that_are_slow_because_of_a_rank_or_of_data_are_not_the_links_fault(change: Change) -> None:
-    assert HealthRule.SLOW_LINKS not in found(change)
 
 
 def test_a_lag_in_forward_passes_counts_only_if_nobody_measures_whole_steps() -> None:
@@ -390,41 +349,46 @@ def test_a_resumed_run_knows_the_losses_before_but_not_the_speed() -> None:
     assert [one.rule for one in watch.see(41, {"loss": 3.0, "step_s": 9.0, "tokens_per_s": 1.0})] == ["loss_spike"]
 
 
+def above(*ratios: float) -> list[Window]:
+    """Returns a usual loss, and losses that are so many times that of a model that guesses."""
+    return [{"loss": 1.0}, *({"loss": ratio * math.log(150_000)} for ratio in ratios)]
+
+
 def test_a_signal_around_its_limit_is_told_once_and_again_when_it_gets_worse() -> None:
     watch = Watch({}, FACTS, clock=lambda: 0.0)
-    shares = [0.86, 0.84, 0.86, 0.84, 0.96, 0.5, 0.86]
-    lines: list[Window] = [{"loss": 1.0, "host_used_share": share} for share in shares]
+    lines = above(1.51, 1.45, 1.51, 1.45, 3.1, 1.0, 1.51)
     assert [(found.step, found.severity) for step, values in enumerate(lines, start=1)
-            for found in watch.see(step, values)] == [(1, "warning"), (5, "critical")]  # fmt: skip
+            for found in watch.see(step, values)] == [(2, "warning"), (6, "critical")]  # fmt: skip
 
 
-@pytest.mark.parametrize("share", [0.86, 0.97])
-def test_a_signal_that_comes_and_goes_is_told_once_in_ten_minutes(share: float) -> None:
+@pytest.mark.parametrize("ratio", [1.6, 3.1])
+def test_a_signal_that_comes_and_goes_is_told_once_in_ten_minutes(ratio: float) -> None:
     watch = Watch({}, FACTS, clock=lambda: 0.0)
-    windows = [{"loss": 1.0, "host_used_share": share}, {"loss": 1.0, "host_used_share": 0.1}] * 5
-    assert told(watch, *windows) == ["host_memory"]
+    assert told(watch, *above(*[ratio, 0.1] * 5)) == ["above_guessing"]
 
 
 def test_it_is_told_again_after_ten_minutes() -> None:
     now = 0.0
     watch = Watch({}, FACTS, clock=lambda: now)
-    assert told(watch, {"loss": 1.0, "host_used_share": 0.86}, {"loss": 1.0, "host_used_share": 0.1}) == ["host_memory"]
+    assert told(watch, *above(1.6, 0.1)) == ["above_guessing"]
     now = 601.0
-    assert told(watch, {"loss": 1.0, "host_used_share": 0.86}) == ["host_memory"]
+    assert told(watch, *above(1.6)) == ["above_guessing"]
 
 
 def test_limits_and_actions_are_the_jobs() -> None:
     limits = {
-        HealthRule.HOST_MEMORY: HealthLimits(enabled=False),
+        HealthRule.DATA_WAIT: HealthLimits(enabled=False),
         HealthRule.LOSS_SPIKE: HealthLimits(warn=1.0, critical=2.0, action=HealthAction.STOP),
     }
     watch = Watch(limits, FACTS)
-    lines = [{"loss": 1.0, "host_used_share": 0.99} for _ in range(30)]
+    lines = [{"loss": 1.0, "data_wait_share": 0.9} for _ in range(30)]
     seen = [found for step, values in enumerate([*lines, {"loss": 1.3}], start=1) for found in watch.see(step, values)]
     assert [(found.rule, found.action) for found in seen] == [("loss_spike", HealthAction.STOP)]
 
 
 def test_a_warning_has_no_consequence_where_a_critical_value_exists() -> None:
-    watch = Watch({HealthRule.HOST_MEMORY: HealthLimits(action=HealthAction.STOP)}, FACTS)
-    assert [found.action for found in watch.see(1, {"loss": 1.0, "host_used_share": 0.9})] == [HealthAction.TELL]
-    assert [found.action for found in watch.see(2, {"loss": 1.0, "host_used_share": 0.96})] == [HealthAction.STOP]
+    watch = Watch({HealthRule.ABOVE_GUESSING: HealthLimits(action=HealthAction.STOP)}, FACTS)
+    usual, warning, critical = above(2.0, 4.0)
+    assert watch.see(1, usual) == []
+    assert [found.action for found in watch.see(2, warning)] == [HealthAction.TELL]
+    assert [found.action for found in watch.see(3, critical)] == [HealthAction.STOP]

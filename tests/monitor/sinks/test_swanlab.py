@@ -6,11 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
 PROGRAM = """
+import os
 import sys
 from pathlib import Path
 from dstrain.choices import SwanLabMode
@@ -33,17 +39,18 @@ for sink in sinks:
     sink.log(points(scalars(balance(counts, (1, 2)))), 2)
     sink.show(load_map(counts, (1, 2), 2).table(2))
     sink.show(table([GeneratedText(step=2, prompt="Who | are you?", text="I am a\\nmodel.", tokens=7, seconds=0.5)]))
-    sink.finish(End.SUCCESS)
-print("OPENED", len(sinks))
+    sink.finish(End(sys.argv[4]))
+print("OPENED", len(sinks), flush=True)
+os._exit(0)
 """
 
 
-def run(folder: Path, mode: str, resumed: str = "new", **environment: str) -> str:
+def run(folder: Path, mode: str, resumed: str = "new", end: str = "success", **environment: str) -> str:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SWANLAB_")}
     home = folder / "home"
     home.mkdir(exist_ok=True)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder), mode, resumed],
+        [sys.executable, "-c", PROGRAM, str(folder), mode, resumed, end],
         cwd=home,
         env=kept | {"HOME": str(home), "PYTHONPATH": str(Path(__file__).parents[3])} | environment,
         capture_output=True,
@@ -111,3 +118,60 @@ def test_a_folder_that_cannot_be_written_goes_on_without_it(tmp_path: Path) -> N
 def test_disabled_opens_nothing(tmp_path: Path) -> None:
     assert "OPENED 0" in run(tmp_path, "disabled")
     assert not (tmp_path / "swanlog").exists()
+
+
+@pytest.fixture
+def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The address of a service that takes every message, and the messages."""
+    taken: list[dict[str, Any]] = []
+
+    class Service(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            taken.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"code": 0}')
+
+        def log_message(self, format: str, *arguments: Any) -> None:
+            """Says nothing."""
+
+    server = HTTPServer(("127.0.0.1", 0), Service)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}/hook", taken
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("end", "told"), [("success", "completed successfully"), ("aborted", "it was stopped before its last step")]
+)
+def test_a_notice_tells_how_a_run_ended_and_its_address_is_in_no_file(
+    tmp_path: Path, webhook: tuple[str, list[dict[str, Any]]], end: str, told: str
+) -> None:
+    address, taken = webhook
+    lark = {"WEBHOOK_URL": address, "SECRET": "signs-messages", "LANGUAGE": "en"}
+    given = {f"SWANLAB_NOTIFY_LARK_{name}": value for name, value in lark.items()}
+    run(tmp_path, "offline", end=end, **given)
+    (message,) = taken
+    assert told in message["content"]["text"]
+    assert message["sign"]
+    texts = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert not any(secret in text for text in texts for secret in (address.encode(), b"signs-messages"))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("LARK_URL", "notices: SWANLAB_NOTIFY_LARK_…: missing a required argument: 'webhook_url'; none is sent there"),
+        ("FEISHU_WEBHOOK_URL", "notices: SwanLab has no feishu, but lark, dingtalk,"),
+        ("EMAIL_PORT", "notices: SWANLAB_NOTIFY_EMAIL_…: missing a required argument: 'sender_email'"),
+    ],
+)
+def test_a_wrong_variable_is_named_and_the_run_goes_on(tmp_path: Path, name: str, told: str) -> None:
+    printed = run(tmp_path, "offline", **{f"SWANLAB_NOTIFY_{name}": "x"})
+    assert f"SAID {told}" in printed
+    assert "OPENED 1" in printed

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from dstrain.facts.cluster.hostfile import expand  # noqa: E402
 from dstrain.facts.data.best_fit import best_fit  # noqa: E402
 from dstrain.job.schema import Job  # noqa: E402
-from dstrain.launch.scripts.exports import Target, export  # noqa: E402
+from dstrain.launch.scripts.exports import ExportEngine, export  # noqa: E402
 from dstrain.train import demo  # noqa: E402
 from dstrain.train.data import packing  # noqa: E402
 from dstrain.train.data.collate import Collator, taken_by  # noqa: E402
@@ -188,7 +188,7 @@ def test_a_mask_of_ones_would_let_samples_see_each_other() -> None:
 
 def test_an_exported_script_refuses_a_model_that_mixes_the_samples_of_a_row(tmp_path: Path) -> None:
     job = Job(model="m", output_dir="o", data="d", packing=True)
-    (tmp_path / "train.py").write_text(export(job, {}, expand("localhost:2", None), Target.TORCHRUN).files["train.py"])
+    (tmp_path / "train.py").write_text(export(job, {}, expand("localhost:2", None), ExportEngine.DDP).files["train.py"])
     script = SimpleNamespace(**runpy.run_path(str(tmp_path / "train.py")))
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     torch.manual_seed(0)

@@ -1,12 +1,10 @@
-"""`dstrain diff`: lists hand edits and what each one does to memory and speed."""
+"""`dstrain explain --edits`: lists hand edits and what each one does to memory and speed."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-import click
 
 from dstrain.cli.console import answer, answer_json, say, say_unread_links
 from dstrain.cli.output.conflicts import shown
@@ -20,25 +18,13 @@ from dstrain.launch.prepare.edit_effects import Effects, Measured, effects
 from dstrain.units import counted
 
 
-@click.command("diff")
-@click.argument("folder", type=click.Path(path_type=Path, file_okay=False), default=".")
-@click.option("--json", "as_json", is_flag=True, help="Print the edits as JSON.")
-def command(folder: Path, as_json: bool) -> None:
-    """List your edits since the files of a folder were generated, with their effect on memory and speed.
-
-    Compares each edit alone, then all edits together, with the generated files, on the model and the cluster they were
-    generated for. Also says what lint finds at an edit, beside all others. Writes nothing.
-
-    \b
-    Example:
-      dstrain diff
-      dstrain diff runs/qwen3 --json
-    """
+def explain_edits(folder: Path, *, as_json: bool) -> None:
+    """Prints each edit with its effect on memory and speed, alone and all together, and what lint finds at it."""
     lock = read_lock(folder)
     if lock is None:
         raise InvalidConfig(
             f"{folder / LOCK}: no such file, so edits are unknown",
-            hint="dstrain gen-config writes it; for your own files, dstrain adopt does.",
+            hint="dstrain gen-config writes it; for your own files, dstrain gen-config --adopt does.",
         )
     edits = manual_edits(folder, lock)
     gone = [name for name in lock.base if name not in standing(folder, lock.base)]

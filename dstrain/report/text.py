@@ -11,7 +11,6 @@ from textwrap import shorten
 from typing import Any
 
 from dstrain import units
-from dstrain.cli.output import out_of_memory
 from dstrain.config.lint.finding import printable
 from dstrain.launch.run.state import GONE, LIVING
 from dstrain.monitor.best_model import best_model
@@ -22,6 +21,7 @@ from dstrain.monitor.windows import counted, throughput
 from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.records import to_data
+from dstrain.report import out_of_memory
 from dstrain.report.report import UNKNOWN, Report, Restart
 from dstrain.units import format_bytes, format_seconds
 from dstrain.wrapping import wrapped
@@ -104,7 +104,7 @@ def _rows(report: Report) -> Iterator[tuple[str, str]]:
         yield "run again", f"bash {shown(str(report.recorded.run_dir.start_script))}"
     yield from (("not known", text) for text in report.missing)
     if planned_speed(report.recorded) is not None and report.stage not in LIVING:
-        command = f"dstrain calibrate {shlex.quote(shown(str(report.recorded.run_dir.path)))}"
+        command = f"dstrain report {shlex.quote(shown(str(report.recorded.run_dir.path)))} --calibrate"
         yield "next", f"`{command}` lets later plans use what this run measured"
 
 

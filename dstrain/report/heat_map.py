@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from dstrain.cli.output.curves import Tick
 from dstrain.monitor.expert_balance import COLUMNS, LoadMap, shade
+from dstrain.report.curves import Tick
 
 LEGEND = ("0", "< ¼", "¼ – ½", "½ – 0.8", "0.8 – 1.25", "1.25 – 2", "2 – 4", "> 4")
 """Loads of each shade of `expert_balance`."""

@@ -8,13 +8,6 @@ from itertools import islice
 from typing import Any
 
 from dstrain import __version__
-from dstrain.cli.output import out_of_memory as oom
-from dstrain.cli.output import report as text
-from dstrain.cli.output import report_table
-from dstrain.cli.output.curves import plot
-from dstrain.cli.output.heat_map import LEGEND, heat_map
-from dstrain.cli.output.page import render
-from dstrain.cli.output.plan_page import CHINESE as PLAN_CHINESE
 from dstrain.launch.run.state import GONE, Stage
 from dstrain.monitor.comparison import Part, Quantity
 from dstrain.monitor.comparison_text import NAMES, figure, measured_text, name_of, off_text
@@ -23,6 +16,13 @@ from dstrain.monitor.windows import counted, series
 from dstrain.oom import Part as Held
 from dstrain.paths import shown
 from dstrain.plan.labels import label
+from dstrain.report import out_of_memory as oom
+from dstrain.report import table as report_table
+from dstrain.report import text
+from dstrain.report.curves import plot
+from dstrain.report.heat_map import LEGEND, heat_map
+from dstrain.report.html import CHINESE as PLAN_CHINESE
+from dstrain.report.html import render
 from dstrain.report.report import UNKNOWN, Report
 from dstrain.units import format_bytes, format_seconds
 
