@@ -44,7 +44,7 @@ from dstrain.plan.labels import label
 from dstrain.plan.search.evaluator import Evaluator
 from dstrain.plan.search.out_of_memory import _space, shortage, smaller
 from dstrain.plan.search.rules import broken
-from dstrain.plan.search.search import EQUAL_RATIO, _verified
+from dstrain.plan.search.search import EQUAL_RATIO, _best
 from dstrain.plan.speed.step_time import speed
 from dstrain.units import MIB
 from tests.train.engine import Engine
@@ -168,8 +168,8 @@ def is_cheapest(prepared: PreparedRun, step_ratio: float | None, record: OutOfMe
     short = shortage(workload, estimate, record.phase, measured)
     less = smaller(workload, estimate.configuration, short)
     evaluator = Evaluator(less, USABLE_GPU_RATIO)
-    space = [one for one in _space(less, estimate.configuration, record.phase, (0, 1, 2, 3)) if evaluator.may_fit(one)]
-    _, fastest = _verified(evaluator, space, 1)
+    space = list(_space(less, estimate.configuration, record.phase, (0, 1, 2, 3)))
+    _, fastest = _best(evaluator, space, 1)
     known = evaluator.estimate(fastest).speed if fastest is not None else None
     now = speed(workload, estimate.configuration)
     if known is None or now is None or step_ratio is None:

@@ -49,7 +49,7 @@ from dstrain.launch.run import trial as trials
 from dstrain.paths import shown
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.freezing import unplanned_parts
-from dstrain.plan.search.contenders import contenders
+from dstrain.plan.search.alternatives import contenders
 from dstrain.units import counted
 
 BUSY = 0.1

@@ -15,7 +15,7 @@ from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.request import LrScaling, Request
 from dstrain.plan.search.decide import decide
-from dstrain.plan.search.learning_rate import PREFERENCE_RATES
+from dstrain.plan.search.notes import PREFERENCE_RATES
 from dstrain.plan.speed.step_time import forward_s, speed
 
 

@@ -15,7 +15,7 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.file import JobFile
 from dstrain.launch.prepare.job_context import request_of
-from dstrain.plan.search.attention import unsuitable
+from dstrain.plan.search.rules import unsuitable
 
 Nodes = Mapping[str, AttentionKernels]
 """Host → its kernels."""

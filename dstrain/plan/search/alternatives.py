@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
 from typing import Any
 
 from dstrain.choices import Attention, Offload, Optimizer
@@ -11,12 +12,13 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
+from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate, Speed, Topic
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT, sized
 from dstrain.plan.search.rules import broken
-from dstrain.plan.search.search import EQUAL_RATIO, Ranking, by_time, fastest
-from dstrain.plan.search.search_space import Candidate, global_batch, strategy_key, with_batch
+from dstrain.plan.search.search import EQUAL_RATIO, Ranking, by_time, search
+from dstrain.plan.search.search_space import batches, data_parallel_ranks, global_batch, strategy_key, with_batch
 from dstrain.plan.speed.step_time import speed
 
 
@@ -89,14 +91,14 @@ def _fastest_with(topic: Topic, other: Configuration, ranking: Ranking) -> Estim
     """Returns the fastest plan of a search that makes one choice as another configuration does, and seems to fit."""
     value, evaluator = VALUES[topic], ranking.evaluator
     wanted = value(other, other.batch.micro_batch)
-
-    def seems_to_fit(candidate: Candidate) -> bool:
-        return evaluator.seems_to_fit(candidate, is_sure=True) and evaluator.estimate(candidate).fits
-
     with_it = [each for each in ranking.candidates if value(each.way, each.micro_batch) == wanted]
-    with_it = [each for each in with_it if evaluator.may_fit(each)]
-    fitting = (each for _, each in by_time(evaluator, with_it) if each is not None and seems_to_fit(each))
-    first = next((each for each in fitting if evaluator.fits(each)), None)
+    # a quick estimate is taken as it is, with all that the allocator may hold: only what is replayed differs
+    seeming = (
+        each
+        for each in by_time(evaluator, with_it)
+        if evaluator.seems_to_fit(each, is_sure=True) and evaluator.estimate(each).fits
+    )
+    first = next((each for each in seeming if evaluator.fits(each)), None)
     return None if first is None else evaluator.estimate(first)
 
 
@@ -161,11 +163,11 @@ def eight_bit_instead(workload: Workload, request: Request, chosen: Estimate) ->
         ep=chosen.configuration.parallel.ep,
     )
     try:
-        best = fastest(workload, asked)
+        ranking = search(workload, asked, top=1)
     except InvalidConfig:  # without offload the request contradicts itself
         return None
-    gain = gain_ratio(workload.cluster, best, chosen) if best is not None else None
-    return best if gain is not None and gain > EQUAL_RATIO else None
+    gain = gain_ratio(workload.cluster, ranking.plans[0], chosen) if ranking.fits else None
+    return ranking.plans[0] if gain is not None and gain > EQUAL_RATIO else None
 
 
 def liger_gain_ratio(workload: Workload, request: Request, chosen: Estimate) -> float | None:
@@ -225,3 +227,71 @@ def missing_bytes(estimate: Estimate) -> int:
 def _present_bytes(estimate: Estimate) -> int:
     """Returns what may be used of what an estimate lacks."""
     return estimate.usable_bytes_per_host if estimate.fits_gpu else estimate.usable_bytes_per_gpu
+
+
+def contenders(workload: Workload, request: Request, present: Estimate, count: int) -> tuple[Estimate, ...]:
+    """Returns up to `count` configurations, the present one first, each with the same global batch.
+
+    The best strategies by the plan (ZeRO stage, offload, recomputation, parallelism), each with its best micro-batch;
+    after every two of them the nearest other micro-batch of the best one. All but the present one fit by the plan.
+    Raises InvalidConfig if the request contradicts itself.
+    """
+    ranking = search(workload, request, top=count)
+    plans = [plan for plan in ranking.plans if plan.fits] if ranking.fits else []
+    batched = list(_other_batches(workload, request, plans[0])) if plans else []
+    in_turn = chain.from_iterable(zip_longest(plans[::2], plans[1::2], batched))
+    by_kind: dict[tuple[object, ...], Estimate] = {}
+    for estimate in (present, *in_turn):
+        if estimate is not None:
+            by_kind.setdefault(_kind_with_batch(estimate.configuration), estimate)
+    return tuple(by_kind.values())[:count]
+
+
+def with_fastest_batch(workload: Workload, estimate: Estimate, measured: Sequence[tuple[Estimate, float]]) -> Estimate:
+    """Returns a configuration with the micro-batch of the fastest one that was measured, each with its seconds.
+
+    That is where it beat another micro-batch of its strategy, which is taken to hold for other strategies too. The
+    global batch stays; where that cannot be, or does not fit, the configuration stays.
+    """
+    if not measured:
+        return estimate
+    chosen, best = estimate.configuration, min(measured, key=lambda pair: pair[1])[0].configuration
+    sizes = {
+        one.configuration.batch.micro_batch
+        for one, _ in measured
+        if strategy_key(one.configuration) == strategy_key(best)
+    }
+    ranks, samples = data_parallel_ranks(workload.cluster, chosen), global_batch(workload.cluster, chosen)
+    micro_batch = best.batch.micro_batch
+    if len(sizes) < 2 or strategy_key(chosen) == strategy_key(best) or samples % (ranks * micro_batch):
+        return estimate
+    other = with_batch(chosen, micro_batch, samples // (ranks * micro_batch))
+    if other == chosen or broken(workload, other):
+        return estimate
+    assessed = assess(workload, other)
+    return assessed if assessed.fits else estimate
+
+
+def _kind_with_batch(c: Configuration) -> tuple[object, ...]:
+    """Returns the identity of a configuration without the sizes of its buffers."""
+    batch = c.batch.micro_batch, c.step.grad_accum
+    return *strategy_key(c), c.kernels.torch_compile, c.checkpointing.every_n_layers, *batch
+
+
+def _other_batches(workload: Workload, request: Request, best: Estimate) -> Iterator[Estimate]:
+    """Yields a plan with other micro-batches and the same global batch, the nearest first, as far as they fit."""
+    chosen = best.configuration
+    if request.micro_batch is not None:
+        return
+    pairs = batches(replace(request, grad_accum=None), data_parallel_ranks(workload.cluster, chosen))
+    for micro_batch, grad_accum in sorted(pairs, key=lambda pair: _distance(pair[0], chosen.batch.micro_batch)):
+        other = with_batch(chosen, micro_batch, grad_accum)
+        if micro_batch != chosen.batch.micro_batch and not broken(workload, other):
+            estimate = assess(workload, other)
+            if estimate.fits:
+                yield estimate
+
+
+def _distance(one: int, other: int) -> float:
+    """Returns how far apart two sizes are, as a ratio of 1 or more."""
+    return max(one, other) / min(one, other)

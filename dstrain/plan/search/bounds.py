@@ -1,8 +1,8 @@
-"""Lower bounds of a configuration's memory and time, cheap enough to rule out most candidates."""
+"""Lower bounds of a configuration's memory, cheap enough to rule out most candidates."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision
 from dstrain.facts.cluster.cluster import Cluster
@@ -15,12 +15,6 @@ from dstrain.plan.memory.optimizer_states import STATES, master_item, stepped_by
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained, is_inside, shard, trained_on_rank
 from dstrain.plan.memory.zero import partition_of, sharing_ranks
-from dstrain.plan.speed.compute import passes
-from dstrain.plan.speed.efficiency import efficiency
-from dstrain.plan.speed.flops import peak_flops_per_s
-from dstrain.plan.speed.optimizer_step import inputs_bytes, stepping
-from dstrain.plan.speed.setting import setting
-from dstrain.plan.speed.traffic import work
 
 LOGITS_BYTES = 8
 """Bytes of each logit that exist at once under the plain loss, at least: its fp32 copy and the log-softmax; the
@@ -110,34 +104,6 @@ def bound(workload: Workload, way: Configuration) -> Bound:
         load_bytes=_load_bytes(workload, counts, way),
         host_bytes=int(_host_bytes(cluster, way, states, shared)),
     )
-
-
-def passes_s(workload: Workload, way: Configuration, micro_batch: int) -> float:
-    """Returns the seconds of one forward and one backward pass on the GPU alone, with the layers' inputs that wait in
-    host RAM, whose copies nothing hides.
-
-    With those of a step's end (`end_s`) it is the minimum of a step: the time of links is left out.
-    """
-    cluster = workload.cluster
-    peak = peak_flops_per_s(cluster.gpu, way.model.precision)
-    sized = replace(way, batch=replace(way.batch, micro_batch=micro_batch))
-    chosen = setting(sized, peak, cluster.gpu, workload.contents)
-    done, rates = work(workload.model, way), efficiency(cluster, workload.measured)
-    forward, backward = passes(done, rates, chosen)
-    are_copied = way.checkpointing.offload and not way.code.inputs_in_flight
-    copies_s = 2 * inputs_bytes(sized, done) / rates.pcie_bytes_per_s if are_copied else 0.0
-    return forward.total + backward.total + copies_s
-
-
-def end_s(workload: Workload, way: Configuration) -> float:
-    """Returns the seconds of optimizer, CPU, PCIe and drives after the last backward pass; 0 if speeds are unknown."""
-    cluster = workload.cluster
-    if peak_flops_per_s(cluster.gpu, way.model.precision) <= 0 or cluster.gpu.hbm_bytes_per_s <= 0:
-        return 0.0
-    rates = efficiency(cluster, workload.measured)
-    single = replace(way, batch=replace(way.batch, micro_batch=1), step=replace(way.step, grad_accum=1))
-    seconds = stepping(cluster, single, work(workload.model, way), rates)
-    return seconds.optimizer + seconds.cpu_optimizer + seconds.nvme + seconds.pcie_step
 
 
 def _load_bytes(workload: Workload, counts: Trained, way: Configuration) -> int:

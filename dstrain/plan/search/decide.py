@@ -18,13 +18,12 @@ from dstrain.plan.estimate import assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.named_parts import require_targets
 from dstrain.plan.request import Request
-from dstrain.plan.search import learning_rate
 from dstrain.plan.search.alternatives import Neighbour, eight_bit_instead, faster_but_too_large, neighbours, unasked
 from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
 from dstrain.plan.search.contradictions import unsatisfied
 from dstrain.plan.search.evaluator import estimated, usable_ratio
 from dstrain.plan.search.infeasible import does_not_fit, ways_that_fit
-from dstrain.plan.search.notes import notes
+from dstrain.plan.search.notes import learning_rate, notes
 from dstrain.plan.search.reasons import compared, reasons
 from dstrain.plan.search.search import DEFAULT_TOP, Ranking, search
 from dstrain.plan.search.search_space import global_batch
@@ -85,7 +84,7 @@ def plan_of(surveyed: Survey, cluster: Cluster, request: Request) -> Plan:
         rejected=surveyed.rejected,
         num_estimated=surveyed.num_estimated,
         global_batch=global_batch(cluster, surveyed.first.configuration),
-        learning_rate=learning_rate.of_request(request, global_batch(cluster, surveyed.first.configuration)),
+        learning_rate=learning_rate(request, global_batch(cluster, surveyed.first.configuration)),
         reasons=surveyed.proposals[0].reasons,
         notes=surveyed.notes,
     )

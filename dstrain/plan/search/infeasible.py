@@ -17,7 +17,7 @@ from dstrain.plan.labels import label
 from dstrain.plan.request import Request
 from dstrain.plan.search.alternatives import gain_ratio
 from dstrain.plan.search.contradictions import option
-from dstrain.plan.search.search import EQUAL_RATIO, fastest, least_plan, something_seems_to_fit
+from dstrain.plan.search.search import EQUAL_RATIO, least_plan
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
 from dstrain.units import GIB, format_bytes
 
@@ -120,7 +120,7 @@ class _Change(NamedTuple):
 def _judged(workload: Workload, change: _Change, judge: Judge) -> Estimate | None:
     """Returns the plan of a changed command; None if it refuses the options, or nothing seems to fit or does."""
     try:
-        if fastest(replace(workload, cluster=change.cluster), change.request) is None:
+        if least_plan(replace(workload, cluster=change.cluster), change.request) is None:
             return None
         estimate = judge(change.options, change.request, change.cluster)
     except DstrainError:
@@ -198,8 +198,8 @@ def _larger(cluster: Cluster, factor: int, hosts: Mapping[str, object]) -> tuple
 
 
 def _something_fits(workload: Workload, request: Request) -> bool:
-    """Returns whether something seems to fit; not if the options contradict each other on these machines."""
+    """Returns whether something fits; not if the options contradict each other on these machines."""
     try:
-        return something_seems_to_fit(workload, request)
+        return least_plan(workload, request) is not None
     except InvalidConfig:
         return False

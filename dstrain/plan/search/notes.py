@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
-from dstrain.choices import Method, Optimizer, Precision, Task
+from dstrain.choices import Attention, Method, Optimizer, Precision, Task
+from dstrain.facts.attention_kernels import KERNELS, runs_on
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.data.row_contents import seen_samples
@@ -12,22 +15,30 @@ from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
-from dstrain.plan.configuration import Configuration, flat
+from dstrain.plan.configuration import Configuration, changed, flat
 from dstrain.plan.estimate import USABLE_GPU_RATIO
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import bf16_losses
 from dstrain.plan.memory.adapters import adapted_experts
-from dstrain.plan.request import Request
-from dstrain.plan.search import attention, compile_rules, learning_rate
+from dstrain.plan.request import LrScaling, Request
+from dstrain.plan.search import compile_rules
 from dstrain.plan.search.alternatives import liger_gain_ratio
 from dstrain.plan.search.infeasible import gpu_assumed, gpu_guessed, ram_assumed
 from dstrain.plan.search.reasons import faster, percent
-from dstrain.plan.search.search_space import batch_words, global_batch
-from dstrain.plan.speed.step_time import forward_s
+from dstrain.plan.search.rules import unsuitable
+from dstrain.plan.search.search_space import DEFAULT_GLOBAL_BATCH, batch_words, global_batch
+from dstrain.plan.speed.step_time import forward_s, speed
 from dstrain.units import counted, format_bytes, format_count
 
+WORTH_ATTENTION = 0.03
+"""Share of a step's time from which a plan names a faster kernel."""
 WORTH_LIGER = 0.05
 """Gain from which a plan without Liger's kernels says what they would gain, as a ratio."""
+LEARNING_RATES = {Method.FULL: 1e-5, Method.LORA: 1e-4, Method.QLORA: 2e-4}
+"""Usual peak learning rates of supervised fine-tuning. Source: LLaMA-Factory's full examples (1e-5) and LoRA examples
+(1e-4); QLoRA (arXiv 2305.14314), table 9 (2e-4 up to 13B)."""
+PREFERENCE_RATES = {Method.FULL: 1e-6, Method.LORA: 5e-6, Method.QLORA: 5e-6}
+"""Those of DPO. Source: trl 1.16 trainer/dpo_config.py (1e-6); LLaMA-Factory's LoRA example of DPO (5e-6)."""
 STEADY_BATCH = 256
 """Samples of a step from which nothing is said of experts that train: a rule of thumb of guides to fine-tuning them."""
 
@@ -49,7 +60,7 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
         cost = f"; without, {COST}" if FLA in kernels else ""
         found.append(f"planned with the kernels of {' and '.join(kernels)} on every machine that trains{cost}")
     if request.has_open_attention:
-        found += attention.notes(workload, chosen)
+        found += _attention_notes(workload, chosen)
     share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0
     if chosen.fits and share > USABLE_GPU_RATIO:
         left = percent(1 - USABLE_GPU_RATIO)
@@ -116,7 +127,7 @@ def _optimizer_notes(workload: Workload, request: Request, chosen: Estimate) -> 
     if request.optimizer is Optimizer.MUON:
         yield _MUON
     if request.optimizer is Optimizer.ADAMW_BF16:
-        rate = learning_rate.of_request(request, global_batch(workload.cluster, chosen.configuration))
+        rate = learning_rate(request, global_batch(workload.cluster, chosen.configuration))
         yield f"in bf16 {bf16_losses(rate, None)} (arXiv 2010.06192); adamw_8bit is as small and keeps fp32 weights"
 
 
@@ -162,7 +173,7 @@ def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list
         notes += _experts_notes(model.moe, global_batch(cluster, configuration), configuration)
     notes += _calibration_notes(workload, chosen)
     batch = global_batch(cluster, configuration)
-    return notes + learning_rate.notes(request, batch, batch_words(workload, configuration))
+    return notes + _scaling_notes(request, batch, batch_words(workload, configuration))
 
 
 def _calibration_notes(workload: Workload, chosen: Estimate) -> list[str]:
@@ -199,3 +210,49 @@ def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:
     if configuration.model.precision is Precision.FP16 and model.dtype == "bfloat16":
         notes.append(f"{model.name} was trained in bf16: fp16 may overflow; watch the loss scale")
     return notes
+
+
+def _attention_notes(workload: Workload, chosen: Estimate) -> list[str]:
+    """Returns what the best FlashAttention of the GPU would bring, if it is not planned and worth saying."""
+    configuration, gpu = chosen.configuration, workload.cluster.gpu
+    if chosen.speed is None or gpu.is_cpu or configuration.kernels.attn is not Attention.SDPA:
+        return []
+    wrong = unsuitable(workload, configuration)
+    best = next((k.attn for k in KERNELS if k.attn not in wrong and runs_on(gpu, k.attn)), None)
+    faster = speed(workload, changed(configuration, attn=best)) if best is not None else None
+    saved = 1 - faster.step_s / chosen.speed.step_s if faster is not None else 0.0
+    if saved <= WORTH_ATTENTION:
+        return []
+    return [f"planned with sdpa, which all machines have; a step with {best} takes {percent(saved)} less time"]
+
+
+def learning_rate(request: Request, num_samples: int) -> float:
+    """Returns the peak learning rate for that many samples of a step: the usual one of the method, or scaled.
+
+    The usual ones are taken to be for the default of `DEFAULT_GLOBAL_BATCH` samples, which is a judgement, as is that
+    a packed row counts as one sample.
+    Source: Goyal et al. (arXiv 1706.02677), linear, for SGD; Malladi et al. (arXiv 2205.10287), square root, for Adam.
+    """
+    usual = (PREFERENCE_RATES if request.task is Task.DPO else LEARNING_RATES)[request.method]
+    ratio = num_samples / DEFAULT_GLOBAL_BATCH
+    factor = {None: 1.0, LrScaling.LINEAR: ratio, LrScaling.SQRT: math.sqrt(ratio)}[request.lr_scaling]
+    return float(f"{usual * factor:.3g}")
+
+
+def _scaling_notes(request: Request, num_samples: int, words: str) -> list[str]:
+    """Returns what scaling gives if a step has another number of samples, or packed rows, than by default.
+
+    >>> _scaling_notes(Request(), 256, "256 samples")
+    ['learning rate 1e-05 is meant for 64 samples a step; for 256 samples, --lr-scaling linear gives 4e-05, sqrt 2e-05']
+    """
+    if num_samples == DEFAULT_GLOBAL_BATCH:
+        return []
+    usual, linear, root = (
+        f"{learning_rate(replace(request, lr_scaling=scaling), num_samples):g}" for scaling in (None, *LrScaling)
+    )
+    meant = (
+        f"learning rate {usual} is meant for {DEFAULT_GLOBAL_BATCH} {'rows' if request.packing else 'samples'} a step"
+    )
+    if request.lr_scaling is not None:
+        return [f"{meant}; for {words} it is {learning_rate(request, num_samples):g} ({request.lr_scaling})"]
+    return [f"{meant}; for {words}, --lr-scaling linear gives {linear}, sqrt {root}"]

@@ -218,13 +218,13 @@ def _fastest(evaluator: Evaluator, changes: Sequence[_Change]) -> _Change | None
     """Returns the fastest change that fits, of equally fast ones that with the fewest levers; None if none fits."""
     best, best_key = None, None
     by_candidate = {change.candidate: change for change in changes}
-    for key, candidate in by_time(evaluator, list(by_candidate)):
+    for candidate in by_time(evaluator, by_candidate):
+        change, key = by_candidate[candidate], evaluator.time(candidate)
         if best_key is not None and not _is_equal(key, best_key):
             break
-        change = by_candidate[candidate] if candidate is not None else None
-        if change is None or (best is not None and len(change.levers) >= len(best.levers)):
+        if best is not None and len(change.levers) >= len(best.levers):
             continue
-        if evaluator.seems_to_fit(change.candidate) and _fits(evaluator, change.candidate):
+        if evaluator.seems_to_fit(candidate) and _fits(evaluator, candidate):
             best, best_key = change, best_key or key
     return best
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from dstrain.choices import Attention, LossKernel, Optimizer, Precision
-from dstrain.facts.attention_kernels import SINKS
+from dstrain.facts.attention_kernels import KERNELS, SINKS
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.task_limits import LIMITS, TaskLimit
-from dstrain.plan.configuration import Configuration, choices
+from dstrain.plan.configuration import Configuration, changed, choices
 from dstrain.plan.memory.layers.families import LAYER_CODE
 from dstrain.plan.memory.layers.kernels import LIGER
 from dstrain.plan.search.compile_rules import COMPILE_RULES
@@ -161,3 +162,14 @@ def keeps_rules(workload: Workload, configuration: Configuration) -> bool:
         if breaks(model, cluster, configuration):
             return False
     return True
+
+
+def unsuitable(workload: Workload, configuration: Configuration) -> Mapping[Attention, str]:
+    """Returns the versions of FlashAttention that a configuration cannot have, and why.
+
+    Families whose attention PyTorch's kernel does not compute keep eager: kernels differ in what they leave out.
+    """
+    if not workload.model.has_sdpa:
+        return {kernel.attn: "this family's attention has sinks or caps its scores" for kernel in KERNELS}
+    broken_by = {kernel.attn: broken(workload, changed(configuration, attn=kernel.attn)) for kernel in KERNELS}
+    return {attn: rule.says for attn, rules in broken_by.items() for rule in rules[::-1] if "attn" in rule.options}

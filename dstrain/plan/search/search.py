@@ -1,22 +1,18 @@
-"""Searches all strategies, the fastest first; each is estimated or ruled out by a bound."""
+"""Searches all strategies: times what may fit by a bound, and verifies from the fastest on."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain, count
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import TIGHT
-from dstrain.plan.search.evaluator import MOST_MISSES, PROPOSAL_MISSES, Evaluator, Key, usable_ratio
-from dstrain.plan.search.nearest import least, nearest
+from dstrain.plan.search.evaluator import Evaluator, Key, usable_ratio
 from dstrain.plan.search.search_space import Candidate, in_ram_too, mechanisms, strategy_key
-from dstrain.plan.search.slowdown_order import lost_speed
 
 EQUAL_RATIO = 0.02
 """Times that differ by less are called equal."""
@@ -28,6 +24,15 @@ MOST_TIE_RATIO = 0.15
 """A gain of more is worth a mechanism more, though the prediction of the difference may be off by as much."""
 DEFAULT_TOP = 3
 """Number of plans shown by default."""
+MOST_MISSES = 6
+"""Candidates that may turn out not to fit before no more alternatives to the best plan are looked for."""
+LEAST_TRIED = 24
+"""Candidates of least memory that are estimated before none is expected to fit."""
+LEAST_MISSES = 2
+"""Candidates of least memory that may turn out not to fit before none is expected to."""
+
+Shortage = tuple[bool, int]
+"""Whether the GPU could not hold a candidate; and the bytes that it needs there or, if it could, in host RAM."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,25 +58,29 @@ class Ranking:
     """The whole space."""
 
 
-def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exhaustive: bool = False) -> Ranking:
-    """Returns the `top` best plans that fit or, if none does, the nearest.
-
-    Best first by time: a candidate enters with a bound below its time, comes back with its time, and is estimated only
-    when nothing faster is left. What the memory bound rules out never enters; the search ends when enough is known.
-    `exhaustive` estimates everything instead, and must find the same.
-    """
+def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP) -> Ranking:
+    """Returns the `top` best plans that fit or, if none does, the nearest."""
     evaluator = Evaluator(workload, usable_ratio(request))
-    candidates, best, fastest = _best(evaluator, request, top, exhaustive=exhaustive)
-    fits = bool(best)
-    if not fits:
+    candidates: list[Candidate] = []
+    best: list[Candidate] = []
+    fastest: Candidate | None = None
+    for asked in (request, *in_ram_too(workload, request)):
+        # inputs in RAM are for a plan that offloads states, or for want of any
+        if fastest is not None and not any(each.way.zero.is_offloaded for each in (best[0], fastest)):
+            break
+        candidates += evaluator.space(asked)
+        best, fastest = _best(evaluator, candidates, top)
+    fits = fastest is not None
+    if fastest is None:
         best = nearest(evaluator, candidates, max(top, DEFAULT_TOP))[:top]
-    fastest = fastest or best[0]
+        fastest = best[0]
     strategy = strategy_key(fastest.way)
     best[1:] = [fastest if strategy_key(each.way) == strategy else each for each in best[1:]]
-    key = evaluator.time(fastest)
+    seconds = evaluator.time(fastest)
+    knows_speed = len(seconds) == 1
     return Ranking(
         fastest=evaluator.estimate(fastest),
-        difference_error_ratio=evaluator.difference_error_s(fastest, best[0]) / key[0] if key else 0.0,
+        difference_error_ratio=evaluator.difference_error_s(fastest, best[0]) / seconds[0] if knows_speed else 0.0,
         plans=tuple(evaluator.estimate(candidate) for candidate in best),
         rungs=tuple(candidate.rung for candidate in best),
         fits=fits,
@@ -82,161 +91,76 @@ def search(workload: Workload, request: Request, *, top: int = DEFAULT_TOP, exha
     )
 
 
-def _best(
-    evaluator: Evaluator,
-    request: Request,
-    top: int,
-    *,
-    exhaustive: bool = False,
-    proposed_if: Callable[[Candidate], bool] | None = None,
-) -> tuple[list[Candidate], list[Candidate], Candidate | None]:
-    """Returns the candidates, the best of them, and the fastest; with layers' inputs in RAM if the best needs room."""
-    candidates: list[Candidate] = []
-    best: list[Candidate] = []
-    fastest = None
-    for asked in (request, *in_ram_too(evaluator.workload, request)):
-        if best and fastest and not any(each.way.zero.is_offloaded for each in (best[0], fastest)):
-            break
-        candidates += evaluator.space(asked)
-        possible = candidates if exhaustive else [candidate for candidate in candidates if evaluator.may_fit(candidate)]
-        if exhaustive:
-            for candidate in candidates:
-                evaluator.estimate(candidate)
-        best, fastest = _verified(evaluator, possible, top, proposed_if)
-    return candidates, best, fastest
+def by_time(evaluator: Evaluator, candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Returns the candidates that may fit, the fastest first."""
+    return sorted(filter(evaluator.may_fit, candidates), key=evaluator.time)
 
 
-def _verified(
-    evaluator: Evaluator, candidates: list[Candidate], top: int, proposed_if: Callable[[Candidate], bool] | None = None
-) -> tuple[list[Candidate], Candidate | None]:
-    """Returns the best candidates, and the fastest, whose exact estimates fit too.
-
-    The best and the fastest are looked for among all that may fit, until they are verified. Alternatives to the best,
-    and a proposal for other machines or options, are looked for among those that fit by their quick estimates, until
-    MOST_MISSES or PROPOSAL_MISSES of these turn out not to.
-    """
-    ordered = _Remembered(by_time(evaluator, candidates))
-    for _ in range(PROPOSAL_MISSES) if proposed_if else count():
-        ranked, fastest = _ranked(evaluator, ordered, 1, proposed_if or evaluator.seems_to_fit)
-        if fastest is None:
-            return [], None
-        if all(evaluator.fits(candidate, in_full=not proposed_if) for candidate in (fastest, ranked[0])):
-            break
-    else:
-        return [], None
-    for _ in range(MOST_MISSES if top > 1 else 0):
-        ranked, _ = _ranked(evaluator, ordered, top, partial(evaluator.seems_to_fit, is_sure=True))
-        if all(evaluator.fits(candidate) for candidate in ranked):
-            break
-    verified = [candidate for candidate in ranked if candidate in evaluator.exact | evaluator.fitting]
-    return [candidate for candidate in verified if evaluator.estimate(candidate).fits], fastest
-
-
-class _Remembered:
-    """What an iterator yields, for several passes."""
-
-    def __init__(self, rest: Iterator[tuple[Key, Candidate | None]]) -> None:
-        self._rest = rest
-        self._seen: list[tuple[Key, Candidate | None]] = []
-
-    def __iter__(self) -> Iterator[tuple[Key, Candidate | None]]:
-        yield from self._seen
-        for entry in self._rest:
-            self._seen.append(entry)
-            yield entry
-
-
-def fastest(workload: Workload, request: Request) -> Estimate | None:
-    """Returns the best plan that fits by its quick estimate too, or the least one if few seem to; None if none fits.
-
-    What fits with all that the allocator may hold besides live bytes comes first: it needs no replay.
-    """
-    evaluator = Evaluator(workload, usable_ratio(request))
-    smallest = _least(evaluator, request)
-    if smallest is None:
-        return None
-    evaluator = evaluator.afresh()
-    for fits in (evaluator.seems_to_hold_all, partial(evaluator.seems_to_fit, is_sure=True)):
-        _, best, _ = _best(evaluator, request, 1, proposed_if=fits)
-        if best:
-            return evaluator.estimate(best[0])
-        evaluator.forget_failures()
-    return smallest
-
-
-def something_seems_to_fit(workload: Workload, request: Request) -> bool:
-    """Returns whether there is a plan that may fit, as far as quick estimates tell (`Evaluator.seems_to_fit`)."""
-    evaluator = Evaluator(workload, usable_ratio(request))
-    return any(evaluator.may_fit(each) and evaluator.seems_to_fit(each) for each in _whole_space(evaluator, request))
-
-
-def least_plan(workload: Workload, request: Request) -> Estimate | None:
-    """Returns the plan of least memory that fits, as far as few exact estimates tell (`nearest.LEAST_MISSES`)."""
-    return _least(Evaluator(workload, usable_ratio(request)), request)
-
-
-def _least(evaluator: Evaluator, request: Request) -> Estimate | None:
-    return least(evaluator, _whole_space(evaluator, request))
-
-
-def _whole_space(evaluator: Evaluator, request: Request) -> list[Candidate]:
-    requests = (request, *in_ram_too(evaluator.workload, request))
-    return [candidate for asked in requests for candidate in evaluator.space(asked)]
-
-
-def _ranked(
-    evaluator: Evaluator, ordered: _Remembered, top: int, seems_to_fit: Callable[[Candidate], bool]
-) -> tuple[list[Candidate], Candidate | None]:
-    """Returns the best of candidates in the order of time that seem to fit, one per strategy, and the fastest of all.
+def _best(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[list[Candidate], Candidate | None]:
+    """Returns the best of candidates that fit, one per strategy, and the fastest of all.
 
     Those that are slower than the fastest by no more than the prediction is worth (`_is_tie`) are as good as it, and
     the simplest of them comes first, unless it needs both more time and more memory than another (`_saving_both`); then
-    those of the fastest that is left. Times tell what is as good, so that of these only the simplest are estimated.
+    those of the fastest that is left, until MOST_MISSES of these turn out not to fit.
     """
+    waiting = [_tied(candidate, evaluator.time(candidate)) for candidate in by_time(evaluator, candidates)]
     ranked: dict[tuple[object, ...], Candidate] = {}
-    alike: set[tuple[object, ...]] = set()
+    passed: set[tuple[object, ...]] = set()
     fastest: Candidate | None = None
-    entries = iter(ordered)
-    waiting: list[_Tied] = []
+    is_alone, misses = evaluator.workload.cluster.num_gpus == 1, 0
+
+    def fits(tied: _Tied) -> bool:
+        nonlocal misses
+        if not ranked:
+            return evaluator.fits(tied.candidate)
+        # a quick estimate is taken as it is: alternatives are not worth a replay of each that may fit
+        if misses >= MOST_MISSES or not evaluator.seems_to_fit(tied.candidate, is_sure=True):
+            return False
+        is_fitting = evaluator.fits(tied.candidate)
+        misses += not is_fitting
+        return is_fitting
+
     while len(ranked) < top:
-        first = _first_that_fits(waiting, entries, ranked.keys() | alike, seems_to_fit)
-        if first is None:
+        is_new = (tied.strategy not in ranked.keys() | passed and fits(tied) for tied in waiting)
+        number = next((number for number, is_first in enumerate(is_new) if is_first), None)
+        if number is None:
             break
+        waiting = waiting[number:]
+        first = waiting[0]
         fastest = fastest or first.candidate
-        for key, candidate in entries:
-            waiting += [] if candidate is None else [_tied(candidate, key)]
-            if not _may_tie(key, first.key):
-                break
-        ties = (other for other in waiting if _is_tie(evaluator, first, other))
-        for tie in sorted(ties, key=lambda tie: tie[:4]):
+        for tie in _as_fast_as(evaluator, first, waiting):
             if len(ranked) == top:
                 break
-            if tie.strategy in ranked.keys() | alike or not seems_to_fit(tie.candidate):
+            if tie.strategy in ranked.keys() | passed or not evaluator.seems_to_fit(tie.candidate):
                 continue
-            better = (other.candidate for other in waiting if _is_better(other, tie))
-            if any(map(seems_to_fit, better)):
+            best = tie if ranked else _saving_both(evaluator, tie, waiting)
+            if not fits(best):
                 continue
-            simpler = (other.candidate for other in waiting if ranked and _brings_nothing(evaluator, tie, other))
-            if any(map(seems_to_fit, simpler)):
-                alike.add(tie.strategy)
+            if ranked and is_alone and any(_brings_nothing(evaluator, tie, other) and fits(other) for other in waiting):
+                passed.add(tie.strategy)
                 continue
-            best = tie if ranked else _saving_both(evaluator, tie, waiting, seems_to_fit)
             ranked[best.strategy] = best.candidate
     return list(ranked.values()), fastest
 
 
-def _saving_both(
-    evaluator: Evaluator, slow: _Tied, others: list[_Tied], seems_to_fit: Callable[[Candidate], bool]
-) -> _Tied:
+def _as_fast_as(evaluator: Evaluator, first: _Tied, waiting: list[_Tied]) -> list[_Tied]:
+    """Returns the candidates that the prediction cannot tell from the first, the simplest first."""
+    near = takewhile(lambda tied: _may_tie(tied.key, first.key), waiting)
+    return sorted((other for other in near if _is_tie(evaluator, first, other)), key=_simplicity)
+
+
+def _saving_both(evaluator: Evaluator, slow: _Tied, others: list[_Tied]) -> _Tied:
     """Returns the simplest plan that needs less time and less memory than one, or that has the same advantage over
     that; the plan itself if there is none.
 
     Simplicity may cost time that the prediction cannot tell, or memory, but not both.
     """
-    for other in sorted(others, key=lambda tie: tie[:4]):
+    for other in sorted(others, key=_simplicity):
         is_faster = len(slow.key) == 1 and other.key[0] * (1 + EQUAL_RATIO) < slow.key[0]
-        if is_faster and _is_smaller(evaluator, other.candidate, slow.candidate) and seems_to_fit(other.candidate):
-            return _saving_both(evaluator, other, others, seems_to_fit)
+        # what fits by a quick estimate is compared by the exact one, too
+        is_better = is_faster and _is_smaller(evaluator, other.candidate, slow.candidate)
+        if is_better and evaluator.fits(other.candidate) and _is_smaller(evaluator, other.candidate, slow.candidate):
+            return _saving_both(evaluator, other, others)
     return slow
 
 
@@ -254,26 +178,9 @@ def _brings_nothing(evaluator: Evaluator, tie: _Tied, other: _Tied) -> bool:
     """Returns whether a plan on one GPU, which shares nothing, is a simpler one with more mechanisms: no faster and no
     smaller, with the same micro-batch and checkpointing."""
     one, simple = tie.candidate, other.candidate
-    is_alone = evaluator.workload.cluster.num_gpus == 1
-    is_more = is_alone and other.complexity < tie.complexity and other.key <= tie.key
+    is_more = other.complexity < tie.complexity and other.key <= tie.key
     is_alike = one.micro_batch == simple.micro_batch and one.way.checkpointing == simple.way.checkpointing
     return is_more and is_alike and not _is_smaller(evaluator, one, simple)
-
-
-def _first_that_fits(
-    waiting: list[_Tied],
-    entries: Iterator[tuple[Key, Candidate | None]],
-    ranked: Container[tuple[object, ...]],
-    seems_to_fit: Callable[[Candidate], bool],
-) -> _Tied | None:
-    """Returns the fastest of a strategy that is not ranked, of those that wait and then of the others; drops from
-    those that wait what comes before it."""
-    others = (_tied(candidate, key) for key, candidate in entries if candidate is not None)
-    for number, tied in enumerate(chain(waiting, others)):
-        if tied.strategy not in ranked and seems_to_fit(tied.candidate):
-            waiting[: number + 1] = [tied]
-            return tied
-    return None
 
 
 class _Tied(NamedTuple):
@@ -310,33 +217,94 @@ def _is_tie(evaluator: Evaluator, first: _Tied, other: _Tied) -> bool:
     )
 
 
-def _is_better(one: _Tied, other: _Tied) -> bool:
-    """Returns whether one of the same strategy is faster and no less simple."""
-    return one.strategy == other.strategy and one.key < other.key and one[:3] <= other[:3]
+def _simplicity(tied: _Tied) -> tuple[object, ...]:
+    return tied[:4]
 
 
 def _complexity(candidate: Candidate) -> int:
     return mechanisms(candidate.way) + (candidate.way.zero.is_offloaded and not candidate.pin_memory)
 
 
-def by_time(evaluator: Evaluator, candidates: list[Candidate]) -> Iterator[tuple[Key, Candidate | None]]:
-    """Yields candidates with their times, the fastest first; and None with the least time of all that are left.
+_Entry = tuple[Shortage, int, Candidate]
+"""A candidate, how far it is from fitting, and its place: of equals, the first comes nearest."""
 
-    A candidate waits with the bound of its time; when nothing has a lower one, its time is computed, and it waits
-    again. If the speed of the GPU is unknown, the order of lost speed replaces times.
+
+def nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list[Candidate]:
+    """Returns the ways that come nearest to fitting, each with its smallest micro-batch and buffers.
+
+    What seems nearest is verified, and what comes nearest after that, up to MOST_MISSES times.
     """
-    if not candidates:
-        return
-    if evaluator.time(candidates[0]) is None:
-        keyed = [(lost_speed(evaluator.workload.cluster, candidate), candidate) for candidate in candidates]
-        yield from sorted(keyed, key=lambda entry: entry[0])
-        return
-    waiting = [(evaluator.least_time(candidate), order, False) for order, candidate in enumerate(candidates)]
-    heapq.heapify(waiting)
-    while waiting:
-        key, order, is_time = heapq.heappop(waiting)
-        yield key, candidates[order] if is_time else None
-        if not is_time:
-            time = evaluator.time(candidates[order])
-            assert time is not None, "a GPU's speed is known for every configuration or for none"
-            heapq.heappush(waiting, (time, order, True))
+    smallest: dict[tuple[object, ...], int] = {}
+    for candidate in candidates:
+        strategy = strategy_key(candidate.way)
+        smallest[strategy] = min(candidate.micro_batch, smallest.get(strategy, candidate.micro_batch))
+    frugal = [
+        candidate
+        for candidate in candidates
+        if candidate.rung in (TIGHT, None) and candidate.micro_batch == smallest[strategy_key(candidate.way)]
+    ]
+    frugal.sort(key=lambda candidate: _bound(evaluator, candidate, is_loaded=True))
+    ordered = sorted(
+        (_least_shortage(evaluator, candidate), place, candidate) for place, candidate in enumerate(frugal)
+    )
+    for _ in range(MOST_MISSES):
+        found = _seemingly_nearest(evaluator, ordered, top)
+        if evaluator.exact.issuperset(found):
+            break
+        for candidate in found:
+            evaluator.verify(candidate)
+    return _seemingly_nearest(evaluator, [entry for entry in ordered if entry[2] in evaluator.exact], top)
+
+
+def least_plan(workload: Workload, request: Request) -> Estimate | None:
+    """Returns the plan of the smallest bound that fits; None if none is found.
+
+    Only the first LEAST_TRIED are estimated, and LEAST_MISSES of those that seem to fit verified: what needs more
+    memory than these is not expected to fit.
+    """
+    evaluator = Evaluator(workload, usable_ratio(request))
+    candidates = [each for asked in (request, *in_ram_too(workload, request)) for each in evaluator.space(asked)]
+    possible = [each for each in candidates if each.rung in (TIGHT, None) and evaluator.may_fit(each)]
+    possible.sort(key=lambda each: evaluator.bound(each).device_bytes(each.micro_batch, each.grad_accum))
+    has_room = (each for each in possible if evaluator.has_host_room(each))
+    seeming = (each for each in islice(has_room, LEAST_TRIED) if evaluator.seems_to_fit(each, is_sure=True))
+    fitting = (each for each in islice(seeming, LEAST_MISSES) if evaluator.fits(each))
+    return next(map(evaluator.estimate, fitting), None)
+
+
+def _seemingly_nearest(evaluator: Evaluator, ordered: list[_Entry], top: int) -> list[Candidate]:
+    """Returns the nearest of candidates in the order of their bounds: one of each strategy, as far as is known.
+
+    Those that the GPU could hold come before those that it could not; then by bytes. A bound above these bytes ends the
+    search: nothing that is left comes nearer.
+    """
+    by_strategy: dict[tuple[object, ...], _Entry] = {}
+    for least, place, candidate in ordered:
+        known = sorted(shortage for shortage, _, _ in by_strategy.values())
+        if len(known) >= top and known[top - 1] <= least:
+            break
+        entry, key = (_shortage(evaluator, candidate), place, candidate), strategy_key(candidate.way)
+        by_strategy[key] = min(entry, by_strategy.get(key, entry))
+    return [candidate for _, _, candidate in sorted(by_strategy.values())][:top]
+
+
+def _shortage(evaluator: Evaluator, candidate: Candidate) -> Shortage:
+    """Returns how far a candidate is from fitting: what the GPU could hold is nearer than what it could not."""
+    fits, needs = evaluator.seems_to_fit_gpu(candidate), evaluator.estimate(candidate).memory
+    return not fits, needs.host_bytes_per_node if fits else needs.needed_bytes_per_gpu
+
+
+def _bound(evaluator: Evaluator, candidate: Candidate, *, is_loaded: bool = False) -> Shortage:
+    """Returns a lower bound of `_shortage`; of one that `is_loaded`, which leaves out what loading takes."""
+    least, gpu_bytes = evaluator.bound(candidate), evaluator.workload.cluster.gpu.memory_bytes
+    device = least.device_bytes(candidate.micro_batch, candidate.grad_accum)
+    if not is_loaded and least.load_bytes > gpu_bytes:
+        device = max(device, least.load_bytes)
+    fits_gpu = device <= evaluator.usable_ratio * gpu_bytes
+    return not fits_gpu, least.host_bytes if fits_gpu else device
+
+
+def _least_shortage(evaluator: Evaluator, candidate: Candidate) -> Shortage:
+    """Returns the same with exact bytes of the host, which are known without an estimate."""
+    is_too_large, least = _bound(evaluator, candidate)
+    return is_too_large, least if is_too_large else evaluator.host_bytes(candidate)

@@ -30,7 +30,7 @@ from dstrain.plan.search.out_of_memory import (
     smaller,
 )
 from dstrain.plan.search.rules import broken
-from dstrain.plan.search.search import EQUAL_RATIO, _verified, by_time
+from dstrain.plan.search.search import EQUAL_RATIO, _best, by_time
 from dstrain.units import GIB, MIB
 from tests.cases import ask
 from tests.draws import Draw
@@ -127,7 +127,7 @@ def test_the_first_change_is_as_fast_as_the_searchs_own_choice_in_the_same_space
         less = smaller(case.workload, current, case.short)
         evaluator = Evaluator(less, 0.9)
         space = list(_space(less, current, Phase.BACKWARD, (0, 1, 2, 3)))
-        _, fastest = _verified(evaluator, [one for one in space if evaluator.may_fit(one)], 1)
+        _, fastest = _best(evaluator, space, 1)
         assert fastest is not None
         if not _fits(evaluator, fastest):
             continue  # after an out-of-memory, what makes the allocator give back its cache is no change
@@ -141,8 +141,8 @@ def test_changes_come_in_the_order_of_their_times(cases: list[tuple[Case, tuple[
     for case, _ in cases:
         current = case.estimate.configuration
         evaluator = Evaluator(smaller(case.workload, current, case.short), USABLE_GPU_RATIO)
-        timed = by_time(evaluator, list(_space(evaluator.workload, current, Phase.BACKWARD, (0, 1, 2, 3))))
-        keys = [key[0] for key, candidate in timed if candidate is not None]
+        timed = by_time(evaluator, _space(evaluator.workload, current, Phase.BACKWARD, (0, 1, 2, 3)))
+        keys = [evaluator.time(candidate)[0] for candidate in timed]
         assert all(after >= before * (1 - 1e-9) for before, after in pairwise(keys)), case
 
 

@@ -19,15 +19,21 @@ from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.reserved import _reserved
 from dstrain.plan.request import Request
-from dstrain.plan.search.appetite import kind_of
 from dstrain.plan.search.decide import choice
-from dstrain.plan.search.evaluator import Evaluator, least_bytes, usable_ratio
+from dstrain.plan.search.evaluator import Evaluator, least_bytes, lost_speed, usable_ratio
 from dstrain.plan.search.infeasible import ways_that_fit
-from dstrain.plan.search.nearest import _bound
 from dstrain.plan.search.notes import _tower_note
-from dstrain.plan.search.search import EQUAL_RATIO, MOST_TIE_RATIO, TIE_RATIO, Ranking, least_plan, search
+from dstrain.plan.search.search import (
+    EQUAL_RATIO,
+    MOST_TIE_RATIO,
+    TIE_RATIO,
+    Ranking,
+    _bound,
+    _shortage,
+    least_plan,
+    search,
+)
 from dstrain.plan.search.search_space import global_batch, mechanisms, space, strategy_key
-from dstrain.plan.search.slowdown_order import lost_speed
 from dstrain.units import GIB
 
 QUESTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
@@ -60,16 +66,16 @@ def everything(**options: Any) -> tuple[Any, Request]:
 
 
 @pytest.mark.parametrize(("options", "wishes"), QUESTIONS, ids=lambda each: "-".join(str(v) for v in each.values()))
-def test_bounds_lose_nothing(options: dict[str, Any], wishes: dict[str, Any]) -> None:
+def test_bounds_lose_nothing(options: dict[str, Any], wishes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked, request = everything(**options)
     request = replace(request, **wishes)
     bounded = search(asked.workload, request)
-    whole = search(asked.workload, request, exhaustive=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "may_fit", lambda evaluator, candidate: True)
+        whole = search(asked.workload, request)
     assert bounded.fits == whole.fits == (least_plan(asked.workload, request) is not None)
     assert bounded.plans == whole.plans
-    assert whole.num_excluded == 0
-    assert bounded.num_estimated + bounded.num_excluded == whole.num_estimated
-    assert bounded.num_estimated < whole.num_estimated / 2
+    assert bounded.num_estimated <= whole.num_estimated
 
 
 def test_the_whole_space_is_estimated_or_excluded() -> None:
@@ -77,15 +83,6 @@ def test_the_whole_space_is_estimated_or_excluded() -> None:
     found = search(asked.workload, request)
     assert found.num_estimated + found.num_excluded == len(space(asked.workload, request))
     assert found.num_estimated < found.num_excluded / 100  # of those that are as good as the fastest, the simplest
-
-
-def test_once_one_does_not_hold_all_the_least_of_its_kin_tells_of_the_others() -> None:
-    asked, request = everything(model="deepseek-v3", gpus=32, gpu="gh200")
-    evaluator = Evaluator(asked.workload, usable_ratio(request))
-    candidates = [each for each in evaluator.space(request) if each.way.zero.stage == 3]
-    kinds = {(kind_of(each), each.way.parallel.sp) for each in candidates}
-    assert not any(evaluator.seems_to_hold_all(each) for each in candidates)
-    assert len(evaluator.estimates) <= 2 * len(kinds) < len(candidates) / 10
 
 
 def sample_s(found: Ranking, cluster: Cluster) -> list[float]:
@@ -187,7 +184,7 @@ def test_what_the_gpu_holds_and_ram_does_not_is_nearer_than_what_the_gpu_does_no
 def test_streams_that_together_need_more_than_the_gpu_has_are_not_replayed() -> None:
     asked, request = everything(model="gemma-3-27b", gpus=32, gpu="rtx-3090", method="lora")
     evaluator = Evaluator(asked.workload, usable_ratio(request))
-    candidates = [each for each in evaluator.space(replace(request, seq_len=8192)) if each.way.zero.stage == 3]
+    candidates = [each for each in space(asked.workload, replace(request, seq_len=8192)) if each.way.zero.stage == 3]
     estimates = [(each, evaluator.estimate(each)) for each in random.Random(0).sample(candidates, 40)]
     too_large = [
         each
@@ -213,15 +210,11 @@ def test_what_fits_by_short_replays_fits_by_whole_ones(
 ) -> None:
     asked, request = everything(model=model, gpus=32, gpu=gpu, method=method)
     short, full = (Evaluator(asked.workload, usable_ratio(request)) for _ in range(2))
-    space = [each for each in short.space(replace(request, seq_len=seq_len)) if each.way.zero.stage in (1, 3)]
-    few = [each for each in space if each.rung == 0 and each.way.zero.offload is offload and each.micro_batch < 4]
+    ways = [each for each in space(asked.workload, replace(request, seq_len=seq_len)) if each.way.zero.stage in (1, 3)]
+    few = [each for each in ways if each.rung == 0 and each.way.zero.offload is offload and each.micro_batch < 4]
     near = [each for each in few if 1 < _fill(short.estimate(each)) < 1.6][:REPLAYED]
-    assert [short.fits(each, in_full=False) for each in near] == [full.verify(each).fits for each in near]
-    ended = [each for kind in short.failures.overflowing.values() for each in kind]
-    assert ended if model == "qwen3-8b" else short.fitting
-    for wider in [each for each in space if any(short.failures.to_verify(each))][:1]:
-        short.seems_to_fit(wider)  # how much those that allocate the same blocks hold tells if it may
-        assert short.exact.issuperset(short.failures.to_verify(wider))
+    assert [short.fits(each) for each in near] == [full.verify(each).fits for each in near]
+    assert short.failing if model == "qwen3-8b" else short.exact
 
 
 def _fill(estimate: Estimate) -> float:
@@ -231,9 +224,9 @@ def _fill(estimate: Estimate) -> float:
 def test_what_does_not_fit_while_it_is_loaded_is_no_nearer_than_its_bound() -> None:
     asked, request = everything(model="llama-3.1-405b", gpus=8, gpu="rtx-3090", method="qlora", host_memory=2**36)
     evaluator = Evaluator(asked.workload, 0.9)
-    candidates = evaluator.space(replace(request, seq_len=1024))
+    candidates = space(asked.workload, replace(request, seq_len=1024))
     for each in random.Random(0).sample(candidates, 40):
-        assert evaluator.shortage(each) >= _bound(evaluator, each)
+        assert _shortage(evaluator, each) >= _bound(evaluator, each)
 
 
 def test_more_memory_is_never_slower() -> None:
@@ -275,7 +268,6 @@ def test_without_speeds_the_first_in_the_order_of_lost_speed_is_chosen() -> None
     first = next(each for each in estimates if each.fits)
     found = search(workload, asked.request)
     assert found.plans[0].configuration == first.configuration
-    assert found.plans == search(workload, asked.request, exhaustive=True).plans
 
 
 def test_a_choice_that_is_given_is_kept() -> None:

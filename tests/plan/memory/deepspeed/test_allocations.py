@@ -21,7 +21,7 @@ from dstrain.plan.memory.deepspeed.settings import micro_batches_played
 from dstrain.plan.memory.layers.attention import as_attended
 from dstrain.plan.memory.zero import sharing_ranks
 from dstrain.plan.search.evaluator import Evaluator, usable_ratio
-from dstrain.plan.search.search_space import in_ram_too
+from dstrain.plan.search.search_space import in_ram_too, space
 from tests.train.engine_cases import CASES, Case, job_of
 
 CANDIDATES = 14
@@ -71,8 +71,8 @@ def test_candidates_of_a_question_have_one_peak(words: str) -> None:
     question = asked(shlex.split(words))
     workload, request = question.workload, question.request
     evaluator = Evaluator(workload, usable_ratio(request))
-    space = [each for opened in (request, *in_ram_too(workload, request)) for each in evaluator.space(opened)]
-    for candidate in random.Random(words).sample(space, min(CANDIDATES, len(space))):
+    candidates = [each for opened in (request, *in_ram_too(workload, request)) for each in space(workload, opened)]
+    for candidate in random.Random(words).sample(candidates, min(CANDIDATES, len(candidates))):
         way = as_attended(evaluator.configuration(candidate), workload.cluster.gpu)
         way = replace(way, step=replace(way.step, grad_accum=micro_batches_played(way)))
         ranks = sharing_ranks(workload.cluster, way)

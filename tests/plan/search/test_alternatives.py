@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from dstrain.choices import Offload
 from dstrain.plan.estimate import assess
-from dstrain.plan.search.contenders import contenders, with_fastest_batch
+from dstrain.plan.search.alternatives import contenders, with_fastest_batch
 from dstrain.plan.search.decide import survey
 from dstrain.plan.search.search import TIE_RATIO
 from dstrain.plan.search.search_space import global_batch, strategy_key, with_batch
