@@ -16,8 +16,12 @@ from dstrain.config.lint.rule import Rule
 from dstrain.config.lint.rules import no_effect
 from dstrain.config.lint.subject import Subject
 from dstrain.facts.cluster import gpu_table, links
+from dstrain.facts.model import families, parameter_tensors
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.sinks.sink import End, Table
+from dstrain.plan.configuration import DEFAULTS
+from dstrain.plan.memory.layers import activations
+from dstrain.plan.memory.layers import families as layer_families
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "extending"
@@ -36,12 +40,16 @@ def symbols() -> set[str]:
     return {each for each in found if isinstance(each, str)}
 
 
+def examples(page: str) -> list[str]:
+    """Returns the Python blocks of a page."""
+    text = (PAGES / page).read_text(encoding="utf-8")
+    found = re.finditer(r"^( *)```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
+    return ["\n".join(line.removeprefix(each[1]) for line in each[2].splitlines()).strip() for each in found]
+
+
 def example(page: str) -> str:
     """Returns the first Python block of a page."""
-    text = (PAGES / page).read_text(encoding="utf-8")
-    match = re.search(r"^( *)```python\n(.*?)^ *```", text, re.DOTALL | re.MULTILINE)
-    assert match is not None
-    return "\n".join(line.removeprefix(match[1]) for line in match[2].splitlines()).strip()
+    return examples(page)[0]
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.glob("*.md")), ids=lambda page: page.stem)
@@ -60,6 +68,32 @@ def test_the_gpu_of_the_page_is_a_row() -> None:
     row = eval(example("gpu.md"), vars(gpu_table))
     assert isinstance(row, gpu_table.Row)
     assert row.link in links.LINKS
+
+
+def test_the_family_of_the_page_is_planned_like_the_one_that_it_resembles(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, row, attention, layer = examples("model-family.md")
+    names = dict(vars(parameter_tensors))
+    exec(tensors, names)
+    monkeypatch.setattr(parameter_tensors, "newone", names["newone"], raising=False)
+    monkeypatch.setattr(families, "FAMILIES", families.FAMILIES | eval(f"{{{row}}}", vars(families)))
+    assert attention.startswith("def newone_attention(")  # whose body the reader writes
+    like_qwen3 = layer_families.dense.qwen3_attention
+    monkeypatch.setattr(layer_families.dense, "newone_attention", like_qwen3, raising=False)
+    known = layer_families.LAYER_CODE | eval(f"{{{layer}}}", vars(layer_families))
+    monkeypatch.setattr(activations, "LAYER_CODE", known)
+    sizes = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 4096,
+    }
+    config = {**sizes, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}
+    newone, qwen3 = (
+        families.from_config({"model_type": name, **config}, name=name, source=name) for name in ("newone", "qwen3")
+    )
+    assert newone.num_params == qwen3.num_params
+    assert activations.profile(newone, DEFAULTS) == activations.profile(qwen3, DEFAULTS)
 
 
 def test_the_rule_of_the_page_finds_its_mistake() -> None:
