@@ -25,7 +25,7 @@ from dstrain.facts.model.families import known
 from dstrain.garbage import collect_seldom
 from dstrain.plan.search.decide import decide
 
-BARS_S = (0.5, 1.5)
+BARS_S = (0.7, 2.5)
 """Limits of the median and of the maximum."""
 SHOWN = 10
 """The slowest questions, which are listed."""
