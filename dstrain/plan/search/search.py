@@ -26,7 +26,7 @@ DEFAULT_TOP = 3
 """Number of plans shown by default."""
 MOST_MISSES = 6
 """Candidates that may turn out not to fit before no more alternatives to the best plan are looked for."""
-LEAST_TRIED = 24
+LEAST_TRIED = 64
 """Candidates of least memory that are estimated before none is expected to fit."""
 LEAST_MISSES = 2
 """Candidates of least memory that may turn out not to fit before none is expected to."""
