@@ -208,7 +208,7 @@ def test_streams_that_together_need_more_than_the_gpu_has_are_not_replayed() -> 
 def test_what_fits_by_short_replays_fits_by_whole_ones(
     model: str, gpu: str, method: str, seq_len: int, offload: Offload
 ) -> None:
-    asked, request = everything(model=model, gpus=32, gpu=gpu, method=method)
+    asked, request = everything(model=model, gpus=32, gpu=gpu, method=method, host_memory=2**43)
     short, full = (Evaluator(asked.workload, usable_ratio(request)) for _ in range(2))
     ways = [each for each in space(asked.workload, replace(request, seq_len=seq_len)) if each.way.zero.stage in (1, 3)]
     few = [each for each in ways if each.rung == 0 and each.way.zero.offload is offload and each.micro_batch < 4]
