@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import dropwhile, islice, takewhile
 from typing import NamedTuple
 
 from dstrain.facts.workload import Workload
@@ -99,9 +99,8 @@ def by_time(evaluator: Evaluator, candidates: Iterable[Candidate]) -> list[Candi
 def _best(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[list[Candidate], Candidate | None]:
     """Returns the best of candidates that fit, one per strategy, and the fastest of all.
 
-    Those that are slower than the fastest by no more than the prediction is worth (`_is_tie`) are as good as it, and
-    the simplest of them comes first, unless it needs both more time and more memory than another (`_saving_both`); then
-    those of the fastest that is left, until MOST_MISSES of these turn out not to fit.
+    Of those that the prediction cannot tell from the fastest (`_is_tie`) the simplest comes first, unless another saves
+    both time and memory (`_saving_both`); then those of the fastest left, until MOST_MISSES turn out not to fit.
     """
     waiting = [_tied(candidate, evaluator.time(candidate)) for candidate in by_time(evaluator, candidates)]
     ranked: dict[tuple[object, ...], Candidate] = {}
@@ -111,24 +110,20 @@ def _best(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[
 
     def fits(tied: _Tied) -> bool:
         nonlocal misses
-        if not ranked:
-            return evaluator.fits(tied.candidate)
-        # a quick estimate is taken as it is: alternatives are not worth a replay of each that may fit
-        if misses >= MOST_MISSES or not evaluator.seems_to_fit(tied.candidate, is_sure=True):
+        # alternatives to the best are not worth a replay of each that may fit
+        if ranked and (misses >= MOST_MISSES or not evaluator.seems_to_fit(tied.candidate, is_sure=True)):
             return False
         is_fitting = evaluator.fits(tied.candidate)
-        misses += not is_fitting
+        misses += bool(ranked) and not is_fitting
         return is_fitting
 
     while len(ranked) < top:
-        is_new = (tied.strategy not in ranked.keys() | passed and fits(tied) for tied in waiting)
-        number = next((number for number, is_first in enumerate(is_new) if is_first), None)
-        if number is None:
+        known = ranked.keys() | passed
+        waiting = list(dropwhile(lambda tied, known=known: tied.strategy in known or not fits(tied), waiting))
+        if not waiting:
             break
-        waiting = waiting[number:]
-        first = waiting[0]
-        fastest = fastest or first.candidate
-        for tie in _as_fast_as(evaluator, first, waiting):
+        fastest = fastest or waiting[0].candidate
+        for tie in _as_fast_as(evaluator, waiting[0], waiting):
             if len(ranked) == top:
                 break
             if tie.strategy in ranked.keys() | passed or not evaluator.seems_to_fit(tie.candidate):
