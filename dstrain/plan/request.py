@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Annotated
 
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, Task
 from dstrain.errors import InvalidConfig
@@ -20,71 +21,80 @@ class LrScaling(StrEnum):
     SQRT = "sqrt"
 
 
+@dataclass(frozen=True, slots=True)
+class Option:
+    """How `dstrain plan` asks for a field."""
+
+    help: str
+    """What the field is."""
+    unset: str = "chosen"
+    """What a request without it leads to."""
+    range: tuple[int, ...] = ()
+    """The least and perhaps the largest number."""
+    choices: tuple[StrEnum, ...] = ()
+    """The values that may be asked for, if not all."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """The user's request to the planner. Raises InvalidConfig if a number is out of range."""
 
     __pydantic_config__ = type_config
 
-    method: Method = Method.FULL
-    """Trained parameters: all, or an adapter."""
+    method: Annotated[Method, Option("Trained parameters.")] = Method.FULL
     lora: Lora = field(default_factory=Lora)
     """The adapter, for LoRA and QLoRA."""
-    task: Task = Task.SFT
-    """Training task."""
-    seq_len: int | None = None
-    """Longest sample in tokens."""
-    rope_scaling: RopeScaling | RopeType | None = None
-    """How positions are stretched; of a type alone, the factor is chosen."""
-    global_batch: int | None = None
-    """Samples of one optimizer step over all GPUs."""
-    lr_scaling: LrScaling | None = None
-    """How the learning rate follows the global batch; None: it does not."""
-    micro_batch: int | None = None
-    """Samples of one forward of one GPU."""
-    grad_accum: int | None = None
-    """Micro-batches of one optimizer step."""
-    zero_stage: int | None = None
-    """ZeRO stage, 0…3."""
-    offload: Offload | None = None
-    """States kept outside GPU memory."""
-    grad_ckpt: bool | None = None
-    """Whether activations are recomputed."""
-    grad_ckpt_every_n_layers: int | None = None
-    """Of how many layers one is recomputed; None: chosen."""
-    tiled_mlp: bool | None = None
-    """Whether MLPs are computed for a part of the tokens at a time; None: chosen."""
-    offload_ratio: float | None = None
-    """Share of an offloaded optimizer that leaves the GPU (Twin-Flow), above 0 to 1; None: chosen."""
-    hpz: int | None = None
-    """GPUs of a node that share a second copy of ZeRO-3's parameters (ZeRO++); 1: no copy; None: chosen."""
-    qwz: bool = False
-    """Whether ZeRO-3 gathers parameters in 8 bits (ZeRO++)."""
-    precision: Precision | None = None
-    """Dtype of forward and backward."""
-    attn: Attention | None = None
-    """Attention implementation; None and `auto`: planned as the slowest one that `auto` may come to."""
-    packing: bool | None = None
-    """Whether samples share rows, which need no padding mask; None: by the data, and without data they do not."""
-    optimizer: Optimizer = Optimizer.ADAMW
-    sp: int | None = None
-    """Ulysses sequence-parallel ranks; None: chosen."""
-    tp: int | None = 1
-    """AutoTP tensor-parallel ranks; None: chosen."""
-    ep: int | None = None
-    """AutoEP expert-parallel ranks; None: chosen."""
-    liger: bool = False
-    """Whether Liger's kernels are used."""
-    torch_compile: bool = False
-    """Whether torch.compile compiles the decoder layers; never chosen."""
-    loss: LossKernel | None = None
-    """How the loss is computed; None: with the least memory."""
+    task: Annotated[Task, Option("Training task.")] = Task.SFT
+    seq_len: Annotated[int | None, Option("Longest sample in tokens.", unset="4096, or the model's limit")] = None
+    rope_scaling: Annotated[
+        RopeScaling | RopeType | None,
+        Option("Positions beyond the model's length.", unset="yarn if the model's makers document it"),
+    ] = None
+    global_batch: Annotated[int | None, Option("Samples of one optimizer step over all GPUs.", unset="about 64")] = None
+    lr_scaling: Annotated[
+        LrScaling | None, Option("Let the learning rate follow the global batch.", unset="it stays")
+    ] = None
+    micro_batch: Annotated[int | None, Option("Samples (pairs) of one forward of one GPU.")] = None
+    grad_accum: Annotated[int | None, Option("Micro-batches of one optimizer step.")] = None
+    zero_stage: Annotated[int | None, Option("ZeRO stage.", range=(0, 3))] = None
+    offload: Annotated[Offload | None, Option("States to keep outside GPU memory.")] = None
+    grad_ckpt: Annotated[bool | None, Option("Recompute activations.")] = None
+    grad_ckpt_every_n_layers: Annotated[
+        int | None, Option("With checkpointing, recompute one layer of every N.", range=(1,))
+    ] = None
+    tiled_mlp: Annotated[
+        bool | None, Option("Compute MLPs for a part of the tokens at a time.", unset="chosen for long rows")
+    ] = None
+    offload_ratio: Annotated[
+        float | None, Option("With ZeRO-3, the share of an offloaded optimizer that leaves the GPU; 1: all of it.")
+    ] = None
+    hpz: Annotated[
+        int | None, Option("GPUs of a node that share a second copy of ZeRO-3's parameters; 1: no copy.")
+    ] = None
+    qwz: Annotated[bool, Option("Let ZeRO-3 gather parameters in 8 bits (ZeRO++), which rounds them.")] = False
+    precision: Annotated[Precision | None, Option("Dtype of forward and backward.", unset="by the GPU")] = None
+    attn: Annotated[Attention | None, Option("Attention implementation.", unset="auto, planned as sdpa")] = None
+    packing: Annotated[bool | None, Option("Let short samples share rows.", unset="by the data, else not")] = None
+    optimizer: Annotated[
+        Optimizer,
+        Option("Optimizer.", choices=(Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_BF16, Optimizer.MUON)),
+    ] = Optimizer.ADAMW
+    sp: Annotated[int | None, Option("Ulysses sequence-parallel ranks.")] = None
+    tp: Annotated[int | None, Option("AutoTP tensor-parallel ranks.")] = 1
+    ep: Annotated[int | None, Option("AutoEP expert-parallel ranks.")] = None
+    liger: Annotated[bool, Option("Run norms, rotary embedding and MLPs on Liger's Triton kernels.")] = False
+    torch_compile: Annotated[
+        bool, Option("Let torch.compile compile the layers; the plan does not count its gain.")
+    ] = False
+    loss: Annotated[
+        LossKernel | None, Option("How the loss is computed.", unset="with the least memory: fused, chunked or full")
+    ] = None
     router_loss: bool | None = None
     """Whether the loss that balances experts is computed; None: where the model's config.json asks for it."""
-    activation_offload: bool | None = None
-    """Whether checkpointed layer inputs wait in host RAM; None: chosen."""
-    image_patches: int = 0
-    """Patches of all images of one sample."""
+    activation_offload: Annotated[
+        bool | None, Option("Offload checkpointed activations to host RAM.", unset="if states are offloaded")
+    ] = None
+    image_patches: Annotated[int, Option("Vision patches of the images and videos of a sample.")] = 0
 
     def __post_init__(self) -> None:
         counts = ("seq_len", "global_batch", "micro_batch", "grad_accum", "grad_ckpt_every_n_layers", "hpz", *DEGREES)

@@ -2,34 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeVar
+from types import MappingProxyType, NoneType
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import click
 
 from dstrain.choices import (
-    Attention,
     Hub,
-    LossKernel,
-    Method,
-    Offload,
-    Optimizer,
-    Precision,
-    RopeType,
-    Task,
 )
 from dstrain.cli.types import SIZE, Choice, Named
 from dstrain.facts.cluster import gpus, links
 from dstrain.facts.model import aliases
 from dstrain.job.model_changes import Lora
 from dstrain.job.task_limits import PARTS
-from dstrain.plan.request import LrScaling
+from dstrain.plan.request import Option, Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _ADAPTER = Lora()
+
+
+def _of_request(names: str) -> Iterator[Callable[[F], F]]:
+    """Yields the options of fields of a request."""
+    kinds = get_type_hints(Request, include_extras=True)
+    for name in names.split():
+        hint, option = get_args(kinds[name])
+        default = Request.__dataclass_fields__[name].default
+        is_open = default is None
+        text = f"{option.help}  [default: {option.unset}]" if is_open else option.help
+        kind, flag = _kind(hint, option), f"--{name.replace('_', '-')}"
+        if kind is bool:
+            flag, kind = f"{flag}/--no-{flag[2:]}", None
+        value = default.value if isinstance(default, Enum) else default
+        yield click.option(flag, type=kind, default=value, show_default=not is_open, help=text)
+
+
+def _kind(hint: Any, option: Option) -> Any:
+    """Returns the Click type of a field: that of its values besides None, and of an enum rather than of a record."""
+    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+    enum = next((kind for kind in kinds if issubclass(kind, Enum)), None)
+    if enum is not None:
+        return Choice(option.choices or enum)
+    return click.IntRange(*option.range) if option.range else kinds[0]
+
 
 _MACHINES = (
     click.option("--gpus", type=int, help="GPUs altogether.  [default: this machine's, or the hosts']"),
@@ -59,78 +77,12 @@ _MACHINES = (
 )
 _REQUEST = (
     click.option("--hub", type=Choice(Hub), default=Hub.HF.value, show_default=True, help="Where ids are looked up."),
-    click.option(
-        "--method", type=Choice(Method), default=Method.FULL.value, show_default=True, help="Trained parameters."
-    ),
-    click.option("--task", type=Choice(Task), default=Task.SFT.value, show_default=True, help="Training task."),
-    click.option("--seq-len", type=int, help="Longest sample in tokens.  [default: 4096, or the model's limit]"),
-    click.option("--global-batch", type=int, help="Samples of one optimizer step over all GPUs.  [default: about 64]"),
-    click.option(
-        "--lr-scaling",
-        type=Choice(LrScaling),
-        help="Let the learning rate follow the global batch.  [default: it stays]",
-    ),
-    click.option("--micro-batch", type=int, help="Samples (pairs) of one forward of one GPU.  [default: chosen]"),
+    *_of_request("method task seq_len global_batch lr_scaling micro_batch"),
 )
 _CHOICES = (
-    click.option("--zero-stage", type=click.IntRange(0, 3), help="ZeRO stage.  [default: chosen]"),
-    click.option("--offload", type=Choice(Offload), help="States to keep outside GPU memory.  [default: chosen]"),
-    click.option(
-        "--offload-ratio",
-        type=float,
-        help="With ZeRO-3, the share of an offloaded optimizer that leaves the GPU; 1: all of it.  [default: chosen]",
-    ),
-    click.option(
-        "--hpz",
-        type=int,
-        help="GPUs of a node that share a second copy of ZeRO-3's parameters; 1: no copy.  [default: chosen]",
-    ),
-    click.option("--grad-ckpt/--no-grad-ckpt", default=None, help="Recompute activations.  [default: chosen]"),
-    click.option(
-        "--grad-ckpt-every-n-layers",
-        type=click.IntRange(1),
-        help="With checkpointing, recompute one layer of every N.  [default: chosen]",
-    ),
-    click.option(
-        "--activation-offload/--no-activation-offload",
-        default=None,
-        help="Offload checkpointed activations to host RAM.  [default: if states are offloaded]",
-    ),
-    click.option(
-        "--tiled-mlp/--no-tiled-mlp",
-        default=None,
-        help="Compute MLPs for a part of the tokens at a time.  [default: chosen for long rows]",
-    ),
-    click.option(
-        "--torch-compile/--no-torch-compile",
-        default=False,
-        show_default=True,
-        help="Let torch.compile compile the layers; the plan does not count its gain.",
-    ),
-    click.option(
-        "--qwz/--no-qwz",
-        default=False,
-        show_default=True,
-        help="Let ZeRO-3 gather parameters in 8 bits (ZeRO++), which rounds them.",
-    ),
-    click.option("--precision", type=Choice(Precision), help="Dtype of forward and backward.  [default: by the GPU]"),
-    click.option("--attn", type=Choice(Attention), help="Attention implementation.  [default: auto, planned as sdpa]"),
-    click.option(
-        "--rope-scaling",
-        type=Choice(RopeType),
-        help="Positions beyond the model's length.  [default: yarn if the model's makers document it]",
-    ),
-    click.option(
-        "--packing/--no-packing",
-        default=None,
-        help="Let short samples share rows.  [default: by the data, else not]",
-    ),
-    click.option(
-        "--image-patches",
-        type=int,
-        default=0,
-        show_default=True,
-        help="Vision patches of the images and videos of a sample.",
+    *_of_request(
+        "zero_stage offload offload_ratio hpz grad_ckpt grad_ckpt_every_n_layers activation_offload tiled_mlp"
+        " torch_compile qwz precision attn rope_scaling packing image_patches"
     ),
     click.option(
         "--freeze-vision-tower/--no-freeze-vision-tower",
@@ -150,30 +102,10 @@ _CHOICES = (
         show_default=True,
         help="Leave the language model as it is, while another part trains.",
     ),
-    click.option(
-        "--liger/--no-liger",
-        default=False,
-        show_default=True,
-        help="Run norms, rotary embedding and MLPs on Liger's Triton kernels.",
-    ),
-    click.option("--sp", type=int, help="Ulysses sequence-parallel ranks.  [default: chosen]"),
-    click.option("--tp", type=int, default=1, show_default=True, help="AutoTP tensor-parallel ranks."),
-    click.option("--ep", type=int, help="AutoEP expert-parallel ranks.  [default: chosen]"),
-    click.option(
-        "--loss",
-        type=Choice(LossKernel),
-        help="How the loss is computed.  [default: with the least memory: fused, chunked or full]",
-    ),
-    click.option(
-        "--optimizer",
-        type=Choice((Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_BF16, Optimizer.MUON)),
-        default=Optimizer.ADAMW.value,
-        show_default=True,
-        help="Optimizer.",
-    ),
+    *_of_request("liger sp tp ep loss optimizer"),
 )
 _BEYOND = (
-    click.option("--grad-accum", type=int, help="Micro-batches of one optimizer step.  [default: chosen]"),
+    *_of_request("grad_accum"),
     click.option("--lora-rank", type=int, default=_ADAPTER.rank, show_default=True, help="Rank of the adapter."),
     click.option(
         "--lora-targets",
