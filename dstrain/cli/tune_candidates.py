@@ -20,7 +20,7 @@ from dstrain.launch.run.trial import Trial, title_of
 from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.search.alternatives import with_fastest_batch
-from dstrain.plan.search.compile_rules import compiled
+from dstrain.plan.search.rules import compiled
 from dstrain.rundir import RunDir
 
 

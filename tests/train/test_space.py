@@ -16,7 +16,7 @@ from dstrain.errors import DoesNotFit
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.request import Request
 from dstrain.plan.search.decide import decide
-from dstrain.plan.search.parallel_rules import SHARED_EXPERTS
+from dstrain.plan.search.rules import SHARED_EXPERTS
 from dstrain.plan.search.search_space import space
 from tests.train.engine import Engine
 from tests.train.points import Point, Space, needs_bitsandbytes, workload_of

@@ -44,8 +44,7 @@ from dstrain.launch.prepare.inputs import (
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.launch.prepare.packages import check_packages, lacks
 from dstrain.paths import shown
-from dstrain.plan.search.rule import Rule
-from dstrain.plan.search.rules import broken
+from dstrain.plan.search.rules import Rule, broken
 from dstrain.units import counted
 
 CHECKED_DATA_BYTES = 64 * 2**20

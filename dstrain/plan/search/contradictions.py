@@ -10,7 +10,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import DEGREES
 from dstrain.plan.request import Request
-from dstrain.plan.search.rule import Rule
+from dstrain.plan.search.rules import Rule
 from dstrain.units import counted
 
 

@@ -21,7 +21,7 @@ from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import bf16_losses
 from dstrain.plan.memory.adapters import adapted_experts
 from dstrain.plan.request import LrScaling, Request
-from dstrain.plan.search import compile_rules
+from dstrain.plan.search import rules
 from dstrain.plan.search.alternatives import liger_gain_ratio
 from dstrain.plan.search.infeasible import gpu_assumed, gpu_guessed, ram_assumed
 from dstrain.plan.search.reasons import faster, percent
@@ -74,7 +74,7 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
         found.append(tower)
     if (packed_images := _packed_images(model, chosen.configuration)) is not None:
         found.append(packed_images)
-    if (compiling := compile_rules.note(workload, chosen.configuration)) is not None:
+    if (compiling := rules.compiling_note(workload, chosen.configuration)) is not None:
         found.append(compiling)
     if chosen.configuration.parallel.ep > 1:
         found.append(

@@ -2,24 +2,316 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 
-from dstrain.choices import Attention, LossKernel, Optimizer, Precision
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision
 from dstrain.facts.attention_kernels import KERNELS, SINKS
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.job.task_limits import LIMITS, TaskLimit
-from dstrain.plan.configuration import Configuration, changed, choices
+from dstrain.plan.configuration import DEGREES, Configuration, changed, choices
 from dstrain.plan.memory.layers.families import LAYER_CODE
 from dstrain.plan.memory.layers.kernels import LIGER
-from dstrain.plan.search.compile_rules import COMPILE_RULES
-from dstrain.plan.search.parallel_rules import PARALLEL_RULES
-from dstrain.plan.search.rule import Rule, adapts_experts
-from dstrain.plan.search.zero_rules import ZERO_RULES
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """A combination that is refused, has no effect, or has another effect than its options say."""
+
+    name: str
+    """Short name."""
+    says: str
+    """The rule, in words."""
+    options: tuple[str, ...]
+    """The fields of a request that the rule concerns."""
+    breaks: Callable[[ModelFacts, Cluster, Configuration], bool]
+    """Whether a configuration breaks it."""
+    source: str
+    """Where the limit is documented or implemented."""
+
+    cure: str | None = None
+    """What a job says instead, if its plain value is not the only way."""
+
+    @property
+    def is_of_parallelism(self) -> bool:
+        """Whether it limits groups of ranks, whatever the stage of ZeRO."""
+        return not set(DEGREES).isdisjoint(self.options) and "zero_stage" not in self.options
+
+
+def adapts_experts(configuration: Configuration) -> bool:
+    """Returns whether experts have adapters, which are added to their weights."""
+    return not configuration.model.is_full and bool(configuration.model.lora.target_parameters)
+
+
+_TRAIN = "dstrain train/compiled_layers.py"
+LEAST_CAPABILITY = (7, 0)
+"""Compute capability from which Triton compiles kernels. Source: torch 2.13 _inductor/scheduler.py."""
+GAIN = "published runs save 14 to 21 %"
+"""Time of a step, whole models compiled. Sources: torchtitan docs/performance.md (Llama 3.1 8B, 8 and 128 H100: 14 %);
+axolotl docs/optimizations.qmd (Qwen3-8B LoRA: 14 to 19 %); torchtune README.md (Llama 3.2 3B, one A100: 21 %)."""
+
+
+# fmt: off
+COMPILE_RULES: tuple[Rule, ...] = (
+    Rule(name="torch.compile and shared experts", options=("torch_compile", "ep"),
+         says="torch.compile was not tried with experts that ranks share",
+         breaks=lambda m, k, c: c.kernels.torch_compile and c.parallel.ep > 1, source=_TRAIN),
+    Rule(name="torch.compile and Liger", options=("torch_compile", "liger"),
+         says="torch.compile was not tried with Liger's kernels",
+         breaks=lambda m, k, c: c.kernels.torch_compile and c.kernels.liger, source=_TRAIN),
+    Rule(name="torch.compile and linear attention", options=("torch_compile",),
+         says="torch.compile was not tried with the kernels of linear attention",
+         breaks=lambda m, k, c: c.kernels.torch_compile and m.has_linear_layers, source=_TRAIN),
+    Rule(name="torch.compile and vision towers", options=("torch_compile",),
+         says="torch.compile was not tried with models that have a vision tower",
+         breaks=lambda m, k, c: c.kernels.torch_compile and m.vision is not None, source=_TRAIN),
+    Rule(name="torch.compile of traced code", options=("torch_compile",),
+         says="torch.compile was not tried with families that dstrain has to trace",
+         breaks=lambda m, k, c: c.kernels.torch_compile and m.traced is not None, source=_TRAIN),
+    Rule(name="torch.compile and adapters of experts", options=("torch_compile", "lora"),
+         says="torch.compile was not tried with adapters of experts, whose weights PEFT replaces in every pass",
+         breaks=lambda m, k, c: c.kernels.torch_compile and adapts_experts(c),
+         source="peft 0.21 tuners/lora/config.py: LoraConfig.target_parameters (re-compilation is expected)"),
+    Rule(name="torch.compile and tiled MLPs", options=("torch_compile", "tiled_mlp"),
+         says="torch.compile compiles tiled MLPs again in every step",
+         breaks=lambda m, k, c: c.kernels.torch_compile and c.checkpointing.tiled_mlp,
+         source="torch 2.13 _dynamo: guards on the closure of deepspeed 0.19.8 TiledMLP (six steps of six on a CPU)"),
+    Rule(name="torch.compile needs Triton", options=("torch_compile",),
+         says="torch.compile needs GPUs of compute capability 7.0 or above: older ones lack Triton",
+         breaks=lambda m, k, c: c.kernels.torch_compile and (0, 0) < k.gpu.compute_capability < LEAST_CAPABILITY,
+         source="torch 2.13 _inductor/scheduler.py: GPUTooOldForTriton"),
+)
+# fmt: on
+
+
+def compiled(workload: Workload, configuration: Configuration) -> Configuration | None:
+    """Returns a configuration with compiled layers; None if they are compiled already, or cannot be."""
+    other = replace(configuration, kernels=replace(configuration.kernels, torch_compile=True))
+    is_refused = any(rule.breaks(workload.model, workload.cluster, other) for rule in COMPILE_RULES)
+    return None if other == configuration or is_refused else other
+
+
+def compiling_note(workload: Workload, configuration: Configuration) -> str | None:
+    """Returns what torch.compile would bring, or does not count where it is asked for; None if it cannot run."""
+    if configuration.kernels.torch_compile:
+        leaf = "; ZeRO-3 then gathers a layer at a time, for which memory is not counted"
+        more = leaf if configuration.zero.stage == 3 else ""
+        return f"torch.compile: {GAIN} of a step, which is not counted; the first one takes minutes{more}"
+    if workload.cluster.gpu.is_cpu or compiled(workload, configuration) is None:
+        return None
+    return f"torch.compile: {GAIN}; dstrain tune measures it"
+
+
+_IN_RAM = (Offload.OPTIMIZER, Offload.PARAMS)
 _DS = "deepspeed 0.19.8 "
+
+# fmt: off
+ZERO_RULES: tuple[Rule, ...] = (
+    Rule(name="offload needs ZeRO", options=("zero_stage", "offload"),
+         says="ZeRO-0 offloads nothing",
+         breaks=lambda m, k, c: c.zero.stage == 0 and c.zero.is_offloaded,
+         source=_DS + "runtime/engine.py: _configure_zero_optimizer alone reads offload_optimizer"),
+    Rule(name="parameter offload needs ZeRO-3", options=("zero_stage", "offload"),
+         says="an optimizer is offloaded under ZeRO-1 to 3, parameters and NVMe under ZeRO-3 only",
+         breaks=lambda m, k, c: c.zero.stage < 3 and c.zero.offloads_params,
+         source=_DS + "runtime/zero/stage_1_and_2.py: offload_param is never read, an nvme device becomes the CPU"),
+    Rule(name="NVMe needs a folder", options=("offload",),
+         says="NVMe offload needs a folder on a drive (--nvme)",
+         breaks=lambda m, k, c: c.zero.offload is Offload.NVME and k.nvme_path is None,
+         source=_DS + "runtime/zero/stage3.py: os.path.join(nvme_path, …) is a TypeError where it is None"),
+    Rule(name="ratio needs ZeRO-3", options=("offload_ratio", "zero_stage", "offload"),
+         says="a part of the optimizer is offloaded under ZeRO-3 only",
+         breaks=lambda m, k, c: c.zero.offload_ratio < 1 and c.zero.stage < 3,
+         source=_DS + "runtime/zero/stage3.py: subgroup_to_device; stage_1_and_2.py never reads ratio"),
+    Rule(name="ratio needs an optimizer in RAM", options=("offload_ratio", "offload"),
+         says="a part of the optimizer stays on the GPU only if the rest is in host RAM",
+         breaks=lambda m, k, c: c.zero.offload_ratio < 1 and c.zero.offload not in _IN_RAM,
+         source=_DS + "runtime/zero/stage3.py: partial_offload with DeepSpeedCPUAdam"),
+    Rule(name="CPU optimizer is Adam", options=("optimizer", "offload"),
+         says="an offloaded optimizer must be AdamW, the only one on the CPU",
+         breaks=lambda m, k, c: c.zero.is_offloaded and c.step.optimizer is not Optimizer.ADAMW,
+         source="accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed makes CPUAdam of all, or raises"),
+    Rule(name="bf16 states need ZeRO", options=("optimizer", "zero_stage"),
+         says="states of AdamW are in bf16 under ZeRO-1 to 3 only",
+         breaks=lambda m, k, c: c.step.optimizer is Optimizer.ADAMW_BF16 and c.zero.stage == 0,
+         source=_DS + "runtime/config.py: _do_error_check"),
+    Rule(name="bf16 states of bf16 weights", options=("optimizer", "precision"),
+         says="adamw_bf16 needs precision bf16: DeepSpeed keeps bf16 master weights of bf16 weights only",
+         cure="precision: bf16, or optimizer: adamw",
+         breaks=lambda m, k, c: c.step.optimizer is Optimizer.ADAMW_BF16 and c.model.precision is not Precision.BF16,
+         source=_DS + "runtime/base_optimizer.py: _configure_master_weights"),
+    Rule(name="hpZ needs ZeRO-3", options=("hpz", "zero_stage"),
+         says="a second copy of the parameters inside each node (hpZ) exists under ZeRO-3 only",
+         breaks=lambda m, k, c: c.zero.hpz > 1 and c.zero.stage < 3,
+         source=_DS + "runtime/zero/partition_parameters.py alone reads zero_hpz_partition_size"),
+    Rule(name="hpZ divides the GPUs", options=("hpz",),
+         says="hpZ must divide the GPUs of a node",
+         breaks=lambda m, k, c: k.gpus_per_node % c.zero.hpz != 0,
+         source=_DS + "utils/groups.py: _create_zero_param_parallel_group, _ensure_divisibility"),
+    Rule(name="hpZ keeps its copy on the GPU", options=("hpz", "offload"),
+         says="hpZ's second copy follows offloaded parameters to the CPU, where it saves nothing",
+         breaks=lambda m, k, c: c.zero.hpz > 1 and c.zero.offloads_params,
+         source=_DS + "runtime/zero/partition_parameters.py: _partition_param_sec (device=self.remote_device)"),
+    Rule(name="hpZ and AutoTP", options=("hpz", "tp"),
+         says="hpZ groups consecutive ranks, and AutoTP's groups cross them",
+         breaks=lambda m, k, c: c.zero.hpz > 1 and c.parallel.tp > 1,
+         source=_DS + "utils/groups.py: _create_zero_param_parallel_group takes consecutive ranks of the world"),
+    Rule(name="qwZ needs ZeRO-3", options=("qwz", "zero_stage"),
+         says="parameters are gathered in 8 bits (qwZ) under ZeRO-3 only",
+         breaks=lambda m, k, c: c.zero.qwz and c.zero.stage < 3,
+         source=_DS + "runtime/zero/partition_parameters.py alone reads zero_quantized_weights"),
+    Rule(name="qwZ and QLoRA", options=("qwz", "method"),
+         says="qwZ would round weights that are in 4 bits already",
+         breaks=lambda m, k, c: c.zero.qwz and c.model.method is Method.QLORA,
+         source=_DS + "runtime/zero/partition_parameters.py: CUDAQuantizer.quantize casts what it gets to fp16"),
+    Rule(name="qwZ and shares of eight", options=("qwz",),
+         says="the kernel of qwZ takes eight elements at a time, so the GPUs must divide the hidden size",
+         breaks=lambda m, k, c: c.zero.qwz and m.hidden_size % k.num_gpus != 0,
+         source=_DS + "runtime/zero/partition_parameters.py: CUDAQuantizer.quantize"),
+)
+"""Of one another and of the method, the optimizer and the degrees of parallelism."""
+# fmt: on
+
+SHARED_EXPERTS = ("deepseek_v3", "mixtral", "qwen3_moe", "qwen3_vl_moe")
+"""Families whose experts ranks may share."""
+
+
+def _drops_masks(configuration: Configuration) -> bool:
+    return configuration.parallel.sp > 1 and not configuration.kernels.attn.is_flash
+
+
+def _scales_by_length(model: ModelFacts, configuration: Configuration) -> bool:
+    scaling = configuration.batch.rope_scaling
+    return (scaling.rope_type if scaling is not None else model.rope_type) in ("dynamic", "longrope")
+
+
+# fmt: off
+PARALLEL_RULES: tuple[Rule, ...] = (
+    Rule(name="SP and AutoTP", options=("sp", "tp"),
+         says="sequence and tensor parallelism exclude each other",
+         breaks=lambda m, k, c: c.parallel.sp > 1 and c.parallel.tp > 1,
+         source=_DS + "runtime/engine.py: _configure_tensor_parallel_states replaces the mpu that SP comes with"),
+    Rule(name="SP divides the GPUs", options=("sp",),
+         says="SP must divide the GPUs",
+         breaks=lambda m, k, c: k.num_gpus % c.parallel.sp != 0,
+         source=_DS + "runtime/sequence_parallel/parallel_state_sp.py: initialize_sequence_parallel"),
+    Rule(name="SP divides the heads", options=("sp",),
+         says="SP must divide the attention heads",
+         breaks=lambda m, k, c: m.num_attention_heads % c.parallel.sp != 0,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: UlyssesSPAttentionHF.__init__"),
+    Rule(name="SP and key-value heads", options=("sp",),
+         says="SP must divide the key-value heads or be a multiple of them",
+         breaks=lambda m, k, c: bool(m.num_key_value_heads % c.parallel.sp and c.parallel.sp % m.num_key_value_heads),
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: UlyssesSPAttentionHF.__init__"),
+    Rule(name="SP divides the sequence", options=("sp", "seq_len"),
+         says="SP must divide the sequence length",
+         breaks=lambda m, k, c: c.batch.seq_len % c.parallel.sp != 0,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: local_seq_length"),
+    Rule(name="SP needs a kernel without mask", options=("sp", "attn"),
+         says="sequence parallelism needs sdpa or flash attention, without sinks",
+         breaks=lambda m, k, c: c.parallel.sp > 1 and (c.kernels.attn is Attention.EAGER or not m.has_sdpa),
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: register_with_transformers"),
+    Rule(name="SP and FlashAttention-4", options=("sp", "attn"),
+         says="sequence parallelism takes sdpa and FlashAttention 2 and 3",
+         breaks=lambda m, k, c: c.parallel.sp > 1 and c.kernels.attn is Attention.FLASH_ATTENTION_4,
+         source="accelerate 1.15 utils/dataclasses.py: DeepSpeedSequenceParallelConfig, _builtin_sp_attn"),
+    Rule(name="SP and latent attention", options=("sp",),
+         says="sequence parallelism needs keys and values of one width, which latent attention lacks",
+         breaks=lambda m, k, c: c.parallel.sp > 1 and m.head_dim != m.v_head_dim,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: forward, key.shape == value.shape"),
+    Rule(name="SP and windows", options=("sp", "seq_len", "attn"),
+         says="sequence parallelism limits attention to a window with FlashAttention only",
+         breaks=lambda m, k, c: _drops_masks(c) and m.num_windowed_layers > 0
+         and m.sliding_window is not None and m.sliding_window < c.batch.seq_len,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: uattn_wrapper drops masks"),
+    Rule(name="SP and linear attention", options=("sp",),
+         says="sequence parallelism cuts the states that linear attention carries along the sequence",
+         breaks=lambda m, k, c: c.parallel.sp > 1 and m.has_linear_layers,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: replaces the attention function alone"),
+    Rule(name="SP and lengths", options=("sp", "rope_scaling"),
+         says="positions that depend on the length of a row (dynamic, longrope) are not those of its slices",
+         breaks=lambda m, k, c: c.parallel.sp > 1 and _scales_by_length(m, c),
+         source="Transformers 5.23 modeling_rope_utils.py: dynamic_rope_update takes the largest position_id"),
+    Rule(name="SP and images", options=("sp", "image_patches"),
+         says="sequence parallelism replaces the vision tower's attention too, which has no position ids",
+         breaks=lambda m, k, c: c.parallel.sp > 1 and c.batch.image_patches > 0,
+         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: forward, position_ids"),
+    Rule(name="TP and images", options=("tp", "image_patches"),
+         says="tensor parallelism was not tried with images",
+         breaks=lambda m, k, c: c.parallel.tp > 1 and c.batch.image_patches > 0,
+         source="dstrain job/task_limits.py: WITH_MEDIA, as which a run refuses it"),
+    Rule(name="TP inside a node", options=("tp",),
+         says="TP must divide the GPUs of a node",
+         breaks=lambda m, k, c: k.gpus_per_node % c.parallel.tp != 0,
+         source="Megatron-LM (arXiv 2104.04473), takeaway 1: up to the GPUs of a server (from memory)"),
+    Rule(name="TP divides the key-value heads", options=("tp",),
+         says="TP must divide the key-value heads: AutoTP splits attention no further",
+         breaks=lambda m, k, c: bool(m.num_key_value_heads % c.parallel.tp or m.num_attention_heads % c.parallel.tp),
+         source=_DS + "runtime/engine.py: _apply_autotp_partitioning"),
+    Rule(name="TP needs ZeRO", options=("tp", "zero_stage"),
+         says="tensor parallelism needs ZeRO-1 or more: without ZeRO, bf16 gradients are clipped by a wrong norm",
+         breaks=lambda m, k, c: c.parallel.tp > 1 and c.zero.stage == 0,
+         source="measured on CPU ranks, deepspeed 0.19.8: a norm of 3.71 in place of 4.78; ZeRO-1 to 3 have 4.78"),
+    Rule(name="TP and its loss", options=("tp", "loss"),
+         says="tensor-parallel ranks have a loss of their own, of a part of the vocabulary",
+         breaks=lambda m, k, c: c.parallel.tp > 1 and c.kernels.loss in (LossKernel.CHUNKED, LossKernel.FUSED),
+         source=_DS + "sequence/cross_entropy.py: configure_vocab_parallel_loss"),
+    Rule(name="TP and experts", options=("tp",),
+         says="AutoTP refuses the experts of Transformers 5",
+         breaks=lambda m, k, c: c.parallel.tp > 1 and m.moe is not None,
+         source=_DS + "module_inject/tp_plan_converter.py: convert (styles packed_colwise, moe_tp_experts)"),
+    Rule(name="TP and linear attention", options=("tp",),
+         says="linear attention was not tried under AutoTP, which gathers each of its projections again",
+         breaks=lambda m, k, c: c.parallel.tp > 1 and m.has_linear_layers,
+         source="Transformers 5.23 models/qwen3_5/configuration_qwen3_5.py: colwise_gather_output"),
+    Rule(name="TP and adapters", options=("tp", "method"),
+         says="AutoTP does not find linears that an adapter has wrapped",
+         breaks=lambda m, k, c: c.parallel.tp > 1 and not c.model.is_full,
+         source=_DS + "module_inject/tp_plan_converter.py: convert ends a pattern at q_proj.weight; "
+                      "peft's is q_proj.base_layer.weight"),
+    Rule(name="EP divides the GPUs", options=("ep",),
+         says="EP must divide the GPUs",
+         breaks=lambda m, k, c: k.num_gpus % c.parallel.ep != 0,
+         source=_DS + "module_inject/auto_ep_folding.py: build_folding_spec"),
+    Rule(name="EP divides the experts", options=("ep",),
+         says="expert parallelism needs a mixture of experts whose experts EP divides",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and (m.moe is None or m.moe.num_experts % c.parallel.ep != 0),
+         source=_DS + "module_inject/auto_ep_config.py: validate_autoep_post_detection"),
+    Rule(name="EP and families", options=("ep",),
+         says=f"expert parallelism was tried with {', '.join(SHARED_EXPERTS)} only",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and m.moe is not None and m.model_type not in SHARED_EXPERTS,
+         source="tests/train/test_space.py, test_images.py; deepspeed 0.19.8 module_inject/auto_ep_presets"),
+    Rule(name="EP alone", options=("ep", "sp", "tp"),
+         says="expert parallelism does not go together with sequence or tensor parallelism",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and (c.parallel.sp > 1 or c.parallel.tp > 1),
+         source=_DS + "runtime/engine.py: _validate_zero3_moe_compatibility; AutoTP refuses Transformers' experts"),
+    Rule(name="EP needs ZeRO", options=("ep", "zero_stage"),
+         says="expert parallelism needs ZeRO-1 or more",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and c.zero.stage == 0,
+         source="not tried without ZeRO; " + _DS + "runtime/fp16/fused_optimizer.py"),
+    Rule(name="EP and adapters", options=("ep", "method"),
+         says="expert parallelism is for training experts, which an adapter freezes",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and not c.model.is_full,
+         source=_DS + "module_inject/auto_ep.py: ep_parser finds the blocks by their names, which PEFT changes"),
+    Rule(name="EP and hpZ", options=("ep", "hpz"),
+         says="expert parallelism has no second copy of parameters (hpZ)",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and c.zero.hpz > 1,
+         source=_DS + "runtime/engine.py: _validate_zero3_moe_compatibility"),
+    Rule(name="EP and offload", options=("ep", "offload", "offload_ratio", "zero_stage"),
+         says="expert parallelism offloads whole states to RAM, no part of them and none to NVMe",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and (c.zero.offload is Offload.NVME or c.zero.offload_ratio < 1),
+         source=_DS + "runtime/engine.py: AutoEP with ZeRO Stage 3 refuses NVMe; partial offload was not tried"),
+    Rule(name="EP and Liger", options=("ep", "liger"),
+         says="Liger's experts are others than those that expert parallelism shares",
+         breaks=lambda m, k, c: c.parallel.ep > 1 and c.kernels.liger,
+         source="liger-kernel 0.8.5 transformers/monkey_patch.py replaces the experts' class"),
+)
+"""What DeepSpeed 0.19.8 does not do with the ranks of a group."""
+# fmt: on
+
 MOST_HEAD_DIM = (256, 128)
 """Widest heads of FlashAttention 2 and 3, and of 4."""
 

@@ -17,8 +17,7 @@ from dstrain.plan.labels import batch_label
 from dstrain.plan.request import Request
 from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes, sizes_of_transformers
 from dstrain.plan.search.contradictions import contradiction, no_batch
-from dstrain.plan.search.rule import Rule
-from dstrain.plan.search.rules import broken, keeps_rules
+from dstrain.plan.search.rules import Rule, broken, keeps_rules
 from dstrain.plan.speed.setting import row_samples
 
 T = TypeVar("T")
