@@ -140,7 +140,8 @@ def record_commands(checkout: Path, match: str, jobs: int) -> dict[str, Any]:
             found = run_line(line, folder, environment(checkout, home, K=str(kit)))
             places = {folder: "HERE", home: "HOME", kit: "KIT", checkout.resolve(): "CHECKOUT", Path.cwd(): "CWD"}
             shutil.rmtree(folder.parent)
-            return normal(found, {str(path): name for path, name in places.items()})
+            result: dict[str, Any] = normal(found, {str(path): name for path, name in places.items()})
+            return result
 
         lines = [line for line in lines_to_run() if match in line]
         with ThreadPoolExecutor(jobs) as pool:
@@ -155,7 +156,7 @@ def run_line(line: str, folder: Path, variables: dict[str, str]) -> dict[str, An
     )
     files = {}
     # schemas are the same for every gen-config, and the demo's files in every line that begins with them
-    left_out = () if line.startswith("dstrain gen-config --model qwen3-0.6b") else SCHEMAS
+    left_out: tuple[str, ...] = () if line.startswith("dstrain gen-config --model qwen3-0.6b") else SCHEMAS
     left_out += DEMO_FILES if line.startswith("{demo} ") else ()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         if not str(path.relative_to(folder)).endswith(left_out):
@@ -264,8 +265,8 @@ def aspects(result: Any) -> dict[str, Any]:
 
 def diff(old: Any, new: Any) -> str:
     """Returns the lines that differ, without context."""
-    texts = [value if isinstance(value, str) else json.dumps(value, indent=1) for value in (old, new)]
-    lines = difflib.unified_diff(*(text.splitlines() for text in texts), n=0, lineterm="")
+    before, after = (value if isinstance(value, str) else json.dumps(value, indent=1) for value in (old, new))
+    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), n=0, lineterm="")
     return "\n".join(line for line in lines if not line.startswith(("---", "+++", "@@")))
 
 

@@ -20,7 +20,7 @@ from dstrain.facts.model import families, parameter_tensors
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.sinks.sink import End, Table
 from dstrain.plan.configuration import DEFAULTS
-from dstrain.plan.memory.layers import activations
+from dstrain.plan.memory.layers import activations, dense
 from dstrain.plan.memory.layers import families as layer_families
 
 ROOT = Path(__file__).parent.parent
@@ -77,8 +77,8 @@ def test_the_family_of_the_page_is_planned_like_the_one_that_it_resembles(monkey
     monkeypatch.setattr(parameter_tensors, "newone", names["newone"], raising=False)
     monkeypatch.setattr(families, "FAMILIES", families.FAMILIES | eval(f"{{{row}}}", vars(families)))
     assert attention.startswith("def newone_attention(")  # whose body the reader writes
-    like_qwen3 = layer_families.dense.qwen3_attention
-    monkeypatch.setattr(layer_families.dense, "newone_attention", like_qwen3, raising=False)
+    like_qwen3 = dense.qwen3_attention
+    monkeypatch.setattr(dense, "newone_attention", like_qwen3, raising=False)
     known = layer_families.LAYER_CODE | eval(f"{{{layer}}}", vars(layer_families))
     monkeypatch.setattr(activations, "LAYER_CODE", known)
     sizes = {

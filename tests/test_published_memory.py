@@ -30,7 +30,14 @@ DRIVER_BYTES = 80 * GIB
 """An A100's memory; what the driver keeps of it is not in nvidia-smi's figure of the process."""
 
 
-MISTRAL, LLAMA = (find_model(name, added_tokens=added).model for name, added in (("Mistral 7B", 1), ("Llama 3 8B", 2)))
+def model_of(name: str, added: int) -> ModelFacts:
+    """Returns the published model with that many tokens added."""
+    shelf = find_model(name, added_tokens=added)
+    assert shelf is not None
+    return shelf.model
+
+
+MISTRAL, LLAMA = model_of("Mistral 7B", 1), model_of("Llama 3 8B", 2)
 ADAPTER = Lora(rank=16, dropout=0.1, targets=("q_proj", "k_proj", "v_proj", "o_proj"))
 ONE_GPU = changed(
     DEFAULTS,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dstrain.choices import Task
 from dstrain.cli import demo as demo_command
 from dstrain.cli.demo import _build as build
 from dstrain.cli.demo import _tell as tell
@@ -149,6 +150,6 @@ def test_without_pillow_images_are_refused_before_anything_is_written(
 
 
 def test_gen_config_plans_the_parts_that_the_demo_of_images_trains() -> None:
-    given, run = demo_command._sizes("sft", images=True), demo_command._settings(10, balances=False)
+    given, run = demo_command._sizes(Task.SFT, images=True), demo_command._settings(10, balances=False)
     assert {"--no-freeze-vision-tower", "--no-freeze-multi-modal-projector"} <= set(given)
     assert not [key for key in run if key.startswith("freeze")]

@@ -15,9 +15,8 @@ from cases import TINY_CONFIG
 
 from dstrain.cli.output.memory_bars import PARTS
 from dstrain.cli.output.plan import LIMITS
-from dstrain.cli.output.plan_page import CHINESE
 from dstrain.facts.cluster.cluster import Origin
-from dstrain.report.html import signature
+from dstrain.report.html import CHINESE, signature
 from dstrain.units import GIB
 from tests.cli.browser import Page, assert_stands_alone, parsed, shown
 from tests.cli.conftest import ROOT, Server

@@ -72,9 +72,9 @@ def test_data_with_media_leave_open_what_a_run_of_them_takes() -> None:
     model, data = probe.read_model("qwen3-vl-8b"), replace(lengths(SHORT), has_media=True)
     request = with_lengths(Request(), model, data, epochs=3)
     assert {key for key in ("sp", "tp", "ep") if getattr(request, key) == 1} == {"sp", "tp"}
-    for wishes in ({"sp": 2}, {"tp": 2}):
+    for request in (Request(sp=2), Request(tp=2)):
         with pytest.raises(InvalidConfig, match=r"which data with images or videos do not support"):
-            with_lengths(Request(**wishes), model, data, epochs=3)
+            with_lengths(request, model, data, epochs=3)
 
 
 def trained(data: Lengths, **wishes: Any) -> RunTime:

@@ -25,8 +25,8 @@ from dstrain.train.data.show import pieces
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.model import load_model
 from tests.train.engine import Engine
-from tests.train.family_images import FAMILIES, RATE, SAMPLES, STEPS, conversation, encoder, micro_batches
-from tests.train.vision_families import make_model
+from tests.train.family_images import RATE, SAMPLES, STEPS, conversation, encoder, micro_batches
+from tests.train.vision_families import FAMILIES, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM-4V's processor
 IMAGES = {"wide": (64, 32), "tall": (24, 48)}

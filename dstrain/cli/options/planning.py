@@ -46,7 +46,7 @@ def _kind(hint: Any, option: Option) -> Any:
     enum = next((kind for kind in kinds if issubclass(kind, Enum)), None)
     if enum is not None:
         return Choice(option.choices or enum)
-    return click.IntRange(*option.range) if option.range else kinds[0]
+    return click.IntRange(option.range[0], *option.range[1:]) if option.range else kinds[0]
 
 
 _MACHINES = (

@@ -34,7 +34,10 @@ def read_table(name: str) -> dict[str, Any]:
 
 
 def rows_of(
-    table: str | Mapping[str, Any], own: Mapping[str, Convert] = _NONE, *, base: Mapping[str, Row] | None = None
+    table: str | Mapping[str, Any],
+    own: Mapping[str, Callable[..., Any]] = _NONE,
+    *,
+    base: Mapping[str, Row] | None = None,
 ) -> dict[str, Row]:
     """Returns the rows of a table, or of the TOML of a name, over those that it rests on; `own` are converters by
     name."""
@@ -56,12 +59,13 @@ def _written(section: Mapping[str, Any], own: Mapping[str, Convert]) -> Iterator
         yield Row(key=key, fate=Fate.WRITTEN, target=target, convert=convert, default=default, note=note, unless=())
 
 
-def _converter(text: str, own: Mapping[str, Convert]) -> Convert:
+def _converter(text: str, own: Mapping[str, Callable[..., Any]]) -> Convert:
     """Returns the converter of a name, or the one that a function makes for the arguments behind its name."""
     name, *arguments = text.split()
     shared = [getattr(module, name) for module in _SHARED if hasattr(module, name)]
-    found = own[name] if name in own else shared[0]
-    return found(*arguments) if arguments else found
+    found: Callable[..., Any] = own[name] if name in own else shared[0]
+    converter: Convert = found(*arguments) if arguments else found
+    return converter
 
 
 def _read_with(section: Mapping[str, Any]) -> Iterator[Row]:

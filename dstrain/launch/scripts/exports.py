@@ -159,8 +159,10 @@ def _arguments(job: Job, stage: int | None) -> dict[str, Any]:
 def _trainer_arguments(job: Job) -> dict[str, Any]:
     """Returns the job's part of Transformers' TrainingArguments."""
     evaluates = _evaluates(job)
-    same = ("num_train_epochs", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
-    same += ("max_grad_norm", "seed", "logging_steps", "save_steps", "save_total_limit", "eval_on_start")
+    same = (
+        *("num_train_epochs", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
+        *("max_grad_norm", "seed", "logging_steps", "save_steps", "save_total_limit", "eval_on_start"),
+    )
     return {
         **{name: getattr(job, name) for name in (*same, "dataloader_num_workers")},
         "output_dir": Path(job.output_dir).name,

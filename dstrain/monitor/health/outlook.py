@@ -43,7 +43,7 @@ def _gpu_left(history: History, pace: float) -> float | None:
     if total is None or peak is None:
         return None
     outside = max(history.windows[-1].get("outside_bytes_by_rank") or [0.0])
-    return max(0.0, total - outside - peak) / pace
+    return float(max(0.0, total - outside - peak) / pace)
 
 
 def _host_left(history: History, pace: float, windows: int) -> float | None:

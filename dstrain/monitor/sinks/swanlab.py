@@ -194,7 +194,7 @@ def _plugins(environment: Mapping[str, str], say: Callable[[str], None]) -> list
             given.setdefault(service, {})[argument.lower()] = value.strip()
     if not given:
         return []
-    from swanlab.plugin import notification
+    from swanlab.plugin import notification  # type: ignore[import-untyped]
 
     kinds = {name.removesuffix("Callback").upper(): getattr(notification, name) for name in notification.__all__}
     del kinds["NOTIFICATION"]  # the base class

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import dropwhile, islice, takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 from dstrain.facts.workload import Workload
@@ -119,7 +119,8 @@ def _best(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[
 
     while len(ranked) < top:
         known = ranked.keys() | passed
-        waiting = list(dropwhile(lambda tied, known=known: tied.strategy in known or not fits(tied), waiting))
+        while waiting and (waiting[0].strategy in known or not fits(waiting[0])):
+            waiting.pop(0)
         if not waiting:
             break
         fastest = fastest or waiting[0].candidate

@@ -130,7 +130,7 @@ class DpoTrainer(Trainer):
     def _computed(self, pairs: PairData) -> reference.Array:
         """Returns the log-probabilities of all pairs under the model as it is; all ranks run it together."""
         engine: Any = self.model_wrapped
-        batches = self.get_eval_dataloader(pairs)  # type: ignore[arg-type]
+        batches = self.get_eval_dataloader(pairs)
         total, numbers = len(batches), itertools.count(1)
 
         def log_probs_of(batch: Mapping[str, Any]) -> torch.Tensor:

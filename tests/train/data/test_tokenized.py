@@ -206,5 +206,5 @@ def test_a_killed_preparation_goes_on_where_it_was_by_two_at_once_and_run_finds_
     assert not list(cache.rglob("*.part"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
     read = read_job(job).job
-    found: Any = job_data.load(read, read.model, None, lambda *_: None).train  # what every rank of `dstrain run` calls
+    found: Any = job_data.load(read, read.model, lambda *_: None).train  # what every rank of `dstrain run` calls
     assert (found.num_made, found.num_samples) == (0, 36_000)

@@ -39,7 +39,8 @@ def mixtral(run: Context, x: Tensor) -> Tensor:
     Source: Transformers 5.23 modeling_mixtral.py: MixtralTopKRouter.
     """
     if run.variant.code.mixtral is not None:
-        return run.variant.code.mixtral(run, x)
+        block: Tensor = run.variant.code.mixtral(run, x)
+        return block
     return _routed(run, x, partial(softmax_router, narrows=False))
 
 
