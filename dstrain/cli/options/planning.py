@@ -46,7 +46,9 @@ def _kind(hint: Any, option: Option) -> Any:
     enum = next((kind for kind in kinds if issubclass(kind, Enum)), None)
     if enum is not None:
         return Choice(option.choices or enum)
-    return click.IntRange(option.range[0], *option.range[1:]) if option.range else kinds[0]
+    if option.range:
+        return click.IntRange(option.range[0], option.range[1] if len(option.range) > 1 else None)
+    return kinds[0]
 
 
 _MACHINES = (

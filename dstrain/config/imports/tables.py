@@ -15,7 +15,7 @@ is one of the tool's own, or a function of the modules in _SHARED.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
