@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +165,7 @@ def _ds_config(value: Any, source: Source) -> Any:
     return Converted(values={"plan.ds_config": found}, note=note)
 
 
-_CONVERTERS = {
+_CONVERTERS: dict[str, Callable[..., Any]] = {
     "checkpointing": _checkpointing,
     "ds_config": _ds_config,
     "evaluations": _evaluations,
