@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_EXPORTED = "export-config says what a job needs without DeepSpeed."
+_EXPORTED = "`dstrain script accelerate` says what a job needs without DeepSpeed."
 _TRAINED = "Jobs train with adamw, adamw_8bit, adamw_bf16 and muon."
 _COMPUTED = "Jobs train with full, chunked and fused."
 _KTO = "train by KTO with TRL's KTOTrainer; of preferences, task: dpo remains"
