@@ -172,7 +172,7 @@ def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job,
 
 
 def _steps(job: Job, batches: float) -> tuple[int, int]:
-    """Returns the steps of a run, and of an epoch, whose last one is filled up (`Trainer._get_train_sampler`)."""
+    """Returns the steps of a run, and of an epoch, whose last one is filled up (`dstrain.train.trainer`)."""
     per_epoch = math.ceil(batches)
     return job.max_steps or math.ceil(per_epoch * job.num_train_epochs), per_epoch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import sys
@@ -10,22 +9,16 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from dstrain.errors import DstrainError, InvalidConfig
-from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.errors import DstrainError
 from dstrain.garbage import without_garbage_collection
 from dstrain.heartbeat import SAVE_ON_TERM, Phase, Sender
-from dstrain.job.schema import Job
 from dstrain.monitor.metrics import without_nonfinite
 from dstrain.monitor.signals import leave_on_sigterm
 from dstrain.monitor.sinks.jsonl import JsonlFile
 from dstrain.monitor.sinks.sink import End
 from dstrain.paths import ignore_empty, prefer_own_programs, write_atomic
-from dstrain.records import from_data, load_json
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
 from dstrain.train import rope_scaling
@@ -34,53 +27,7 @@ from dstrain.train.checkpoints.node_storage import number_of, start_of
 from dstrain.train.checkpoints.verify import Verification
 from dstrain.train.monitoring import Monitoring, monitoring_of
 from dstrain.train.rank import Leaving, Rank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inputs:
-    """The files of a run directory that a rank reads."""
-
-    run_dir: RunDir
-    job: Job
-    ds_config: dict[str, Any]
-    model: ModelFacts | None
-    """None: no MFU is computed."""
-    cluster: Cluster | None
-
-
-def read(run_dir: RunDir) -> Inputs:
-    """Returns the inputs of a run. Raises InvalidConfig if a file is missing or damaged."""
-    job = dataclasses.replace(load_json(Job, run_dir.request), output_dir=str(run_dir.path))
-    if not job.train_sources:
-        raise InvalidConfig(f'{run_dir.request}: "data" is missing')
-    facts = _json(run_dir.facts) if run_dir.facts.exists() else {}
-
-    def fact(kind: Any, name: str) -> Any:
-        if facts.get(name) is None:
-            return None
-        return from_data(
-            kind, facts[name], locate=lambda place: f"{run_dir.facts}: /{name}/{'/'.join(map(str, place))}"
-        )
-
-    return Inputs(
-        run_dir=run_dir,
-        job=job,
-        ds_config=_json(run_dir.ds_config),
-        model=fact(ModelFacts, "model"),
-        cluster=fact(Cluster, "cluster"),
-    )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InvalidConfig(f"{path}: no such file", hint="Create the run directory with `dstrain run`.") from None
-    except ValueError as error:
-        raise InvalidConfig(f"{path}: {error}") from None
-    if not isinstance(data, dict):
-        raise InvalidConfig(f"{path}: not a JSON object")
-    return data
+from dstrain.train.run_inputs import Inputs, read
 
 
 def main(run_dir: Path) -> None:
@@ -180,8 +127,8 @@ def _train(
         heartbeat.send(trainer.state.global_step, Phase.LEFT)
         return True
     heartbeat.send(trainer.state.global_step, Phase.BUSY)  # from here on there are no steps
-    trainer.require_usable(setup.final_eval_loss(trainer))
-    final = trainer.save_final()
+    trainer.watch.require_usable(setup.final_eval_loss(trainer))
+    final = trainer.saver.save_final()
     if rank.is_first:
         summary = setup.summary(trainer)
         summary |= {"seconds": round(time.monotonic() - started, 3), "final": str(final) if final else None}

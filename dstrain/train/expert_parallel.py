@@ -7,7 +7,8 @@ _configure_expert_parallel; module_inject/auto_ep_layer.py: AutoEPMoELayer; moe/
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -27,38 +28,37 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (  # type: igno
 from transformers.utils import output_capturing
 
 from dstrain.errors import InvalidConfig
+from dstrain.facts.ds_config import zero_stage
 from dstrain.train.checkpoints.saved_model import shape_of
-from dstrain.train.trainer import Trainer
+from dstrain.train.parallel import Alone
 
 
-class ExpertParallelTrainer(Trainer):
-    """The Trainer of a rank that holds some experts of each layer."""
+class ExpertParallel(Alone):
+    """Each rank holds some experts of each layer."""
 
-    def _prepare_for_training(self, *arguments: Any, **options: Any) -> Any:
-        """Returns the engine and its data. Raises InvalidConfig for a model whose experts DeepSpeed cannot share."""
+    def begin(self) -> None:
+        """Finds the experts. Raises InvalidConfig for a model whose experts DeepSpeed cannot share."""
         find_classes_by_name()
         gather_in_one_order()
-        model: Any = self.model
+        model = self.trainer.model
         self._describe_mixture(model)
         self._specs = self._detect(model)
         self._stored_transposed = {spec.moe_module_name: _is_transposed(model, spec) for spec in self._specs}
-        accelerator: Any = self.accelerator
-        accelerator.get_state_dict = lambda engine: dict(self._whole(engine.module))
-        return super()._prepare_for_training(*arguments, **options)
+        self.trainer.accelerator.get_state_dict = lambda engine: dict(self._whole(engine.module))
 
     def _describe_mixture(self, model: Any) -> None:
         """Tells DeepSpeed how many experts a token takes in a mixture with a tower: it looks for that in the
         configuration of the whole model, which has it in that of the text."""
         if know_mixture_with_tower(model.config.model_type):
-            config = self.accelerator.state.deepspeed_plugin.deepspeed_config
-            for sections in (self.args.hf_deepspeed_config.config, config):
+            config = self.trainer.accelerator.state.deepspeed_plugin.deepspeed_config
+            for sections in (self.trainer.args.hf_deepspeed_config.config, config):
                 sections["expert_parallel"]["top_k"] = model.config.get_text_config().num_experts_per_tok
 
     def _detect(self, model: Any) -> list[Any]:
         """Returns DeepSpeed's descriptions of the layers whose experts are shared."""
-        problem = f"ep is {self._job.ep}, but DeepSpeed cannot share the experts of {type(model).__name__}"
+        problem = f"ep is {self.trainer.job.ep}, but DeepSpeed cannot share the experts of {type(model).__name__}"
         try:
-            section = self.args.hf_deepspeed_config.config["expert_parallel"]
+            section = self.trainer.args.hf_deepspeed_config.config["expert_parallel"]
             specs: list[Any] = AutoEP(model, parse_autoep_config(section)).ep_parser()
         except ValueError as error:
             raise InvalidConfig(f"{problem}: {error}", hint="ep: 1") from error
@@ -66,25 +66,24 @@ class ExpertParallelTrainer(Trainer):
             raise InvalidConfig(problem, hint="ep: 1")
         return specs
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Writes the weights; Transformers asks the model for the shapes of experts, which it has no longer.
+    @contextmanager
+    def saving(self, weights: Mapping[str, Any]) -> Iterator[None]:
+        """Context in which the model knows the shapes of experts, which Transformers asks for and it has no longer.
 
         Source: transformers 5.23 core_model_loading.py: Transpose.convert.
         """
-        model: Any = self.model
-        own, whole = model.get_parameter, state_dict or {}
-        model.get_parameter = lambda name: whole[name] if name in whole else own(name)
+        model = self.trainer.model
+        own = model.get_parameter
+        model.get_parameter = lambda name: weights[name] if name in weights else own(name)
         try:
-            super()._save(output_dir, state_dict)
+            yield
         finally:
             del model.get_parameter
 
-    def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
-        """Returns the optimizer, with the experts in groups of their own under ZeRO-1 and 2."""
-        optimizer = super().create_optimizer(*arguments, **options)
-        if self._stage < 3:
-            part_experts(optimizer, self.model, self._specs, self._job.ep)
-        return optimizer
+    def part(self, optimizer: Any) -> None:
+        """Puts the experts into groups of their own under ZeRO-1 and 2."""
+        if zero_stage(self.trainer.args.hf_deepspeed_config.config) < 3:
+            part_experts(optimizer, self.trainer.model, self._specs, self.trainer.job.ep)
 
     def _whole(self, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields all weights under the model's own names in host memory on rank 0, and nothing on other ranks."""
@@ -94,7 +93,7 @@ class ExpertParallelTrainer(Trainer):
             weights |= _replicated(model.get_submodule(spec.moe_module_name), spec)
         for name, weight in weights.items():
             with GatheredParameters([weight]):
-                if self._rank.is_first:
+                if self.trainer.rank.is_first:
                     yield name, weight.detach().to("cpu", copy=True)
         for spec in self._specs:
             path = f"{spec.moe_module_name}.{spec.experts_name}"
@@ -114,9 +113,9 @@ class ExpertParallelTrainer(Trainer):
         with GatheredParameters([weight]):
             ranks = dist.get_process_group_ranks(group)
             for source in ranks if 0 in ranks else ():
-                part = weight.detach().clone() if source == self._rank.index else torch.empty_like(weight)
+                part = weight.detach().clone() if source == self.trainer.rank.index else torch.empty_like(weight)
                 dist.broadcast(part, source, group=group)
-                if self._rank.is_first:
+                if self.trainer.rank.is_first:
                     parts.append(part.cpu())
         return parts
 

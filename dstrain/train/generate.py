@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -15,7 +15,7 @@ from transformers import GenerationConfig, TrainerCallback, TrainerControl, Trai
 from dstrain.choices import Task, Thinking
 from dstrain.errors import InvalidConfig
 from dstrain.facts.ds_config import zero_stage
-from dstrain.heartbeat import Phase, Sender
+from dstrain.heartbeat import Phase
 from dstrain.job.monitor import Samples
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
@@ -25,10 +25,8 @@ from dstrain.train.data.by_sample import attending_whole_rows
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.rank import of_all_ranks
+from dstrain.train.training import Training
 from dstrain.units import counted, format_seconds
-
-if TYPE_CHECKING:
-    from dstrain.train.setup import TrainingSetup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,31 +83,19 @@ class SamplesCallback(TrainerCallback):
     Greedy: no random number is drawn, so that training is the same, to the last bit, as without.
     """
 
-    def __init__(
-        self,
-        setup: TrainingSetup,
-        samples: Samples,
-        metrics: MetricsCallback,
-        engine_of: Callable[[], Any],
-        heartbeat: Sender,
-    ) -> None:
-        """`engine_of` returns DeepSpeed's engine, once there is one; `metrics` writes the texts, on rank 0.
-
-        Raises InvalidConfig for a model that cannot generate.
-        """
-        base = without_adapter(setup.model)
+    def __init__(self, trainer: Training, samples: Samples, metrics: MetricsCallback) -> None:
+        """`metrics` writes the texts, on rank 0. Raises InvalidConfig for a model that cannot generate."""
+        base = without_adapter(trainer.model)
         if not base.can_generate():
             raise InvalidConfig(f"samples: {type(base).__name__} cannot generate texts", hint="Remove samples.")
+        self._trainer = trainer
         self._samples = samples
         self._metrics = metrics
-        self._engine_of = engine_of
-        self._heartbeat = heartbeat
-        self._tokenizer = setup.tokenizer
-        self._rank = setup.rank
-        self._group = setup.group
-        self._file = JsonlFile(setup.run_dir.samples)
-        self._prompts = prompts_of(setup.job, setup.tokenizer, setup.eval_data.dataset if setup.eval_data else None)
-        self._is_sharded = zero_stage(setup.arguments.hf_deepspeed_config.config) == 3
+        self._tokenizer = trainer.processing_class
+        self._rank = trainer.rank
+        self._file = JsonlFile(trainer.run_dir.samples)
+        self._prompts = prompts_of(trainer.job, trainer.processing_class, trainer.eval_dataset)
+        self._is_sharded = zero_stage(trainer.args.hf_deepspeed_config.config) == 3
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Generates at an evaluation, unless the job gives the steps in between."""
@@ -121,7 +107,7 @@ class SamplesCallback(TrainerCallback):
         every = self._samples.generate_every
         if every is not None and state.global_step % every == 0:
             self._generate(state.global_step)
-            self._heartbeat.send(state.global_step, Phase.STEP)
+            self._trainer.heartbeat.send(state.global_step, Phase.STEP)
 
     @property
     def longest_prompt(self) -> int:
@@ -137,9 +123,9 @@ class SamplesCallback(TrainerCallback):
     def _generate(self, step: int) -> None:
         """Generates on all ranks, and writes on rank 0; the time counts apart from that of steps, as evaluations do."""
         began = time.monotonic()
-        self._heartbeat.send(step, Phase.EVALUATING)
+        self._trainer.heartbeat.send(step, Phase.EVALUATING)
         with self._metrics.meter.aside():
-            shares = of_all_ranks(self._share(step), self._group)
+            shares = of_all_ranks(self._share(step), self._trainer.group)
         if not self._rank.is_first:
             return
         texts = [text for texts in zip(*shares, strict=True) for text in texts][: len(self._prompts)]
@@ -159,7 +145,7 @@ class SamplesCallback(TrainerCallback):
     @contextmanager
     def _evaluating(self) -> Iterator[Any]:
         """Yields the model without dropout, checkpoints of activations and attention sample by sample."""
-        engine = self._engine_of()
+        engine = self._trainer.model_wrapped
         was_training = engine.training
         engine.eval()
         try:
@@ -174,7 +160,7 @@ class SamplesCallback(TrainerCallback):
         Under ZeRO-3 all ranks gather each layer for each token, until the longest text ends.
         """
         began = time.monotonic()
-        tokens = torch.tensor([prompt.tokens], device=self._engine_of().device)
+        tokens = torch.tensor([prompt.tokens], device=self._trainer.model_wrapped.device)
         output = model.generate(
             input_ids=tokens,
             attention_mask=torch.ones_like(tokens),

@@ -14,10 +14,10 @@ from dstrain.monitor.sinks.sink import End, Setup
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
 from dstrain.train.rank import Rank
+from dstrain.train.run_inputs import Inputs
 
 if TYPE_CHECKING:
     from dstrain.monitor.verdict import FirstSteps
-    from dstrain.train.__main__ import Inputs
 
 
 class Monitoring(NamedTuple):

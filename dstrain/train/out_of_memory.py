@@ -13,19 +13,19 @@ from types import FrameType
 from typing import Any
 
 import torch
+import transformers
 
 from dstrain.oom import Allocator, Blocks, ModelStates, OutOfMemory, Phase
 from dstrain.records import to_json
 from dstrain.rundir import RunDir
 from dstrain.train.measure_states import state_bytes_or_none
-from dstrain.train.trainer import Trainer
 
 NUM_LARGEST = 8
 """Sizes of live blocks that are recorded."""
 
 _PHASES = (
     ("evaluation_loop", "/trainer.py", Phase.EVALUATION),
-    ("_save_checkpoint", "dstrain/train/saving.py", Phase.SAVE),
+    ("_save_checkpoint", "dstrain/train/trainer.py", Phase.SAVE),
     ("save_final", "dstrain/train/saving.py", Phase.SAVE),
     ("step", "deepspeed/runtime/engine.py", Phase.STEP),
     ("allocate_states", "dstrain/train/optimizer_states.py", Phase.STEP),
@@ -86,7 +86,8 @@ def record(error: BaseException, run_dir: RunDir, rank: int) -> None:
     if not is_out_of_memory(error):
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    trainer = next((owner for frame in frames if isinstance(owner := frame.f_locals.get("self"), Trainer)), None)
+    owners: list[Any] = [frame.f_locals.get("self") for frame in frames]
+    trainer = next((owner for owner in owners if isinstance(owner, transformers.Trainer)), None)
     found = OutOfMemory(
         rank=rank,
         phase=phase_of(frames),

@@ -8,23 +8,24 @@ Source: accelerate 1.15 accelerator.py: _prepare_deepspeed; deepspeed 0.19.8 run
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.utils import groups  # type: ignore[import-untyped]
-from torch.utils.data import DataLoader
-from transformers import TrainingArguments
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dstrain.choices import Attention
+from dstrain.facts.ds_config import zero_stage
 from dstrain.job.schema import Job
 from dstrain.monitor.meter import COUNTS, CountingCollator
 from dstrain.train.data.by_sample import attend_by_sample, by_sample
 from dstrain.train.data.slices import Slice
+from dstrain.train.parallel import Alone
 from dstrain.train.rank import Rank
-from dstrain.train.trainer import Trainer
+from dstrain.train.training import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,15 +41,21 @@ class SlicingCollator:
         return {**self.part.cut(batch), COUNTS: batch[COUNTS]}
 
 
-class SequenceParallelTrainer(Trainer):
-    """The Trainer of a rank that trains on slices of rows."""
+class SequenceParallel(Alone):
+    """Each rank trains on slices of the rows of its group."""
 
-    def __init__(self, *, job: Job, rank: Rank, data_collator: CountingCollator, **options: Any) -> None:
-        """`data_collator` makes whole rows; `options` are those of `Trainer`."""
-        collator = SlicingCollator(collator=data_collator, part=Slice(index=rank.index % job.sp, count=job.sp))
-        super().__init__(job=job, rank=rank, data_collator=collator, **options)
-        accelerator: Any = self.accelerator
-        accelerator.deepspeed_ulysses_dl_adapter = self._adapted
+    def __init__(self, job: Job, rank: Rank) -> None:
+        """Takes the slice of a rank."""
+        self._part = Slice(index=rank.index % job.sp, count=job.sp)
+
+    def collator(self, collator: CountingCollator) -> SlicingCollator:
+        """Returns the collator of this rank's slices."""
+        return SlicingCollator(collator=collator, part=self._part)
+
+    def attach(self, trainer: Training) -> None:
+        """Takes the Trainer, and the place of accelerate's adapter for data loaders."""
+        super().attach(trainer)
+        trainer.accelerator.deepspeed_ulysses_dl_adapter = self._adapted
 
     def _adapted(self, batches: Any, engine: Any) -> Any:
         """Returns the data loader as it is, since its micro-batches are slices already.
@@ -56,40 +63,35 @@ class SequenceParallelTrainer(Trainer):
         Attention has just been registered to exchange slices; accelerate turned that off in evaluations, for whole
         rows on every rank. It drops masks, so PyTorch's attention gets the samples of packed rows one by one.
         """
-        registered = ALL_ATTENTION_FUNCTIONS[str(self._job.attn)]
+        job = self.trainer.job
+        registered = ALL_ATTENTION_FUNCTIONS[str(job.attn)]
         ulysses = inspect.getclosurevars(registered).nonlocals["uattn"]
         ulysses.disable_in_eval = False
-        if self._job.packing and self._job.attn == Attention.SDPA:
+        if job.packing and job.attn == Attention.SDPA:
             ulysses.attn = by_sample(ulysses.attn)
-            attend_by_sample(self.model, attention=registered)
+            attend_by_sample(self.trainer.model, attention=registered)
         return batches
 
-    def get_train_dataloader(self) -> DataLoader[Any]:
-        """Returns the micro-batches of this rank; all ranks of a sequence-parallel group have the same."""
-        batches = super().get_train_dataloader()
-        shard: Any = batches.batch_sampler
-        shard.num_processes, shard.process_index = self.num_shares, self._share
+    def shard(self, batches: Any) -> Any:
+        """Returns the micro-batches of this rank; all ranks of a group have the same."""
+        shard = batches.batch_sampler
+        shard.num_processes, shard.process_index = self.trainer.num_shares, self.trainer.share
         return batches
 
-    def get_sp_size(self) -> int:
-        """Returns 1: Transformers multiplies the micro-batches of a data loader by it, and divides their tokens."""
-        return 1
+    def total_batch(self, samples: int) -> int:
+        """Returns the samples of a step: the ranks of a group share them."""
+        return samples // self.trainer.job.sp
 
-    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
-        """Returns the samples of one step."""
-        return super().get_total_train_batch_size(args) // self._job.sp
-
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+    def loss(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any, own: Callable[..., Any]
+    ) -> tuple[torch.Tensor, Any]:
         """Returns the loss of the whole rows; the mean over all ranks and micro-batches is that per token of the step.
 
         `num_items_in_batch`: targets of the step on all ranks.
         """
-        with self.meter.forward(inputs["input_ids"].numel()):
+        with self.trainer.meter.forward(inputs["input_ids"].numel()):
             outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
-        loss = group_sum(outputs.loss * self.num_shares, self._gradient_scale)
-        return (loss, outputs) if return_outputs else loss
+        return group_sum(outputs.loss * self.trainer.num_shares, self._gradient_scale), outputs
 
     @property
     def _gradient_scale(self) -> int:
@@ -98,12 +100,14 @@ class SequenceParallelTrainer(Trainer):
         Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py, runtime/engine.py: world size / sequence_parallel_size;
         runtime/comm/coalesced_collectives.py, which ZeRO-3 reduces with: world size.
         """
-        return self._job.sp if self._stage == 3 else 1
+        return self.trainer.job.sp if zero_stage(self.trainer.args.hf_deepspeed_config.config) == 3 else 1
 
     def trial_size(self) -> int:
-        return self.args.per_device_train_batch_size  # Ulysses knows one size
+        """Returns the rows of every micro-batch: Ulysses knows one size."""
+        return int(self.trainer.args.per_device_train_batch_size)
 
-    def _whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
+    def whole_rows(self, logits: torch.Tensor) -> torch.Tensor:
+        """Returns logits of the rows of all slices."""
         return whole_rows(logits)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,21 +48,22 @@ from dstrain.train.data.streamed import StreamedData
 from dstrain.train.generate import SamplesCallback
 from dstrain.train.measure_states import MeasureCallback
 from dstrain.train.model import load_model
+from dstrain.train.objective import Objective, TokenLoss
+from dstrain.train.parallel import Alone, TensorParallel
 from dstrain.train.preferences.dpo import DpoObjective
+from dstrain.train.preferences.objective import PairLoss
 from dstrain.train.preferences.pairs import PairCollator
-from dstrain.train.preferences.trainer import DpoTrainer
 from dstrain.train.preflight.checks import Checks
 from dstrain.train.process_group import connect, observed
 from dstrain.train.rank import Rank
+from dstrain.train.run_inputs import Inputs
 from dstrain.train.saving import require_weights
-from dstrain.train.sequence_parallel import SequenceParallelTrainer
-from dstrain.train.tensor_parallel import TensorParallelTrainer
+from dstrain.train.sequence_parallel import SequenceParallel
 from dstrain.train.tokenizer import source_of
 from dstrain.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from dstrain.monitor.verdict import FirstSteps
-    from dstrain.train.__main__ import Inputs
 
 
 @dataclass(kw_only=True)
@@ -149,8 +150,40 @@ class TrainingSetup:
     def trainer(self, sinks: Sequence[Guarded], heartbeat: Sender, first_steps: FirstSteps | None) -> Trainer:
         """Returns the Trainer with its callbacks; `first_steps` compares metrics with the plan, on rank 0."""
         load_only_tensors()
+        self.metrics = self._metrics(sinks, first_steps)
+        trainer = Trainer(
+            job=self.job,
+            run_dir=self.run_dir,
+            rank=self.rank,
+            disk=shared(self.run_dir, os.environ, self.group),
+            metrics=self.metrics,
+            heartbeat=heartbeat,
+            base=self.base,
+            group=self.group,
+            checks=self._checks(first_steps) if self.job.preflight else None,
+            data_digest=self.train_data.digest,
+            objective=self._objective(),
+            parallel=self._parallel(),
+            model=self.model,
+            args=self.arguments,
+            train_dataset=self.train_data.dataset,
+            eval_dataset=self.eval_data.dataset if self.eval_data else None,
+            data_collator=self._whole_collator(),
+            processing_class=self.tokenizer,
+            extra_files=self.media_reader.files if self.media_reader else (),
+        )
+        measure = MeasureCallback(
+            lambda: trainer.model_wrapped, self.run_dir, group=self.group, is_first=self.rank.is_first
+        )
+        trainer.add_callback(measure)
+        if self.job.samples is not None:
+            trainer.add_callback(SamplesCallback(trainer, self.job.samples, self.metrics))
+        return trainer
+
+    def _metrics(self, sinks: Sequence[Guarded], first_steps: FirstSteps | None) -> MetricsCallback:
+        """Returns what measures the run, and on rank 0 writes it."""
         first = self.rank.is_first
-        self.metrics = MetricsCallback(
+        return MetricsCallback(
             Meter(self.collectives),
             group=self.group,
             against=self.against,
@@ -162,30 +195,6 @@ class TrainingSetup:
             say=self.rank.say,
             experts=ExpertLoads(routers_of(self.model), self.group),
         )
-        trainer = self._kind_of_trainer()(
-            job=self.job,
-            run_dir=self.run_dir,
-            rank=self.rank,
-            disk=shared(self.run_dir, os.environ, self.group),
-            metrics=self.metrics,
-            heartbeat=heartbeat,
-            base=self.base,
-            group=self.group,
-            checks=self._checks(first_steps) if self.job.preflight else None,
-            data_digest=self.train_data.digest,
-            model=self.model,
-            args=self.arguments,
-            train_dataset=self.train_data.dataset,
-            eval_dataset=self.eval_data.dataset if self.eval_data else None,
-            data_collator=self._whole_collator(),
-            processing_class=self.tokenizer,
-            extra_files=self.media_reader.files if self.media_reader else (),
-        )
-        engine_of = lambda: trainer.model_wrapped  # noqa: E731
-        trainer.add_callback(MeasureCallback(engine_of, self.run_dir, group=self.group, is_first=first))
-        if self.job.samples is not None:
-            trainer.add_callback(SamplesCallback(self, self.job.samples, self.metrics, engine_of, heartbeat))
-        return trainer
 
     def _checks(self, first_steps: FirstSteps | None) -> Checks:
         estimate = first_steps.estimate if first_steps is not None else None
@@ -211,16 +220,22 @@ class TrainingSetup:
             host_bytes=ram_bytes(),
         )
 
-    def _kind_of_trainer(self) -> Callable[..., Trainer]:
-        """Returns the Trainer of a job's task or kind of parallelism."""
-        if self.job.task is Task.DPO:
-            digest = self.eval_data.digest if self.eval_data else None
-            return partial(DpoTrainer, objective=DpoObjective(job=self.job), eval_digest=digest)
-        if self.job.ep > 1:
-            from dstrain.train.expert_parallel import ExpertParallelTrainer
+    def _objective(self) -> Objective:
+        """Returns the loss of the job's task."""
+        if self.job.task is not Task.DPO:
+            return TokenLoss()
+        digests = {"train_digest": self.train_data.digest}
+        return PairLoss(DpoObjective(job=self.job), **digests, eval_digest=self.eval_data and self.eval_data.digest)
 
-            return ExpertParallelTrainer
-        return SequenceParallelTrainer if self.job.sp > 1 else TensorParallelTrainer if self.job.tp > 1 else Trainer
+    def _parallel(self) -> Alone:
+        """Returns how ranks share the work of a micro-batch."""
+        if self.job.ep > 1:
+            from dstrain.train.expert_parallel import ExpertParallel
+
+            return ExpertParallel()
+        if self.job.sp > 1:
+            return SequenceParallel(self.job, self.rank)
+        return TensorParallel() if self.job.tp > 1 else Alone()
 
     @property
     def _media(self) -> frozenset[str]:
@@ -255,11 +270,11 @@ class TrainingSetup:
         steps = throughput(logged)
         return {
             "steps": trainer.state.global_step,
-            "skipped_steps": trainer.skipped_steps,
+            "skipped_steps": trainer.watch.skipped_steps,
             "first_loss": next((line["loss"] for line in logged if "loss" in line), None),
             "last_loss": metrics.last_loss,
             "eval_loss": metrics.eval_loss,
-            "best": to_data(trainer.best_model) if trainer.best_model else None,
+            "best": to_data(trainer.saver.best_model) if trainer.saver.best_model else None,
             "tokens": steps.tokens if steps else 0,
             "train_s": steps.seconds if steps else None,
             "tokens_per_s": steps.tokens_per_s if steps else None,

@@ -27,7 +27,7 @@ from dstrain.report.recorded import read as read_run
 from dstrain.report.report import report
 from dstrain.report.text import lines as lines_of
 from dstrain.rundir import RunDir, is_whole
-from dstrain.train.__main__ import read
+from dstrain.train.run_inputs import read
 from tests.train.engine import Engine
 from tests.train.launching import (
     change_job,

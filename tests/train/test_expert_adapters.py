@@ -23,9 +23,9 @@ from dstrain.job.schema import Job
 from dstrain.launch.scripts.exports import ExportEngine, export
 from dstrain.plan.memory.params import trained
 from dstrain.rundir import RunDir
-from dstrain.train.__main__ import read
 from dstrain.train.adapters import with_adapter
 from dstrain.train.data.prepare import prepare
+from dstrain.train.run_inputs import read
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.engine import Engine
 from tests.train.launching import EXACT, codes, losses, make_run, said, tensors

@@ -115,8 +115,8 @@ def test_a_run_goes_on_from_the_weights_of_an_adapter(runs: Path) -> None:
 def test_peft_loads_an_adapter_with_its_whole_modules_to_the_same_loss(runs: Path, demo: Path) -> None:
     from peft import PeftModel
 
-    from dstrain.train.__main__ import read
     from dstrain.train.data.prepare import prepare
+    from dstrain.train.run_inputs import read
     from dstrain.train.tokenizer import load_tokenizer
 
     assert codes(runs / "first") == [[0, 0]], said(runs / "first")[-3000:]

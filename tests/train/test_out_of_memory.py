@@ -17,6 +17,7 @@ from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train import optimizer_states, out_of_memory
 from dstrain.train.out_of_memory import _PHASES, is_out_of_memory, phase_of, record
+from dstrain.train.saving import Saver
 from dstrain.train.trainer import Trainer
 from tests.train.engine import Engine
 from tests.train.points import Space
@@ -50,8 +51,8 @@ ENGINE = "deepspeed/runtime/engine.py"
         ([STEP, ("backward", "accelerate/accelerator.py"), ("step", ENGINE)], Phase.STEP),
         ([("allocate_states", "dstrain/train/optimizer_states.py")], Phase.STEP),
         ([("reserved_for_first_step", "dstrain/train/optimizer_states.py")], Phase.STEP),
-        ([("evaluation_loop", "dstrain/train/preferences/trainer.py")], Phase.EVALUATION),
-        ([("_save_checkpoint", "dstrain/train/saving.py")], Phase.SAVE),
+        ([("evaluation_loop", "dstrain/train/trainer.py")], Phase.EVALUATION),
+        ([("_save_checkpoint", "dstrain/train/trainer.py")], Phase.SAVE),
     ],
 )
 def test_the_functions_on_the_stack_tell_the_phase(stack: list[tuple[str, str]], phase: Phase) -> None:
@@ -63,7 +64,7 @@ def test_the_functions_are_those_of_the_installed_packages() -> None:
     from deepspeed.runtime import engine
 
     for function, file, _ in _PHASES:
-        classes: tuple[Any, ...] = Trainer.__mro__ if "deepspeed" not in file else (engine.DeepSpeedEngine,)
+        classes: tuple[Any, ...] = (*Trainer.__mro__, Saver) if "deepspeed" not in file else (engine.DeepSpeedEngine,)
         classes = (getattr(optimizer_states, function),) if "states" in file else classes
         sources = {inspect.getsourcefile(owner): inspect.getsource(owner) for owner in classes if owner is not object}
         assert any(str(path).endswith(file) and f"def {function}(" in text for path, text in sources.items()), function

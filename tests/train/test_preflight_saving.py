@@ -34,13 +34,13 @@ def trainer(folder: Path, steps: int, **job: Any) -> Any:
     """Returns what the check asks of the Trainer of one rank, which trains one matrix without ZeRO."""
     model = torch.nn.Linear(64, 64)
     made = SimpleNamespace(
-        _job=Job(model="m", data="d", output_dir=str(folder), **job),
-        _run_dir=RunDir(folder),
-        _rank=Rank(index=0, world_size=1, local_index=0),
-        _disk=Disk(ranks=(0,)),
-        _group=None,
-        _wait=lambda: None,
-        _is_adapter=lambda: False,
+        job=Job(model="m", data="d", output_dir=str(folder), **job),
+        run_dir=RunDir(folder),
+        rank=Rank(index=0, world_size=1, local_index=0),
+        disk=Disk(ranks=(0,)),
+        group=None,
+        wait=lambda: None,
+        is_adapter=False,
         state=SimpleNamespace(max_steps=steps, save_steps=10, num_train_epochs=3),
         model_wrapped=SimpleNamespace(optimizer=torch.optim.SGD(model.parameters()), parameters=model.parameters),
     )

@@ -68,9 +68,9 @@ def compared(model: Path, data: Path, chat_template: str | None) -> Found | None
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = chat_template
     trainer: Any = SimpleNamespace(
-        _job=job,
-        _rank=Rank(index=0, world_size=1, local_index=0),
-        _group=None,
+        job=job,
+        rank=Rank(index=0, world_size=1, local_index=0),
+        group=None,
         processing_class=tokenizer,
         model_wrapped=engine,
         data_collator=Collator(pad_token_id=0, packing=False),

@@ -7,18 +7,21 @@ from typing import Any, cast
 
 import pytest
 import torch
-import transformers
 from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untyped]
 
+from dstrain.train.parallel import Alone
 from dstrain.train.trainer import Trainer
 
 
-def test_micro_batches_of_a_step_come_to_the_device_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_of_a_step_come_to_the_device_one_by_one() -> None:
     prepared = DataLoaderShard([torch.zeros(1)] * 4, device=torch.device("meta"))  # type: ignore[no-untyped-call]
     assert {batch.device.type for batch in prepared} == {"meta"}
-    monkeypatch.setattr(transformers.Trainer, "get_train_dataloader", lambda self: prepared)
-    trainer = object.__new__(Trainer)
-    trainer.train_dataset, trainer._progress = [], None
+    trainer: Any = object.__new__(Trainer)
+    arguments = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "dataloader_num_workers": 0}
+    trainer.args = SimpleNamespace(**arguments, dataloader_pin_memory=False, process_index=0)
+    trainer.train_dataset, trainer.data_collator, trainer._stream = [0] * 4, None, None
+    trainer.num_shares, trainer._parallel = 1, Alone()
+    trainer.accelerator = SimpleNamespace(prepare=lambda batches: prepared)
     assert {batch.device.type for batch in trainer.get_train_dataloader()} == {"cpu"}
 
 
@@ -36,7 +39,7 @@ def test_a_resumed_run_has_the_learning_rate_of_the_job_not_that_of_the_checkpoi
     resumed.load_state_dict(saved.state_dict())
     assert resumed.base_lrs == [3.0]  # PyTorch takes the checkpoint's
     options: dict[str, Any] = {"lr_scheduler": resumed, "optimizer": resumed.optimizer, "_rates": rates}
-    Trainer._take_rates(cast("Trainer", SimpleNamespace(**options, _rank=SimpleNamespace(say=said.append))))
+    Trainer._take_rates(cast("Trainer", SimpleNamespace(**options, rank=SimpleNamespace(say=said.append))))
     assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(0.3 * 0.9**2)
     resumed.step()
     assert resumed.get_last_lr() == [pytest.approx(0.3 * 0.9**3)]

@@ -18,6 +18,7 @@ from dstrain.paths import write_atomic
 from dstrain.train.data.counts import counted
 from dstrain.train.data.stream import STREAM, Failure, Place, Stream
 from dstrain.train.data.streamed_samples import RowPlace
+from dstrain.train.rank import of_all_ranks
 
 _FILE = "stream-*.json"
 _SHOWN_PROBLEMS = 5
@@ -74,6 +75,10 @@ class StreamProgress:
             "problems": self.problems,
         }
         write_atomic(checkpoint / _FILE.replace("*", f"{self._rank:05}"), json.dumps(state) + "\n")
+
+    def report(self, group: Any, job: Job) -> list[str]:
+        """Returns lines for the log about what all ranks have read; collective over `group`."""
+        return said(of_all_ranks((self.counts, self.problems), group), job)
 
     def restore(self, checkpoint: Path) -> str | None:
         """Goes on where a checkpoint's readers were, and returns a note if their number differs.

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,10 +31,8 @@ from dstrain.train.preflight.passes import loss_scale
 from dstrain.train.preflight.saving import try_saving
 from dstrain.train.preflight.worst_batch import finiteness, num_passes, run_worst_batch
 from dstrain.train.rank import Rank, of_all_ranks
+from dstrain.train.training import Training
 from dstrain.units import format_seconds
-
-if TYPE_CHECKING:
-    from dstrain.train.trainer import Trainer
 
 LIMIT_S, LIMIT_SHARE = 60.0, 0.03
 """Seconds, and the share of the planned run, after which no further check begins; the larger one counts."""
@@ -69,7 +67,7 @@ class Checks:
         self._checkpoint_bytes = checkpoint_bytes
         self._done: list[Check] = []
 
-    def run(self, trainer: Trainer, batches: Any) -> None:
+    def run(self, trainer: Training, batches: Any) -> None:
         """Checks, prints a line for each check, and writes `preflight.json`. `batches` is the data loader.
 
         A run that goes on from a checkpoint repeats those that depend on memory. The heaviest micro-batch always runs;
@@ -141,7 +139,7 @@ class Checks:
             with suppress(DstrainError):  # a full disk does not end a run that can train
                 write_atomic(self._run_dir.preflight, to_json(record))
 
-    def _labels(self, trainer: Trainer) -> Found:
+    def _labels(self, trainer: Training) -> Found:
         try:
             shown = tuple(examples(trainer.first_rows, self._tokenizer, _NUM_EXAMPLES))
         except Exception as error:  # a tokenizer may be a program of the model's author, which need not decode
@@ -150,7 +148,7 @@ class Checks:
         passed = all(has_loss for _, has_loss in shown)
         return Found(passed=passed, text=text, examples=tuple(example for example, _ in shown))
 
-    def _gradients(self, trainer: Trainer, batches: Any, *, is_new: bool) -> None:
+    def _gradients(self, trainer: Training, batches: Any, *, is_new: bool) -> None:
         """Notes the worst batch, and the first loss and gradients, which come from its passes."""
         before = time.monotonic()
         ranks, found = run_worst_batch(trainer, batches, group=self._group)
@@ -173,14 +171,14 @@ class Checks:
             passed=not messages, text=": ".join([text, *messages]), figures={"loss": loss, "guessing": guessing}
         )
 
-    def _template(self, trainer: Trainer) -> None:
+    def _template(self, trainer: Training) -> None:
         """Notes whether the model knows the job's chat template as well as its own."""
         cost_s = self._pass_s * 2 * template.MOST_CONVERSATIONS / 3  # a forward pass is a third of both
         self.check(
             CheckName.TEMPLATE, lambda: template.compare(trainer, vocab_size=self._facts.vocab_size), cost_s=cost_s
         )
 
-    def _packing(self, trainer: Trainer) -> None:
+    def _packing(self, trainer: Training) -> None:
         """Notes whether a packed row has the loss of its samples. Raises InvalidConfig if it has not."""
         data = trainer.first_rows
         members = packed_loss.some_samples(data)
@@ -191,7 +189,7 @@ class Checks:
         if found is not None and not found.passed:
             raise InvalidConfig(f"packing: {found.text}", hint="packing: false")
 
-    def _packed(self, trainer: Trainer, data: PackedRows, members: list[int]) -> Found:
+    def _packed(self, trainer: Training, data: PackedRows, members: list[int]) -> Found:
         engine: Any = trainer.model_wrapped
         with trial(engine):
             pair = packed_loss.compare(
@@ -205,11 +203,11 @@ class Checks:
         bound = packed_loss.tolerance(dtype, tf32=self._job.tf32)
         return pair.found(len(members), bound, str(dtype).removeprefix("torch."))
 
-    def _saving(self, trainer: Trainer) -> Found:
+    def _saving(self, trainer: Training) -> Found:
         left_s = self._limit_s - (time.monotonic() - self._began)
         return try_saving(trainer, planned_bytes=self._checkpoint_bytes, left_s=left_s, step_s=self._step_s)
 
-    def _evaluation(self, trainer: Trainer) -> Found:
+    def _evaluation(self, trainer: Training) -> Found:
         """Evaluates the heaviest micro-batch, the same one on all ranks."""
         data: Any = trainer.eval_dataset
         rows = heaviest(data, trainer.args.per_device_eval_batch_size)

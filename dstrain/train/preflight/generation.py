@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -11,24 +11,20 @@ from dstrain.train.generate import SamplesCallback
 from dstrain.train.loss_trials import trial
 from dstrain.train.preflight.found import Found
 from dstrain.train.rank import of_all_ranks
+from dstrain.train.training import Training
 from dstrain.units import counted
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from dstrain.train.trainer import Trainer
 
 NUM_TOKENS = 4
 """At most as many as `max_new_tokens`: the first reads the prompt, the others the cache of keys and values."""
 
 
-def samples_of(trainer: Trainer) -> SamplesCallback | None:
+def samples_of(trainer: Training) -> SamplesCallback | None:
     """Returns the generator of a run's texts; None if it has none."""
     callbacks: Any = trainer.callback_handler.callbacks
     return next((callback for callback in callbacks if isinstance(callback, SamplesCallback)), None)
 
 
-def try_generation(trainer: Trainer, samples: SamplesCallback, group: Any) -> Found:
+def try_generation(trainer: Training, samples: SamplesCallback, group: Any) -> Found:
     """Generates from the longest prompt on all ranks; an error of any ends the run, running out of memory included.
 
     `group`: a gloo group of all ranks; None with one.

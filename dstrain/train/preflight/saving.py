@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dstrain.choices import Interval
 from dstrain.errors import EnvironmentProblem
@@ -21,10 +21,8 @@ from dstrain.train.measure_states import numel
 from dstrain.train.preflight.found import Found
 from dstrain.train.preflight.passes import can_discard
 from dstrain.train.rank import of_all_ranks
+from dstrain.train.training import Training
 from dstrain.units import MIB, counted, format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from dstrain.train.trainer import Trainer
 
 _BLOCK = 8 * MIB
 """Bytes that are written and flushed at once."""
@@ -56,14 +54,14 @@ class _Lack:
     free_bytes: int
 
 
-def try_saving(trainer: Trainer, *, planned_bytes: int | None, left_s: float, step_s: float | None) -> Found:
+def try_saving(trainer: Training, *, planned_bytes: int | None, left_s: float, step_s: float | None) -> Found:
     """Returns whether checkpoints can be written, fit, and how long one takes; all ranks run it together.
 
     `planned_bytes`: size of a checkpoint, and `step_s`: seconds of a step, of rank 0, if they are planned; `left_s`:
     seconds of rank 0 for a whole checkpoint. A first checkpoint without room ends the run, a later one does not: others
     may make room until then. Raises EnvironmentProblem if a rank cannot write.
     """
-    planned, left_s = of_all_ranks((planned_bytes, left_s), trainer._group)[0]
+    planned, left_s = of_all_ranks((planned_bytes, left_s), trainer.group)[0]
     size = planned or _size(trainer)
     with _scratch(trainer) as folder:
         disks = _probed(trainer, folder, size)
@@ -77,7 +75,7 @@ def try_saving(trainer: Trainer, *, planned_bytes: int | None, left_s: float, st
             written, seconds = _saved(trainer, folder)
             save_s = seconds * max(1.0, size / written)
             text = f"a checkpoint of {format_bytes(written)} was written and removed in {format_seconds(seconds)}"
-            if size > 1.1 * written and not trainer._job.save_only_model:
+            if size > 1.1 * written and not trainer.job.save_only_model:
                 text += f"; with the states of the optimizer {format_bytes(size)}, about {format_seconds(save_s)}"
         else:
             written, save_s = 0, size / rate
@@ -88,7 +86,7 @@ def try_saving(trainer: Trainer, *, planned_bytes: int | None, left_s: float, st
     count = _num_saves(trainer)
     figures = {"written_bytes": float(written), "checkpoint_bytes": float(size), "save_s": save_s, "bytes_per_s": rate}
     text += _share(count, save_s, trainer.state.max_steps * (step_s or 0.0))
-    most = _most_at_once(trainer._job, count)
+    most = _most_at_once(trainer.job, count)
     lack = _lack(trainer, size, most, disks)
     if lack is not None:
         text += f"; but {format_bytes(lack.free_bytes)} are free, and the {most} checkpoints that exist at once need "
@@ -113,65 +111,65 @@ def _most_at_once(job: Job, count: int) -> int:
     return count if job.save_total_limit is None else min(count, job.save_total_limit + 1 + job.keeps_best)
 
 
-def _lack(trainer: Trainer, size: int, count: int, disks: list[_Disk]) -> _Lack | None:
+def _lack(trainer: Training, size: int, count: int, disks: list[_Disk]) -> _Lack | None:
     """Returns the shortage if `count` checkpoints of `size` do not fit on a disk; a disk apart has its ranks' part.
 
     Of several disks that where the most is missing, the same on all ranks.
     """
-    needed = count * size * len(trainer._disk.ranks) // len(disks)
-    own = _Lack(rank=trainer._rank.index, needed_bytes=needed, free_bytes=disks[trainer._rank.index].free_bytes)
-    least = max(of_all_ranks(own, trainer._group), key=lambda lack: lack.needed_bytes - lack.free_bytes)
+    needed = count * size * len(trainer.disk.ranks) // len(disks)
+    own = _Lack(rank=trainer.rank.index, needed_bytes=needed, free_bytes=disks[trainer.rank.index].free_bytes)
+    least = max(of_all_ranks(own, trainer.group), key=lambda lack: lack.needed_bytes - lack.free_bytes)
     return least if least.needed_bytes > least.free_bytes else None
 
 
-def _without_room(trainer: Trainer, lack: _Lack) -> Found:
+def _without_room(trainer: Training, lack: _Lack) -> Found:
     """Returns that the first checkpoint does not fit, which ends the run."""
     needed, free = format_bytes(lack.needed_bytes), format_bytes(lack.free_bytes)
     text = f"the first checkpoint needs {needed}, and {free} are free on the disk of rank {lack.rank}"
-    smaller = "" if trainer._job.save_only_model else "save_only_model: true leaves out the optimizer's states, or "
+    smaller = "" if trainer.job.save_only_model else "save_only_model: true leaves out the optimizer's states, or "
     hint = f"Free {format_bytes(lack.needed_bytes - lack.free_bytes)}, set an output_dir on a larger disk, or "
     hint += f"change the job: {smaller}preflight: false omits this check."
-    problem = f"no checkpoint can be written to {trainer._run_dir.path}: {text}"
+    problem = f"no checkpoint can be written to {trainer.run_dir.path}: {text}"
     figures = {"checkpoint_bytes": float(lack.needed_bytes), "free_bytes": float(lack.free_bytes)}
     return Found(passed=False, text=text, figures=figures, ends=EnvironmentProblem(problem, hint=hint))
 
 
-def _num_saves(trainer: Trainer) -> int:
+def _num_saves(trainer: Training) -> int:
     """Returns the number of checkpoints of the run; Transformers writes one after its last step, too."""
-    if trainer._job.save_strategy is Interval.EPOCH:
+    if trainer.job.save_strategy is Interval.EPOCH:
         return max(1, math.ceil(trainer.state.num_train_epochs))
     return math.ceil(trainer.state.max_steps / max(1, trainer.state.save_steps))
 
 
-def _size(trainer: Trainer) -> int:
+def _size(trainer: Training) -> int:
     """Returns the bytes of a checkpoint without a plan: at most 4 for each parameter that is saved, and 14 for one that
     trains: its master copy, two states, and the weight in DeepSpeed's files. The base of an adapter is not saved."""
     every = [(numel(each), each.requires_grad) for each in trainer.model_wrapped.parameters()]
     trained = sum(count for count, is_trained in every if is_trained)
-    saved = trained if trainer._is_adapter() else sum(count for count, _ in every)
-    return 4 * saved + (0 if trainer._job.save_only_model else 14 * trained)
+    saved = trained if trainer.is_adapter else sum(count for count, _ in every)
+    return 4 * saved + (0 if trainer.job.save_only_model else 14 * trained)
 
 
 @contextmanager
-def _scratch(trainer: Trainer) -> Iterator[Path]:
+def _scratch(trainer: Training) -> Iterator[Path]:
     """Yields an empty folder of the run directory, which is gone afterwards."""
-    folder = trainer._run_dir.save_trial
-    is_first = trainer._rank.index == trainer._disk.ranks[0]
+    folder = trainer.run_dir.save_trial
+    is_first = trainer.rank.index == trainer.disk.ranks[0]
     if is_first:
         shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed
     try:
-        trainer._wait()
+        trainer.wait()
         yield folder
-        trainer._wait()
+        trainer.wait()
     finally:
         if is_first:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _probed(trainer: Trainer, folder: Path, size: int) -> list[_Disk]:
+def _probed(trainer: Training, folder: Path, size: int) -> list[_Disk]:
     """Returns the disk of each rank, measured while all of them write."""
-    most = min(_PROBE_BYTES, max(MIB, size // trainer._rank.world_size))
-    disks: list[_Disk] = of_all_ranks(_written(folder, trainer._rank.index, most), trainer._group)
+    most = min(_PROBE_BYTES, max(MIB, size // trainer.rank.world_size))
+    disks: list[_Disk] = of_all_ranks(_written(folder, trainer.rank.index, most), trainer.group)
     return disks
 
 
@@ -201,7 +199,7 @@ def _written(folder: Path, index: int, most: int) -> _Disk:
         return _Disk(free_bytes=free, error=why, is_full=error.errno == errno.ENOSPC)
 
 
-def _saved(trainer: Trainer, folder: Path) -> tuple[int, float]:
+def _saved(trainer: Training, folder: Path) -> tuple[int, float]:
     """Writes the contents of a checkpoint, and returns its bytes and seconds, the longest of all ranks.
 
     Raises EnvironmentProblem on the rank that the system refuses.
@@ -209,13 +207,13 @@ def _saved(trainer: Trainer, folder: Path) -> tuple[int, float]:
     began = time.monotonic()
     try:
         trainer.write_parts(str(folder))
-        if trainer._rank.local_index == 0:
+        if trainer.rank.local_index == 0:
             flush(folder)
     except OSError as error:
         raise EnvironmentProblem(f"no checkpoint can be written: {error}", hint="Set another output_dir.") from error
-    seconds = max(of_all_ranks(time.monotonic() - began, trainer._group))
-    is_first = trainer._rank.index == trainer._disk.ranks[0]
-    sizes: list[Any] = of_all_ranks(_bytes_in(folder) if is_first else 0, trainer._group)
+    seconds = max(of_all_ranks(time.monotonic() - began, trainer.group))
+    is_first = trainer.rank.index == trainer.disk.ranks[0]
+    sizes: list[Any] = of_all_ranks(_bytes_in(folder) if is_first else 0, trainer.group)
     return max(1, sum(sizes)), seconds
 
 

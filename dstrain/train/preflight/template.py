@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,10 +23,8 @@ from dstrain.train.loss_trials import trial
 from dstrain.train.preflight.found import Found
 from dstrain.train.rank import of_all_ranks
 from dstrain.train.tokenizer import load_tokenizer, source_of
+from dstrain.train.training import Training
 from dstrain.units import counted
-
-if TYPE_CHECKING:
-    from dstrain.train.trainer import Trainer
 
 MOST_CONVERSATIONS = 8
 """Conversations that are compared, each in both templates."""
@@ -48,12 +46,12 @@ def has_choice(job: Job) -> bool:
     return job.chat_template is not None and job.task is not Task.DPO
 
 
-def compare(trainer: Trainer, *, vocab_size: int | None) -> Found | None:
+def compare(trainer: Training, *, vocab_size: int | None) -> Found | None:
     """Returns whether the model knows the job's template as well as its own; None if both write the same.
 
     All ranks run it together; rank 0 reads the samples.
     """
-    pairs = of_all_ranks(_pairs(trainer) if trainer._rank.is_first else None, trainer._group)[0]
+    pairs = of_all_ranks(_pairs(trainer) if trainer.rank.is_first else None, trainer.group)[0]
     if isinstance(pairs, str):
         return Found(passed=True, text=f"the model's own is not compared: {pairs}")
     if not pairs:
@@ -103,9 +101,9 @@ class Losses:
         return Found(passed=False, text=f"{text}: {why}", figures=figures)
 
 
-def _pairs(trainer: Trainer) -> list[Pair] | str:
+def _pairs(trainer: Training) -> list[Pair] | str:
     """Returns conversations in both templates, or why there are none; none if every one is the same in both."""
-    job = trainer._job
+    job = trainer.job
     try:
         own = load_tokenizer(replace(job, chat_template=None), source_of(job))
         if not own.chat_template or own.chat_template == job.chat_template:
@@ -136,11 +134,11 @@ def _encoded(tokenizer: Any, chats: list[tuple[str, Conversation]], job: Job) ->
     }
 
 
-def _loss(trainer: Trainer, sample: Sample) -> float:
+def _loss(trainer: Training, sample: Sample) -> float:
     """Returns the mean loss of a sample, the same one on all ranks."""
     tokens, labels = map(np.asarray, sample)
     row = row_of(tokens, labels, np.array([len(tokens)]))
     engine: Any = trainer.model_wrapped
     with trial(engine):
         batch = trainer.data_collator([row] * trainer.trial_size())
-        return mean_loss(lambda each: trainer.totals(engine, each), [batch], trainer._group)[0]
+        return mean_loss(lambda each: trainer.totals(engine, each), [batch], trainer.group)[0]

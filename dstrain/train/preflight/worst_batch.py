@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,10 +16,8 @@ from dstrain.train.preflight import passes
 from dstrain.train.preflight.found import Figures, Found
 from dstrain.train.preflight.heaviest import drawn, heaviest
 from dstrain.train.rank import of_all_ranks
+from dstrain.train.training import Training
 from dstrain.units import format_bytes
-
-if TYPE_CHECKING:
-    from dstrain.train.trainer import Trainer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +33,7 @@ class Pass:
     """Memory that was set aside for the states that the first step adds."""
 
 
-def num_passes(trainer: Trainer) -> int:
+def num_passes(trainer: Training) -> int:
     """Returns how often the micro-batch runs: twice if gradients accumulate, as the first one's stay for the second.
 
     A step of the run costs no less.
@@ -43,7 +41,7 @@ def num_passes(trainer: Trainer) -> int:
     return min(2, trainer.args.gradient_accumulation_steps)
 
 
-def worst_rows(trainer: Trainer, batches: Any) -> list[Any]:
+def worst_rows(trainer: Training, batches: Any) -> list[Any]:
     """Returns the rows of the heaviest micro-batch; of a run that is shorter than an epoch, among those it draws.
 
     A stream's lengths are unknown, so its rows count as full.
@@ -57,7 +55,7 @@ def worst_rows(trainer: Trainer, batches: Any) -> list[Any]:
     return [data[row] for row in heaviest(data, size, drawn(batches, count) if count < len(data) else None)]
 
 
-def run_worst_batch(trainer: Trainer, batches: Any, *, group: Any) -> tuple[list[Pass], Found]:
+def run_worst_batch(trainer: Training, batches: Any, *, group: Any) -> tuple[list[Pass], Found]:
     """Runs the heaviest micro-batch, the same one on all ranks; returns each rank's memory and the finding.
 
     `group` is a gloo group of all ranks; None with one.
@@ -87,10 +85,10 @@ def run_worst_batch(trainer: Trainer, batches: Any, *, group: Any) -> tuple[list
     return of_all_ranks(own, group), Found(passed=True, text=text, figures=figures)
 
 
-def _forward_and_backward(trainer: Trainer, rows: list[Any]) -> Pass:
+def _forward_and_backward(trainer: Training, rows: list[Any]) -> Pass:
     """Returns this rank's pass. Memory for the states that the first step will add is reserved meanwhile."""
     engine: Any = trainer.model_wrapped
-    bytes_per_state = 1 if trainer._job.optimizer is Optimizer.ADAMW_8BIT else None
+    bytes_per_state = 1 if trainer.job.optimizer is Optimizer.ADAMW_8BIT else None
     reserved = reserved_for_first_step(engine, bytes_per_state=bytes_per_state)
     state = trainer.accelerator.gradient_state
     trainer.current_gradient_accumulation_steps = 1  # the loss of a micro-batch, not its part of a step
@@ -98,7 +96,7 @@ def _forward_and_backward(trainer: Trainer, rows: list[Any]) -> Pass:
         for number in range(1, num_passes(trainer) + 1):
             norms.by_name.clear()
             inputs = trainer.data_collator(rows)
-            count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
+            count = trainer.items_in(inputs)
             state._set_sync_gradients(number == num_passes(trainer))
             loss = trainer.training_step(engine, inputs, count)
         norm, nonfinite = norms.total(passes.loss_scale(engine)), norms.first_nonfinite()
@@ -106,13 +104,13 @@ def _forward_and_backward(trainer: Trainer, rows: list[Any]) -> Pass:
     return Pass(loss=float(loss), norm=norm, nonfinite=nonfinite, reserved_bytes=reserved.nbytes)
 
 
-def _forward(trainer: Trainer, rows: list[Any]) -> Pass:
+def _forward(trainer: Training, rows: list[Any]) -> Pass:
     """Returns the loss of a micro-batch without gradients."""
     engine: Any = trainer.model_wrapped
     with trial(engine), trainer.compute_loss_context_manager():
         inputs = trainer.data_collator(rows)
-        count = trainer._get_num_items_in_batch([inputs], trainer.args.device)
-        loss: Any = trainer.compute_loss(engine, trainer._prepare_inputs(inputs), num_items_in_batch=count)
+        count = trainer.items_in(inputs)
+        loss: Any = trainer.compute_loss(engine, trainer.inputs_of(inputs), num_items_in_batch=count)
     return Pass(loss=float(loss), norm=None, nonfinite=None)
 
 

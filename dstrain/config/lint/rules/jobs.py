@@ -260,7 +260,7 @@ RULES = (
                    fix="remove the line"),
          source="deepspeed 0.19.8 runtime/zero/stage3.py: __avg_scatter_contiguous_grads, __avg_scatter_grads"),
     Rule(id="DS224", severity=Severity.ERROR, title="parallelism at odds with the job", find=_shared_weights,
-         source="dstrain/train/tensor_parallel.py; a norm of 3.71 in place of 4.78 on CPU ranks, deepspeed 0.19.8"),
+         source="dstrain/train/parallel.py; a norm of 3.71 in place of 4.78 on CPU ranks, deepspeed 0.19.8"),
     Rule(id="DS901", severity=Severity.WARNING, title="interval longer than the run", find=_never_reached,
          source="dstrain/job/schema.py"),
     Rule(id="DS902", severity=Severity.WARNING, title="evaluation on the training data", find=_its_own_data,
