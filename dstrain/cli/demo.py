@@ -88,7 +88,7 @@ def command(
     folder = folder.resolve()
     kinds = (f"output-zero{zero_stage}", offload, moe and "moe", images and "images", task is not Task.SFT and task)
     output = _free_name(folder, "-".join(kind for kind in kinds if kind))
-    made = _build(folder, ["--images"] if images else ["--experts", str(EXPERTS if moe else 0), "--task", task])
+    made = _build(folder, [] if images else ["--experts", str(EXPERTS if moe else 0), "--task", task], images=images)
     gpus = len(probe.local_gpus())
     where = ["--hostfile", str(hostfile.resolve())] if hostfile else ["--gpus", str(gpus or RANKS)]
     where += [] if gpus else ["--gpu", "cpu"]
@@ -141,14 +141,14 @@ def _free_name(folder: Path, name: str) -> str:
     return free
 
 
-def _build(folder: Path, options: list[str]) -> dict[str, Any]:
+def _build(folder: Path, options: list[str], *, images: bool) -> dict[str, Any]:
     """Builds model and data; returns their sizes and the entropy to beat."""
-    if "--images" in options:
+    if images:
         require_pillow()
         say(f"building a tiny Qwen3-VL model and pictures of shapes with questions in {folder}")
     else:
         say(f"building a tiny Qwen3 model and data from Python's standard library in {folder}")
-    words = python("-m", "dstrain.train.demo", str(folder), *options)
+    words = python("-m", "dstrain.train.demo_images" if images else "dstrain.train.demo", str(folder), *options)
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EnvironmentProblem(f"the demo's model cannot be built:\n{done.stderr.strip()[-2000:]}")

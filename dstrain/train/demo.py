@@ -14,10 +14,11 @@ import sys
 import sysconfig
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +35,6 @@ from dstrain.choices import Task
 from dstrain.errors import EnvironmentProblem
 from dstrain.paths import write_atomic
 from dstrain.train.data.tokenize import IGNORED
-from dstrain.train.demo_rows import ROWS, conversation, texts
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -43,6 +43,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """ChatML. Source: the chat templates of Qwen."""
+
+QUESTION = "Write the docstring of this Python function."
+"""The request of every sample, before the signature."""
 
 VOCAB_SIZE = 2048
 EVAL_SAMPLES = 192
@@ -80,7 +83,7 @@ class Demo:
 def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
     """Writes `model`, `train.jsonl` and `eval.jsonl` to the folder; the same bytes every time on the same Python.
 
-    The data are those of a task: conversations, texts, pairs of answers, or answers with a label.
+    The data are those of a task: conversations, texts, or pairs of answers.
     """
     pairs = pairs_of_standard_library()
     if len(pairs) < _FEWEST_PAIRS:
@@ -110,6 +113,38 @@ def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
         eval_samples=len(evaluation),
         loss_to_beat=unigram_entropy(labels_of(learned, tokenizer)),
     )
+
+
+def conversation(question: str, answer: str) -> dict[str, Any]:
+    """Returns a function and its docstring as a question and its answer."""
+    return {
+        "messages": [
+            {"role": "user", "content": f"{QUESTION}\n{question}"},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def _pairs(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields pairs: the docstring of each function, and as the rejected answer its words from last to first."""
+    for sample in samples:
+        question, answer = sample["messages"]
+        backwards = " ".join(answer["content"].split()[::-1])
+        yield {"prompt": [question], "chosen": [answer], "rejected": [{**answer, "content": backwards}]}
+
+
+def texts(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields functions with their docstrings, as texts."""
+    for sample in samples:
+        question, answer = sample["messages"]
+        signature = question["content"].removeprefix(f"{QUESTION}\n")
+        yield {"text": f'{signature}\n    """{answer["content"]}"""'}
+
+
+ROWS: Mapping[Task, Callable[[Sequence[dict[str, Any]]], Iterable[dict[str, Any]]]] = MappingProxyType(
+    {Task.SFT: list, Task.PRETRAIN: texts, Task.DPO: _pairs}
+)
+"""The rows of a task's data, from conversations."""
 
 
 def write_rows(file: Path, rows: Iterable[Mapping[str, Any]]) -> str:
@@ -251,16 +286,9 @@ def main() -> None:
     parser.add_argument("folder", metavar="DIR", type=Path, help="where model, train.jsonl and eval.jsonl are written")
     parser.add_argument("--experts", metavar="N", type=int, default=0, help="experts of each layer; default: none")
     parser.add_argument("--task", type=Task, default=Task.SFT, help="whose data are made")
-    parser.add_argument("--images", action="store_true", help="make pictures and a vision-language model")
     given = parser.parse_args()
     with redirect_stdout(sys.stderr):  # libraries that are loaded on the way greet on stdout
-        folder = given.folder.resolve()
-        if given.images:
-            from dstrain.train import demo_images
-
-            made = demo_images.build(folder)
-        else:
-            made = build(folder, num_experts=given.experts, task=given.task)
+        made = build(given.folder.resolve(), num_experts=given.experts, task=given.task)
     print(json.dumps(asdict(made)))
 
 

@@ -1,14 +1,18 @@
-"""Makes pictures, questions about them and a tiny Qwen3-VL, offline, for `dstrain demo --images`.
+"""Makes pictures, questions about them and a tiny Qwen3-VL, offline: `python -m dstrain.train.demo_images DIR`.
 
 No question tells its answer: a model that gets no pixels can only guess colors and shapes.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from contextlib import redirect_stdout
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -166,3 +170,14 @@ def save_model(
     size = {"shortest_edge": 16 * tower["patch_size"] ** 2 // 4, "longest_edge": 4096}
     Qwen2VLImageProcessorPil(patch_size=tower["patch_size"], size=size).save_pretrained(folder)
     return model
+
+
+def main() -> None:
+    """Builds into the folder named on the command line and prints what was made as one line of JSON."""
+    with redirect_stdout(sys.stderr):  # libraries that are loaded on the way greet on stdout
+        made = build(Path(sys.argv[1]).resolve())
+    print(json.dumps(asdict(made)))
+
+
+if __name__ == "__main__":
+    main()

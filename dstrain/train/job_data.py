@@ -8,8 +8,7 @@ from typing import Any
 
 from dstrain.choices import Task
 from dstrain.job.schema import Job
-from dstrain.train.data.image_processor import load_media_reader
-from dstrain.train.data.media_reader import MediaReader
+from dstrain.train.data.media import MediaReader, load_media_reader
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.streamed import StreamedData, streamed
 from dstrain.train.data.tokenized import SEQUENCES, Report, with_media

@@ -1,9 +1,10 @@
-"""The loss of a model: with less memory than Transformers' own, and whether it takes targets and their number."""
+"""The loss of a model: with less memory than Transformers' own, tried on a few tokens, and that of its routers."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -11,12 +12,16 @@ import torch
 
 from dstrain.choices import LOGITS_PER_TILE, LossKernel
 from dstrain.errors import InvalidConfig
+from dstrain.job.schema import Job
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.evaluation import loss_of
 
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings that scale or bound logits. Source: Transformers 5.23 models gemma2, cohere, granite, falcon_h1."""
+_CHECKED = 1e-2
+"""Largest relative difference between a model's own loss of some tokens and that of their logits."""
 
 
 def replace_loss(model: Any, loss: LossKernel) -> None:
@@ -236,3 +241,123 @@ def targets_of(labels: torch.Tensor | None, shifted: torch.Tensor | None) -> tor
 def _mean(total: torch.Tensor, targets: torch.Tensor, num_items: torch.Tensor | int | None) -> torch.Tensor:
     count = (targets != IGNORED).sum() if num_items is None else num_items
     return total / (count.to(total.device) if isinstance(count, torch.Tensor) else count)
+
+
+def takes_targets(engine: Any, inputs: Mapping[str, Any]) -> bool:
+    """Returns whether the loss is a sum over `shift_labels` divided by `num_items_in_batch`; all ranks run it together.
+
+    `inputs`: a micro-batch with `labels`, (batch, seq). Classes of vision-language models say that they do not
+    (`accepts_loss_kwargs`), and most do; the Trainer would then average over micro-batches of different lengths. The
+    sum is 0 where there are no targets; a mean is NaN, and a loss that shifts `labels` itself is above 0.
+    """
+    labels = inputs["labels"]
+    targets = {"shift_labels": torch.full_like(labels, IGNORED), "num_items_in_batch": labels.new_tensor(1)}
+    with trial(engine):
+        try:
+            return bool(engine(**{**inputs, **targets}).loss == 0)
+        except TypeError:  # an unknown argument
+            return False
+
+
+def is_that_of_logits(engine: Any, inputs: Mapping[str, Any]) -> bool:
+    """Returns whether a model's loss is the cross entropy of its logits; all ranks run it together.
+
+    A fused loss is not, in a model that scales or bounds its logits. `inputs`: a micro-batch with `labels`.
+    """
+    targets = {name: value for name, value in inputs.items() if name in ("labels", "shift_labels")}
+    others = {name: value for name, value in inputs.items() if name not in targets}
+    with trial(engine):
+        sums = sums_of(engine, inputs)
+        logits = engine(**others).logits
+    losses = loss_of(logits, targets_of(targets.get("labels"), targets.get("shift_labels")))
+    return bool(torch.isclose(sums[0], losses[0], rtol=_CHECKED, atol=_CHECKED))
+
+
+def is_mean_of_logits(engine: Any, inputs: Mapping[str, Any]) -> bool:
+    """Returns whether a loss that takes no token count is the mean of its micro-batch; all ranks run it together.
+
+    Losses that shift no labels, smooth them or add something are not. `inputs`: a micro-batch with `labels`.
+    """
+    with trial(engine):
+        loss = engine(**inputs).loss
+        total, count = loss_of(engine(**{**inputs, "labels": None}).logits, shift(inputs["labels"]))
+    return bool(torch.isclose(loss.double(), total / count, rtol=_CHECKED, atol=_CHECKED))
+
+
+def sums_of(engine: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the sum of the losses, which the model computes, and the number of targets: (2,), float64.
+
+    The loss of a router, which some models add to that of each micro-batch, is left out.
+    """
+    targets = targets_of(inputs.get("labels"), inputs.get("shift_labels"))
+    config = without_adapter(getattr(engine, "module", engine)).config.get_text_config()
+    others = {"output_router_logits": False} if getattr(config, "output_router_logits", False) else {}
+    loss = engine(**inputs, **others, num_items_in_batch=targets.new_ones(())).loss
+    return torch.stack([loss.double(), (targets != IGNORED).sum().double()])
+
+
+@contextmanager
+def trial(engine: Any) -> Iterator[None]:
+    """Forwards within it have no gradients and no dropout, leave random numbers as they are, and compile nothing."""
+    was_training = engine.training
+    engine.eval()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    try:
+        with torch.random.fork_rng(devices), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        engine.train(was_training)
+
+
+class RouterLoss:
+    """Asks the model for its auxiliary loss, and weighs it as a mean over the micro-batches of a step.
+
+    Models of Transformers add coefficient × auxiliary loss to the loss of each micro-batch, which the Trainer then sums
+    over micro-batches and ranks, because the loss of tokens is divided by their number in the whole step: 64
+    micro-batches in a step would make the coefficient 64 times what it says.
+    Source: Transformers 5.23 models/qwen3_moe/modeling_qwen3_moe.py: forward; trainer.py: compute_loss, training_step.
+    """
+
+    def __init__(self, model: Any, job: Job, num_ranks: int) -> None:
+        """Without a coefficient in the job the model's configuration says whether there is one.
+
+        Raises InvalidConfig for a model without such a loss, and for ranks that share sequences or weights. Those that
+        share experts have routers and sequences of their own.
+        """
+        base, coefficient = without_adapter(model), job.router_aux_loss_coef
+        self._num_ranks = num_ranks
+        config = base.config.get_text_config()
+        own = getattr(config, "router_aux_loss_coef", None)
+        if coefficient and own is None:
+            problem = f"router_aux_loss_coef is {coefficient:g}, but {type(base).__name__} has no auxiliary loss"
+            raise InvalidConfig(problem, hint="router_aux_loss_coef: null")
+        if coefficient and job.ranks_per_batch > 1:
+            key = next(key for key in ("sp", "tp") if getattr(job, key) > 1)
+            problem = (
+                f"router_aux_loss_coef is {coefficient:g}, and {key} is {getattr(job, key)}: ranks have parts of it"
+            )
+            raise InvalidConfig(problem, hint=f"{key}: 1, or router_aux_loss_coef: null")
+        self._own = float(own or 0)
+        is_on = bool(coefficient) if coefficient is not None else bool(getattr(config, "output_router_logits", False))
+        self.coefficient = (self._own if coefficient is None else coefficient) if is_on else 0.0
+        self.arguments: dict[str, Any] = {} if own is None else {"output_router_logits": is_on}
+        """What the model's forward pass gets."""
+
+    def weighed(self, loss: torch.Tensor, outputs: Any, micro_batches: int) -> torch.Tensor:
+        """Returns the loss of a micro-batch, (), with the auxiliary loss weighed anew.
+
+        `loss` has it times the model's own coefficient and the number of ranks, over which the engine averages;
+        `micro_batches` are those of a rank in a step. Raises InvalidConfig if it would train nothing.
+        """
+        auxiliary = getattr(outputs, "aux_loss", None)
+        if not isinstance(auxiliary, torch.Tensor):
+            return loss
+        if self.coefficient and loss.requires_grad and not auxiliary.requires_grad:
+            problem = (
+                "the loss that balances experts has no gradient: adapters under ZeRO-3 need reentrant checkpointing"
+            )
+            raise InvalidConfig(
+                f"{problem}, which makes it without", hint="router_aux_loss_coef: 0, or grad_ckpt: false"
+            )
+        weight = self.coefficient / micro_batches - self._own * self._num_ranks
+        return loss + weight * auxiliary.to(loss.device)

@@ -14,10 +14,16 @@ from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.packing import row_of
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.evaluation import mean_loss, without_targets
-from dstrain.train.loss import asked_loss, computes_own_loss
-from dstrain.train.loss_trials import is_mean_of_logits, is_that_of_logits, sums_of, takes_targets
+from dstrain.train.loss import (
+    RouterLoss,
+    asked_loss,
+    computes_own_loss,
+    is_mean_of_logits,
+    is_that_of_logits,
+    sums_of,
+    takes_targets,
+)
 from dstrain.train.parallel import Alone
-from dstrain.train.router_loss import RouterLoss
 from dstrain.train.training import Training
 
 _TRIED_TOKENS = 16

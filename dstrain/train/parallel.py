@@ -17,8 +17,7 @@ import torch
 
 from dstrain.choices import LossKernel
 from dstrain.train.evaluation import loss_of
-from dstrain.train.loss import targets_of
-from dstrain.train.loss_trials import sums_of
+from dstrain.train.loss import sums_of, targets_of
 from dstrain.train.training import Training
 
 

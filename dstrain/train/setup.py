@@ -40,8 +40,8 @@ from dstrain.train.checkpoints.node_storage import shared
 from dstrain.train.checkpoints.safe_load import load_only_tensors
 from dstrain.train.checkpoints.saved_model import DTYPES, base_config
 from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
+from dstrain.train.data.media import MediaReader
 from dstrain.train.data.media_collator import MediaCollator
-from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.prepare import PreparedData
 from dstrain.train.data.stream import StreamCollator
 from dstrain.train.data.streamed import StreamedData

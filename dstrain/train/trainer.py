@@ -30,7 +30,7 @@ from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.stream import Stream
 from dstrain.train.data.stream_progress import StreamProgress
 from dstrain.train.evaluation import Share
-from dstrain.train.loss_trials import trial
+from dstrain.train.loss import trial
 from dstrain.train.objective import Objective
 from dstrain.train.optimizer_states import allocate_states
 from dstrain.train.parallel import Alone

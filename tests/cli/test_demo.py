@@ -145,7 +145,7 @@ def test_without_pillow_images_are_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(EnvironmentProblem, match="images need Pillow, which is not installed"):
-        build(tmp_path / "d", ["--images"])
+        build(tmp_path / "d", [], images=True)
     assert not (tmp_path / "d").exists()
 
 

@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dstrain.choices import CompileBackend
 from dstrain.errors import InvalidConfig
 from dstrain.train.compiled_layers import compile_layers
-from dstrain.train.loss_trials import trial
+from dstrain.train.loss import trial
 from tests.train.engine import Engine
 from tests.train.launching import codes, losses, make_run, said, tensors, without_dropout
 

@@ -16,7 +16,7 @@ from dstrain.choices import DataFormat, Task  # noqa: E402
 from dstrain.facts.data.datafile import check, samples  # noqa: E402
 from dstrain.facts.data.sample_formats import PLAIN  # noqa: E402
 from dstrain.train import demo  # noqa: E402
-from dstrain.train.demo_rows import ROWS, conversation  # noqa: E402
+from dstrain.train.demo import ROWS, conversation  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from dstrain.monitor.expert_balance import EVENT, LoadMap, balance, curves, load
 from dstrain.monitor.expert_loads import ExpertLoads, routers_of
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.monitor.sinks.sink import CELL
-from dstrain.train.router_loss import RouterLoss
+from dstrain.train.loss import RouterLoss
 from tests.train.engine import Engine
 from tests.train.launching import codes, lines, losses, make_run, said
 

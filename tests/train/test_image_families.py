@@ -20,7 +20,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
 from dstrain.train.checkpoints.saved_model import family_of
-from dstrain.train.data.media_reader import image_text
+from dstrain.train.data.media import image_text
 from dstrain.train.data.show import pieces
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.model import load_model

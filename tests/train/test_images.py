@@ -18,8 +18,7 @@ from transformers import AutoModelForImageTextToText
 from dstrain.facts.model.parts import Part, part_of
 from dstrain.job.schema import Job
 from dstrain.monitor.sinks.jsonl import read_jsonl
-from dstrain.train.data.image_processor import load_media_reader
-from dstrain.train.data.media_reader import MediaReader
+from dstrain.train.data.media import MediaReader, load_media_reader
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.engine import Engine
 from tests.train.launching import EXACT, codes, lines, make_run, require_packed_as_alone, said, tensors

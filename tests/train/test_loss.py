@@ -28,8 +28,7 @@ from dstrain.train.adapters import with_adapter
 from dstrain.train.data.slices import shift
 from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.evaluation import loss_of
-from dstrain.train.loss import chunked_loss, replace_loss
-from dstrain.train.loss_trials import is_that_of_logits, sums_of
+from dstrain.train.loss import chunked_loss, is_that_of_logits, replace_loss, sums_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 

@@ -14,8 +14,7 @@ import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto import modeling_auto
 
-from dstrain.train.loss import asked_loss, computes_own_loss
-from dstrain.train.loss_trials import is_mean_of_logits, takes_targets
+from dstrain.train.loss import asked_loss, computes_own_loss, is_mean_of_logits, takes_targets
 from tests.train.test_loss import TEXT, qwen2_5_vl, qwen3
 
 

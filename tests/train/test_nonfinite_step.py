@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dstrain.monitor.sinks.jsonl import read_jsonl
-from dstrain.train.nonfinite_step import Evidence
+from dstrain.train.step_watch import Evidence
 from tests.train.engine import Engine
 from tests.train.launching import codes, lines, make_run, said
 

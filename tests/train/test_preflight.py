@@ -29,7 +29,7 @@ from dstrain.train.evaluation import loss_of
 from dstrain.train.preflight import packed_loss
 from dstrain.train.preflight.checks import LIMIT_S, Checks
 from dstrain.train.preflight.found import Found
-from dstrain.train.preflight.heaviest import drawn, heaviest
+from dstrain.train.preflight.worst_batch import drawn, heaviest
 from dstrain.train.rank import Rank
 from tests.train.engine import Engine
 from tests.train.launching import codes, make_run, said

@@ -16,7 +16,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.train.data.by_sample import attend_by_sample
 from dstrain.train.data.collate import text_positions, without_adapter
 from dstrain.train.data.packing import Row, row_of
-from dstrain.train.loss_trials import trial
+from dstrain.train.loss import trial
 
 _SEEN = "mixes the samples of a packed row"
 _SEEN_PADDING = 0.05

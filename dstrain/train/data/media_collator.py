@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dstrain.train.data.collate import Collator, without_adapter
-from dstrain.train.data.media_reader import MediaReader
+from dstrain.train.data.media import MediaReader
 from dstrain.train.data.tokenize import IGNORED
 
 _TYPES = ("mm_token_type_ids", "token_type_ids")

@@ -25,7 +25,7 @@ from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
 from dstrain.train.data.counts import counted
-from dstrain.train.data.image_processor import load_media_reader
+from dstrain.train.data.media import load_media_reader
 from dstrain.train.data.sources import Rows, rows_of
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
 from dstrain.train.data.tokenized import counts_of

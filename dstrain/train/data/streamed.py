@@ -24,7 +24,7 @@ from dstrain.train.data.tokenized import fingerprint
 from dstrain.units import counted
 
 if TYPE_CHECKING:
-    from dstrain.train.data.media_reader import MediaReader
+    from dstrain.train.data.media import MediaReader
 
 _FIRST_SAMPLES = 64
 """Samples on which a model is tried before its first step."""

@@ -24,7 +24,7 @@ from dstrain.train.data.rendering import Renderer, learned_tokens
 from dstrain.train.data.token_files import MEDIA
 
 if TYPE_CHECKING:
-    from dstrain.train.data.media_reader import MediaReader
+    from dstrain.train.data.media import MediaReader
 
 IGNORED = -100
 """Label of a token that does not count in the loss. Source: torch.nn.CrossEntropyLoss(ignore_index=-100)."""

@@ -34,7 +34,7 @@ from dstrain.train.data.token_files import MEDIA, MEDIA_TYPES, NUMBERS, TokenFil
 from dstrain.train.data.tokenize import Encoded, Encoder
 
 if TYPE_CHECKING:
-    from dstrain.train.data.media_reader import MediaReader
+    from dstrain.train.data.media import MediaReader
 
 _SHOWN_PROBLEMS = 5
 _TICK_SAMPLES = 64

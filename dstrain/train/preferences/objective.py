@@ -12,7 +12,7 @@ import torch
 from dstrain.heartbeat import Phase
 from dstrain.train.data.packing import row_of
 from dstrain.train.data.tokenize import IGNORED
-from dstrain.train.loss_trials import trial
+from dstrain.train.loss import trial
 from dstrain.train.parallel import Alone
 from dstrain.train.preferences import reference
 from dstrain.train.preferences.dpo import Answers, DpoObjective, Figures

@@ -21,15 +21,13 @@ from dstrain.preflight import Check, CheckName, Preflight
 from dstrain.records import to_json
 from dstrain.rundir import RunDir
 from dstrain.train.data.packing import PackedRows
-from dstrain.train.loss_trials import trial
+from dstrain.train.loss import trial
 from dstrain.train.preflight import packed_loss, template
 from dstrain.train.preflight.found import Found
 from dstrain.train.preflight.generation import samples_of, try_generation
-from dstrain.train.preflight.heaviest import heaviest
 from dstrain.train.preflight.labels import examples
-from dstrain.train.preflight.passes import loss_scale
 from dstrain.train.preflight.saving import try_saving
-from dstrain.train.preflight.worst_batch import finiteness, num_passes, run_worst_batch
+from dstrain.train.preflight.worst_batch import finiteness, heaviest, loss_scale, num_passes, run_worst_batch
 from dstrain.train.rank import Rank, of_all_ranks
 from dstrain.train.training import Training
 from dstrain.units import format_seconds

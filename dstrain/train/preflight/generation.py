@@ -8,7 +8,7 @@ import torch
 
 from dstrain.errors import InvalidConfig, type_and_line
 from dstrain.train.generate import SamplesCallback
-from dstrain.train.loss_trials import trial
+from dstrain.train.loss import trial
 from dstrain.train.preflight.found import Found
 from dstrain.train.rank import of_all_ranks
 from dstrain.train.training import Training

@@ -19,7 +19,7 @@ from dstrain.job.schema import Job
 from dstrain.paths import flush
 from dstrain.train.measure_states import numel
 from dstrain.train.preflight.found import Found
-from dstrain.train.preflight.passes import can_discard
+from dstrain.train.preflight.worst_batch import can_discard
 from dstrain.train.rank import of_all_ranks
 from dstrain.train.training import Training
 from dstrain.units import MIB, counted, format_bytes, format_seconds

@@ -19,7 +19,7 @@ from dstrain.train.data.packing import row_of
 from dstrain.train.data.sources import rows_of
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.evaluation import mean_loss
-from dstrain.train.loss_trials import trial
+from dstrain.train.loss import trial
 from dstrain.train.preflight.found import Found
 from dstrain.train.rank import of_all_ranks
 from dstrain.train.tokenizer import load_tokenizer, source_of

@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: 
 from dstrain.facts.model.vision_towers import PACKS_IMAGES, TRAINS_VIDEOS  # noqa: E402
 from dstrain.train.data.by_sample import attend_by_sample  # noqa: E402
 from dstrain.train.data.collate import Collator, joins_rows, taken_by  # noqa: E402
-from dstrain.train.data.image_positions import positions_of  # noqa: E402
+from dstrain.train.data.media import positions_of  # noqa: E402
 from dstrain.train.data.packing import row_of  # noqa: E402
 from dstrain.train.data.tokenize import IGNORED  # noqa: E402
 from tests.train.data.test_packing_families import of_each_sample, of_one_row  # noqa: E402

@@ -20,9 +20,8 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.image_processor import load_media_reader
+from dstrain.train.data.media import MediaReader, load_media_reader
 from dstrain.train.data.media_collator import MediaCollator
-from dstrain.train.data.media_reader import MediaReader
 from dstrain.train.data.prepare import prepare
 from dstrain.train.data.show import shown
 from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder

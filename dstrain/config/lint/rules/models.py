@@ -149,7 +149,7 @@ RULES = (
     Rule(id="DS605", severity=Severity.INFO, title="adapters under ZeRO-3 with checkpointing", find=_reentrant,
          source="DeepSpeed#8148, transformers#47254; dstrain/train/arguments.py: checkpointing_kwargs"),
     Rule(id="DS606", severity=Severity.ERROR, title="loss of routers that cannot be computed", find=_router_loss,
-         source="dstrain/train/router_loss.py"),
+         source="dstrain/train/loss.py"),
     Rule(id="DS607", severity=Severity.WARNING, title="experts in TF32", find=_rounded_experts,
          source="liger-kernel 0.8.5 ops/fused_moe_kernels.py: tl.dot, whose input_precision is tf32 by default"),
     Rule(id="DS608", severity=Severity.WARNING, title="copies of all experts", find=_kept_copies,

@@ -1,30 +1,39 @@
-"""Images and videos of samples through the model's own processor: their tokens, and what a micro-batch has."""
+"""Images and videos of samples, through the processor of the model: their tokens, positions and micro-batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoConfig, AutoProcessor, ProcessorMixin
+from transformers.models.auto import video_processing_auto
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.utils.hub import PushToHubMixin, cached_file
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.data import images
 from dstrain.facts.data.media import Files, name_of
 from dstrain.facts.data.media_kinds import KINDS
 from dstrain.facts.data.videos import require_packages
-from dstrain.facts.model.vision_towers import require_media
+from dstrain.facts.model.model_files import PROCESSOR_FILES
+from dstrain.facts.model.vision_towers import PACKS_IMAGES, TRAINS_VIDEOS, require_image_package, require_media
+from dstrain.job.schema import Job
 from dstrain.train.data.chat import Span
-from dstrain.train.data.image_positions import ImagePositions
 from dstrain.train.data.resize import BLANK_SIDE, resized
 from dstrain.train.data.token_files import IMAGES, MEDIA
-from dstrain.train.data.videos import Videos
+from dstrain.train.data.videos import Videos, videos_of
+from dstrain.train.tokenizer import cannot_load
 
 _CROPS = ("crop_to_patches", "do_image_splitting", "do_pan_and_scan")
 """Settings of image processors that cut an image into several. Source: transformers 5.23 image_processing_*.py."""
+_LOAD: Any = AutoProcessor.from_pretrained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,3 +206,136 @@ def _moved(place: int, replaced: Sequence[tuple[int, int, int, int]]) -> int:
     16
     """
     return place + sum((new_end - new) - (end - start) for start, end, new, new_end in replaced if end <= place)
+
+
+class _NoVideos(PushToHubMixin):
+    """Stands for the part of a processor that reads videos and needs torchvision."""
+
+    model_input_names: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns its settings, which are none."""
+        return {}
+
+    @classmethod
+    def from_pretrained(cls, *_: Any, **__: Any) -> _NoVideos:
+        """Returns it, whatever the settings of the model."""
+        return cls()
+
+
+@contextmanager
+def _without_videos() -> Iterator[None]:
+    """Lets Transformers make processors without their part for videos, which some families or machines lack.
+
+    Source: transformers 5.23 processing_utils.py: ProcessorMixin._get_arguments_from_pretrained and __init__.
+    """
+    part, check = video_processing_auto.AutoVideoProcessor, ProcessorMixin.check_argument_for_proper_class
+
+    def checked(self: Any, name: str, argument: Any) -> Any:
+        return _NoVideos if isinstance(argument, _NoVideos) else check(self, name, argument)  # type: ignore[no-untyped-call]
+
+    video_processing_auto.AutoVideoProcessor = _NoVideos  # type: ignore[assignment, misc]
+    ProcessorMixin.check_argument_for_proper_class = checked  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        video_processing_auto.AutoVideoProcessor = part  # type: ignore[misc]
+        ProcessorMixin.check_argument_for_proper_class = check  # type: ignore[method-assign]
+
+
+def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | None:
+    """Returns what reads the images of a model with a tower and a processor, or its videos.
+
+    None of a language model. Without a package that the processor needs it refuses what it is to read: data may be
+    text alone. Raises InvalidConfig if the processor cannot be loaded.
+    """
+    lenient = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
+    files = [cached_file(source, name, **lenient) for name in PROCESSOR_FILES]
+    if not any(files[:2]):
+        return None
+    config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
+    family, saved = config.model_type, tuple(Path(file) for file in files if file is not None)
+    try:
+        images.require_pillow()
+        require_image_package(family)
+    except EnvironmentProblem as lack:
+        _take_template(ProcessorMixin.get_processor_dict(source)[0].get("chat_template"), job, tokenizer)
+        return MediaReader(family=family, processor=None, max_pixels=None, lack=lack, files=saved)
+    has_videos = family in TRAINS_VIDEOS and find_spec("torchvision") is not None
+    try:
+        with nullcontext() if has_videos else _without_videos():
+            processor = _LOAD(source, trust_remote_code=job.trust_remote_code)
+    except (OSError, ValueError, ImportError, TypeError, AttributeError) as error:
+        raise cannot_load("processor", job, error) from error
+    if getattr(processor, "image_processor", None) is None:
+        return None
+    _take_template(processor.chat_template, job, tokenizer)
+    processor.tokenizer = tokenizer
+    return MediaReader(
+        family=family,
+        processor=processor,
+        max_pixels=job.max_pixels,
+        min_pixels=job.min_pixels,
+        videos=videos_of(processor, job) if has_videos else None,
+        positions=positions_of(config),
+        files=saved,
+    )
+
+
+def _take_template(template: Any, job: Job, tokenizer: Any) -> None:
+    """Gives a tokenizer the chat template of the processor: its own may know no media."""
+    if job.chat_template is None and isinstance(template, str):
+        tokenizer.chat_template = template
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagePositions:
+    """Counts in time, height and width, with the code of a model that has no weights here."""
+
+    model: Any
+    """The family's model below its head, without parameters: loaders of data may hold and copy it."""
+
+    @property
+    def token_side(self) -> int:
+        """Side of the square that becomes one token, in pixels."""
+        tower = self.model.config.vision_config
+        return int(tower.patch_size * tower.spatial_merge_size)
+
+    def of(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Returns the positions of text, by which attention keeps samples apart, and three for the rotation.
+
+        Of a micro-batch it takes `input_ids`, `position_ids`, which count from 0 in each sample, and
+        `mm_token_type_ids` (0 text, 1 image, 2 video): (batch, seq); and what it has of `image_grid_thw` and
+        `video_grid_thw`, the frames, rows and columns of patches of each image: (images, 3), and video: (videos, 3).
+        Result: (4, batch, seq). The model is asked once for all samples, padded to the longest.
+        Source: transformers 5.23 models/qwen3_vl/modeling_qwen3_vl.py: get_rope_index, Qwen3VLTextModel.forward.
+        """
+        positions = batch["position_ids"]
+        flat = positions.reshape(-1)
+        sample = (flat == 0).cumsum(0) - 1
+        shape = (int(sample[-1]) + 1, int(flat.max()) + 1)
+
+        def apart(values: torch.Tensor) -> torch.Tensor:
+            padded = torch.zeros(shape, dtype=torch.long)
+            padded[sample, flat] = values.reshape(-1).long()
+            return padded
+
+        rotated, _ = self.model.get_rope_index(
+            apart(batch["input_ids"]),
+            mm_token_type_ids=apart(batch["mm_token_type_ids"]),
+            image_grid_thw=batch.get("image_grid_thw"),
+            video_grid_thw=batch.get("video_grid_thw"),
+            attention_mask=apart(torch.ones_like(flat)),
+        )
+        return torch.cat([positions[None], rotated[:, sample, flat].reshape(3, *positions.shape)])
+
+
+def positions_of(config: Any) -> ImagePositions | None:
+    """Returns the positions of a model; None if they are not known of its family."""
+    if config.model_type not in PACKS_IMAGES:
+        return None
+    family: Any = MODEL_MAPPING[type(config)]
+    model = family.__new__(family)
+    torch.nn.Module.__init__(model)
+    model.config = config
+    return ImagePositions(model=model)
