@@ -162,27 +162,6 @@ def test_functions_have_at_most_40_lines() -> None:
     assert {name: size for name, size in sizes.items() if size > LONG_FUNCTIONS.get(name, 40)} == {}
 
 
-KNOWN_CIRCLES = {
-    frozenset({"dstrain.train.demo", "dstrain.train.demo_images"}),
-    frozenset({"dstrain.train.second_try", "dstrain.train.watched"}),
-    frozenset(
-        {
-            *("dstrain.train.__main__", "dstrain.train.expert_parallel", "dstrain.train.generate"),
-            *("dstrain.train.monitoring", "dstrain.train.out_of_memory", "dstrain.train.preflight.checks"),
-            *(
-                "dstrain.train.preflight.generation",
-                "dstrain.train.preflight.saving",
-                "dstrain.train.preflight.template",
-            ),
-            *("dstrain.train.preflight.worst_batch", "dstrain.train.process_group", "dstrain.train.sequence_parallel"),
-            *("dstrain.train.setup", "dstrain.train.tasks.trainer", "dstrain.train.tensor_parallel"),
-            "dstrain.train.trainer",
-        }
-    ),
-}
-"""Modules that import each other; a circle that is broken leaves the table, and none is added."""
-
-
 def imports() -> dict[str, set[str]]:
     """Returns the modules of the package that each of them imports: at once, in a function, or for types alone."""
     paths = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PACKAGE.rglob("*.py")}
@@ -235,9 +214,7 @@ def test_circles_are_found() -> None:
 
 def test_no_module_imports_what_imports_it() -> None:
     """Types that name each other belong into one module; what needs another part is given it by whoever calls."""
-    assert [
-        sorted(circle) for circle in circles(imports()) if not any(circle <= known for known in KNOWN_CIRCLES)
-    ] == []
+    assert [sorted(circle) for circle in circles(imports())] == []
 
 
 def lines() -> dict[str, int]:
