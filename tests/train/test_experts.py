@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
+from dstrain.monitor.curves import tag_of
 from dstrain.monitor.expert_balance import EVENT, LoadMap, balance, curves, load_map, newest
 from dstrain.monitor.expert_loads import ExpertLoads, routers_of
 from dstrain.monitor.sinks.jsonl import read_jsonl
@@ -213,7 +214,7 @@ def _assert_layers_reach_tensorboard(run: Path, last: dict[str, Any]) -> None:
     events = EventAccumulator(str(next((run / "tensorboard").iterdir()))).Reload()
     for name in ("expert_load_cv", "expert_load_max_over_mean", "expert_load_diversity", "dead_experts"):
         for layer, value in enumerate(last[f"{name}_by_layer"]):
-            assert events.Scalars(f"{name}/layer_{layer:02}")[-1].value == pytest.approx(value)
+            assert events.Scalars(tag_of(f"{name}/layer_{layer:02}"))[-1].value == pytest.approx(value)
     found = newest(read_jsonl(run / "metrics.jsonl"))
     assert found is not None
     assert (found.step, found.layers, len(found.loads[0])) == (last["step"], (0, 1), 4)
