@@ -129,8 +129,7 @@ def _best(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[
                 break
             if tie.strategy in ranked.keys() | passed or not evaluator.seems_to_fit(tie.candidate):
                 continue
-            best = tie if ranked else _saving_both(evaluator, tie, waiting)
-            if not fits(best):
+            if not fits(best := tie if ranked else _saving_both(evaluator, tie, waiting)):
                 continue
             if ranked and is_alone and any(_brings_nothing(evaluator, tie, other) and fits(other) for other in waiting):
                 passed.add(tie.strategy)
