@@ -21,7 +21,7 @@ MARK = "DSTRAIN_RUN_ID"
 
 
 def mark_on(run: str, node: int) -> str:
-    """Returns the mark of a run's processes on one of its nodes, where each node has a launcher of its own."""
+    """Returns the mark of a run's processes on one of its nodes."""
     return f"{run}-{node}"
 
 

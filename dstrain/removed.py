@@ -11,6 +11,7 @@ _COMPUTED = "Jobs train with full, chunked and fused."
 _KTO = "train by KTO with TRL's KTOTrainer; of preferences, task: dpo remains"
 _QGZ = "leave it out; lint says why zero_quantized_gradients in ds_config.json is dangerous"
 _REWARD = "train reward models with TRL's RewardTrainer; of preferences, task: dpo remains"
+_LAUNCHED = "Agents start DeepSpeed's launcher on every node: by srun in a SLURM allocation, by ssh elsewhere."
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "adopt": "Type dstrain gen-config --adopt, with -o DIR for another folder",
@@ -22,6 +23,8 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "templates": "Type dstrain show template, with --dir DIR to copy them",
         "watch": "Type dstrain status --watch",
         "doctor --notify": "SwanLab sends the notices of a run: docs/monitoring.md",
+        "run --launcher": _LAUNCHED,
+        "tune --launcher": _LAUNCHED,
         "plan --states": _EXPORTED,
         "plan --double-quant": "QLoRA's scales are always quantised too.",
         "plan --no-double-quant": "QLoRA's scales are always quantised too.",

@@ -55,10 +55,8 @@ class RunDir:
     """The launcher's hostfile."""
     start_script = _Entry("start.sh")
     """A script that starts the run again."""
-    rank_program = _Entry("rank.py")
-    """The program of a rank under MPICH, whose launcher takes files, not modules."""
     environment = _Entry("environment")
-    """Environment variables for the other nodes, as DeepSpeed's `DS_ENV_FILE`; mode 0600, no secrets."""
+    """Environment variables for the other nodes, which `start.sh` reads; mode 0600, no secrets."""
     secrets = _Entry(".secrets")
     """Secrets for the ranks, as `NAME=value` lines; mode 0600."""
     metrics = _Entry("metrics.jsonl")

@@ -50,7 +50,6 @@ MARKS = {
         "tests/cli/test_plan.py::test_a_model_of_an_unknown_family_is_traced_and_says_so",
         "tests/cli/test_proposals.py::test_a_traced_model_is_not_sent_in_a_circle",
         "tests/cli/test_script_accelerate.py::test_the_next_line_trains_the_default_job",
-        "tests/launch/test_environment.py::test_two_nodes_get_the_environment_and_each_rank_logs_to_its_own_file",
         "tests/cli/test_doctor_network.py::test_the_ranks_of_one_host_are_measured_and_a_plan_for_it_reads_that",
         "tests/cli/test_script.py::test_prepare_writes_what_ranks_read_and_starts_nothing",
         "tests/cli/test_script.py::test_a_pod_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",

@@ -51,7 +51,7 @@ PLACES = (
     "tests/cli/test_script.py::test_a_pod_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
     "tests/cli/test_tune.py::test_the_fastest_is_written_edits_stay_and_what_failed_is_a_result",
     "tests/launch/filesync/test_sync.py::test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one",
-    "tests/launch/filesync/test_sync.py::test_zero_3_over_pdsh_from_a_machine_without_ranks_brings_everything_there",
+    "tests/launch/filesync/test_sync.py::test_zero_3_from_a_machine_without_ranks_brings_everything_there",
     "tests/launch/run/test_out_of_memory.py",
     "tests/launch/scripts/test_exports.py::test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1",
     "tests/launch/test_slurm_run.py",

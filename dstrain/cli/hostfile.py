@@ -129,7 +129,7 @@ def _merged(out: Path, hosts: Hosts) -> str:
 
 @command.command("check", short_help="Find all errors of a hostfile.")
 @click.argument("path", metavar="[HOSTFILE]", type=click.Path(path_type=Path), default=DEFAULT)
-@click.option("--equal", is_flag=True, help="Require the same slots on every host, as openmpi, mpich and slurm do.")
+@click.option("--equal", is_flag=True, help="Require the same slots on every host, as `--gpus-per-node` of SLURM does.")
 @click.option("--reach", is_flag=True, help="Ask every host over ssh: versions, GPUs, clock, paths, disk.")
 @click.option("--job", type=click.Path(path_type=Path), help="With --reach: the job whose paths the hosts must read.")
 @TRUST

@@ -17,12 +17,12 @@ from dstrain.cli.options.trust import TRUST
 from dstrain.cli.output.doctor import lines as finding_lines
 from dstrain.cli.output.progress import Screen
 from dstrain.cli.output.run import before_lines, summary, summary_text
-from dstrain.cli.types import Choice, Named
+from dstrain.cli.types import Choice
 from dstrain.config.edits.manual_edits import Edit, of_run
 from dstrain.config.remedy import UNADAPTED, Adaptation
 from dstrain.doctor.finding import Mark, errors
 from dstrain.doctor.quick import quick
-from dstrain.errors import DstrainError, EnvironmentProblem
+from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts import ports, probe
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery
 from dstrain.facts.cluster.hostfile import Hosts, expand
@@ -31,7 +31,6 @@ from dstrain.job.file import JobFile, read_job
 from dstrain.launch.again import words_of
 from dstrain.launch.environment import refuse_secrets
 from dstrain.launch.launch import Launch, plan_launch
-from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.prepare import preflight
 from dstrain.launch.prepare.lint_job import check_rules
 from dstrain.launch.prepare.prepare import prepare
@@ -50,7 +49,6 @@ class Options:
     job: Path
     overrides: tuple[str, ...] = ()
     hostfile: Path | None = None
-    launcher: str | None = None
     master_port: int | None = None
     ignored: tuple[str, ...] = ()
     check_images: bool = False
@@ -79,12 +77,6 @@ class Options:
     help="Override a key of the job, such as learning_rate=1e-5.",
 )
 @click.option("--hostfile", type=click.Path(path_type=Path), help="Hostfile that replaces the job's.")
-@click.option(
-    "--launcher",
-    type=Named(lambda: LAUNCHERS),
-    metavar="NAME",
-    help=f"Launcher for several nodes: {', '.join(LAUNCHERS)}.  [default: pdsh, else ssh]",
-)
 @click.option("--master-port", type=click.IntRange(1, 65535), help="Port of rank 0.  [default: one that is free]")
 @click.option("--ignore", "ignored", multiple=True, metavar="RULE", help="Rule of lint to skip, such as DS802.")
 @click.option("--check-images", is_flag=True, help="Read every image and video of the data, not only find it.")
@@ -143,6 +135,9 @@ def command(**typed: Any) -> None:
     --hostfile, the job file, the defaults. The job's output_dir is the run directory; `bash OUTPUT_DIR/start.sh` starts
     the same run again by hand.
 
+    Agents start DeepSpeed's launcher on each of several hosts. Inside a SLURM allocation the hosts are its nodes, and
+    srun reaches them; everywhere else, and with --hostfile, ssh does.
+
     If a rank dies, a node is lost or the run hangs, dstrain ends all processes on all nodes and prints one report. A
     lost login does not end a run. SIGUSR1 saves a checkpoint and exits with code 75. If a GPU runs out of memory, the
     report names changes that fit; --on-oom adapt makes one for this run, and goes on from the newest checkpoint.
@@ -164,8 +159,7 @@ def _run(options: Options) -> None:
     """Carries out the command."""
     check_rules(options.ignored)
     refuse_secrets(options.overrides, "every user can read command lines")
-    hosts = allocated() if options.launcher == "slurm" and options.hostfile is None else None
-    launch = launch_of(options, hosts)
+    launch = launch_of(options, allocated(options))
     prepared = launch.prepared
     say_lines(before_lines(prepared))
     if launch.note is not None:
@@ -277,7 +271,7 @@ def _planned(
         prepared,
         master_port=port,
         takes_another_port=named is None,
-        launcher=options.launcher,
+        by_srun=is_by_srun(options),
         saves_on_term=options.save_on_term,
         unchecked=tuple(name for name, is_asked in _unchecked(options).items() if is_asked),
         syncs=options.sync,
@@ -291,18 +285,30 @@ def _unchecked(options: Options) -> dict[str, bool]:
     return {NO_VERIFY: options.no_verify, NO_RESUME_CHECK: options.no_resume_check}
 
 
-def allocated() -> Hosts | None:
-    """Returns the hosts of the SLURM allocation; None outside of one, which the launcher reports."""
-    if "SLURM_JOB_ID" not in os.environ:
+def is_by_srun(options: Options) -> bool:
+    """Returns whether the run uses the SLURM allocation that this shell belongs to."""
+    return "SLURM_JOB_ID" in os.environ and options.hostfile is None
+
+
+def allocated(options: Options) -> Hosts | None:
+    """Returns the hosts of the SLURM allocation that the run uses; None if there is none, or if it is one node of which
+    SLURM counts no GPUs: that runs as it would without SLURM."""
+    if not is_by_srun(options):
         return None
     probes: dict[str, Any] = {"read": probe.read_text, "details": probe.slurm_job}
-    return SOURCES["slurm"](HostQuery(environment=os.environ, file=None, slots=None, match=None, **probes))
+    try:
+        return SOURCES["slurm"](HostQuery(environment=os.environ, file=None, slots=None, match=None, **probes))
+    except InvalidConfig:
+        if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
+            raise
+        return None
 
 
 def _answer_dry(launch: Launch, *, as_json: bool) -> None:
     if as_json:
         path = str(launch.prepared.run_dir.path)
-        answer_json({"schema": 1, "run_dir": path, "launcher": launch.launcher, "command": launch.command})
+        reached = None if launch.prepared.is_local else "srun" if launch.by_srun else "ssh"
+        answer_json({"schema": 1, "run_dir": path, "launcher": reached, "command": launch.command})
     else:
         answer(shlex.join(launch.command))
 

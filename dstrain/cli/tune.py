@@ -22,13 +22,11 @@ from dstrain.cli.tune_candidates import (
     Options,
     candidate_of,
     compiled_candidate,
-    hosts,
     in_turn,
     launch_at,
     ready,
     run_options,
 )
-from dstrain.cli.types import Named
 from dstrain.config.edits.other_choices import (
     OPEN,
     JobFiles,
@@ -41,7 +39,6 @@ from dstrain.facts.this_machine import busy_share
 from dstrain.facts.workload import Workload
 from dstrain.job.file import read_job
 from dstrain.launch.again import run_line
-from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.prepare.job_context import hosts_of, open_request
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run import state
@@ -70,7 +67,6 @@ BUSY = 0.1
 @click.option(
     "--candidates", type=click.IntRange(2), default=5, show_default=True, help="Configurations to measure at most."
 )
-@click.option("--launcher", type=Named(lambda: LAUNCHERS), metavar="NAME", help="Launcher, as of `dstrain run`.")
 @TRUST
 @click.option("--no-doctor", is_flag=True, help="Skip the check of this machine before the first run.")
 @click.option("-n", "--dry-run", is_flag=True, help="Print what would run and how long by the plan; start nothing.")
@@ -99,7 +95,7 @@ def _tune(options: Options) -> None:
     """Carries out the command."""
     file = read_job(options.job)
     options = replace(options, overrides=trials.fewer_samples(file.job, hosts_of(file).num_slots, options.steps))
-    present = run.launch_of(run_options(options), hosts(options))
+    present = run.launch_of(run_options(options), run.allocated(run_options(options)))
     prepared, files = present.prepared, job_files(options.job, Path(present.prepared.job.ds_config))
     workload, estimate = _planned(prepared)
     settled = settled_choices(files)

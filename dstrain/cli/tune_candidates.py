@@ -12,7 +12,6 @@ from dstrain.cli.output.tune import Row
 from dstrain.config.edits.other_choices import JobFiles, OtherChoices, with_choices
 from dstrain.config.remedy import UNADAPTED, Adaptation
 from dstrain.errors import InvalidConfig
-from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.workload import Workload
 from dstrain.launch.launch import Launch
 from dstrain.launch.run import trial as trials
@@ -32,7 +31,6 @@ class Options:
     budget: float = 30.0
     steps: int = 20
     candidates: int = 5
-    launcher: str | None = None
     no_doctor: bool = False
     dry_run: bool = False
     as_json: bool = False
@@ -56,20 +54,14 @@ class Candidate:
 
 def run_options(options: Options, changed: Sequence[str] = ()) -> run.Options:
     """Returns the options of `dstrain run` for a short run."""
-    return run.Options(
-        job=options.job, launcher=options.launcher, overrides=(*trials.OVERRIDES, *options.overrides, *changed)
-    )
-
-
-def hosts(options: Options) -> Hosts | None:
-    """Returns the hosts of an allocation, if the runs start in one."""
-    return run.allocated() if options.launcher == "slurm" else None
+    return run.Options(job=options.job, overrides=(*trials.OVERRIDES, *options.overrides, *changed))
 
 
 def launch_at(options: Options, estimate: Estimate, run_dir: RunDir, adaptation: Adaptation = UNADAPTED) -> Launch:
     """Returns the launch of a configuration, in a folder below the run directory of its job."""
     folder = trials.folder_of(run_dir, estimate.configuration)
-    return run.launch_of(run_options(options, [f"output_dir={folder}"]), hosts(options), adaptation)
+    chosen = run_options(options, [f"output_dir={folder}"])
+    return run.launch_of(chosen, run.allocated(chosen), adaptation)
 
 
 def candidate_of(

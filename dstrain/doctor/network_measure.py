@@ -26,9 +26,9 @@ from dstrain.launch.command import chosen_devices, master
 from dstrain.launch.environment import python_path
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.failure.report import explain
-from dstrain.launch.nodes import handshake, launchers
+from dstrain.launch.nodes import connection, handshake
 from dstrain.launch.nodes.coordinator import Coordinator
-from dstrain.launch.nodes.layout import Node, per_node
+from dstrain.launch.nodes.layout import Node, check_hosts, per_node
 from dstrain.launch.nodes.protocol import Hello
 from dstrain.launch.nodes.spec import LaunchSpec, new_mark
 from dstrain.launch.run.control import noting_signals
@@ -105,8 +105,8 @@ def measure(site: Site, tell: Callable[[str], None]) -> Answer:
     names = own_names()
     here = tuple(is_this_machine(host.name, names) for host in site.hosts.hosts)
     if not all(here):
-        launchers.require("ssh", os.environ)
-        launchers.check_hosts("ssh", site.hosts)
+        connection.require_program(os.environ, by_srun=False)
+        check_hosts(site.hosts)
     with _folder() as run_dir, noting_signals(run_dir.path / "screen.log") as stop_requests:
         spec = _spec(site, here, run_dir)
         listener, hellos = Listener(tell), dict[Node, Hello]()
@@ -160,14 +160,14 @@ def _spec(site: Site, here: Sequence[bool], run_dir: RunDir) -> LaunchSpec:
     user = "" if all(here) else environment.read_user_files(os.environ, home=Path.home(), folder=Path.cwd())
     secrets = environment.secrets(os.environ, own, user)
     path = python_path(os.environ)
-    exported = environment.exports(own, run_dir, path)
+    exported = environment.exports(own, path)
     local = environment.launcher_environment(os.environ, exported, secrets)
     port, named = ports.wanted_port(None, os.environ)
     return LaunchSpec(
         nodes=per_node(site.hosts, commands(site, here, run_dir, port), here),
         run_dir=run_dir,
         mark=new_mark(),
-        open=lambda nodes: launchers.connect("ssh", nodes, local, path),
+        open=lambda nodes: connection.connect(nodes, local, path),
         environment={"PYTHONPATH": path} if path else {},
         unset=tuple(secrets),
         exports=environment.for_nodes({**os.environ, **exported}, own, user),

@@ -152,7 +152,7 @@ def disagreement(names: Mapping[str, str | None]) -> tuple[str, str] | None:
     usual = Counter(known.values()).most_common(1)[0][0]
     others = ", ".join(f"{name} on {host}" for host, name in known.items() if name != usual)
     everyone = ",".join(dict.fromkeys(known.values()))
-    fix = f"dstrain run --launcher ssh, which sets the interface of each host; otherwise: export {NCCL}=={everyone}"
+    fix = f"dstrain run sets the interface of each host; otherwise: export {NCCL}=={everyone}"
     return f"the hosts use different interfaces: mostly {usual}, but {others}", fix
 
 

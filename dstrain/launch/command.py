@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dstrain import paths
-from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.errors import EnvironmentProblem
 from dstrain.facts.cluster.hostfile import Host, Hosts, render
 from dstrain.facts.this_machine import LOCAL
 from dstrain.launch import cores
@@ -16,8 +15,6 @@ from dstrain.units import counted
 
 MODULE = "dstrain.train"
 """The program of every rank."""
-
-_SAFE_WORD = re.compile(r"[\w@+=:,./-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +26,6 @@ class LaunchSite:
     python: str
     """The interpreter, at the same path on every node."""
     master_port: int
-    here: tuple[bool, ...] = ()
-    """Which hosts are this machine."""
     module: str = MODULE
     """The program of every rank."""
     cores: str | None = None
@@ -86,43 +81,14 @@ def of_node(site: LaunchSite, number: int) -> list[str]:
     return _line(site, "--no_ssh", "--node_rank", str(number), "--master_addr", master(site.hosts), through=through)
 
 
-def pdsh(site: LaunchSite) -> list[str]:
-    """Returns the command line of a launcher that starts the ranks of all nodes over pdsh."""
-    _require_safe(site)
-    # without --force_multi a single host of the hostfile would mean this machine
-    return _line(site, "--force_multi", "--launcher", "pdsh", "--master_addr", master(site.hosts))
-
-
-def mpi(site: LaunchSite, kind: str) -> list[str]:
-    """Returns the command line of a launcher that starts all ranks by `mpirun`, of OpenMPI or MPICH.
-
-    MPICH gets a file instead of a module, because the launcher inserts a file of its own between `-m` and the module.
-    Source: deepspeed 0.19.8 launcher/multinode_runner.py
-    """
-    _require_safe(site)
-    options = ["--force_multi", "--no_ssh_check", "--launcher", kind, "--master_addr", master(site.hosts)]
-    return _line(site, *options, logs=False, program=str(site.run_dir.rank_program) if kind == "mpich" else None)
-
-
 def master(hosts: Hosts) -> str:
     """Returns the name of rank 0's node, without a user."""
     return hosts.hosts[0].name.rpartition("@")[2]
 
 
-def _line(
-    site: LaunchSite, *options: str, logs: bool = True, program: str | None = None, through: Sequence[str] = ()
-) -> list[str]:
+def _line(site: LaunchSite, *options: str, through: Sequence[str] = ()) -> list[str]:
     """Returns a command line of the launcher, or of a module that becomes it, with the module's own arguments."""
     hostfile = ["--hostfile", str(site.run_dir.hostfile)]
     words = paths.python("-m", *(through or [cores.LAUNCHER]), *hostfile, *options, program=site.python)
-    words += ["--master_port", str(site.master_port)]
-    words += ["--enable_each_rank_log", str(site.run_dir.logs)] if logs else []
-    return [*words, "--no_local_rank", *([program] if program else ["--module", site.module]), str(site.run_dir.path)]
-
-
-def _require_safe(site: LaunchSite) -> None:
-    """Raises InvalidConfig for paths that the remote shell would split: the launcher does not quote them."""
-    for what, word in (("output_dir", str(site.run_dir.path)), ("the Python interpreter", site.python)):
-        if not _SAFE_WORD.fullmatch(word):
-            problem = f'{what} is "{word}"; the launcher does not quote paths for the other nodes'
-            raise InvalidConfig(problem, hint="Use a path of ASCII letters, digits and . _ - / only.")
+    words += ["--master_port", str(site.master_port), "--enable_each_rank_log", str(site.run_dir.logs)]
+    return [*words, "--no_local_rank", "--module", site.module, str(site.run_dir.path)]

@@ -1,12 +1,7 @@
-"""Decides which environment variables reach the ranks: environment files for most, a 0600 file for secrets.
+"""Decides which environment variables reach the ranks: by their agents, and secrets by a 0600 file.
 
-The launcher reads its environment file line by line as `NAME=value`, puts the value between double quotes where it
-holds anything unusual, and sends `export NAME="value";` through pdsh to a shell on each node. Nothing inside is escaped
-on the way, so the file must hold the text that belongs between those quotes. It exports some variables of its own
-environment too, unescaped, unless the file has them.
-Source: deepspeed 0.19.8 launcher/runner.py: main; launcher/multinode_runner.py: add_export
-
-Agents get the same texts and put them into the environment themselves (`expanded`), without a shell.
+Agents get the text of each value as it stands between double quotes in a shell, and expand it without one (`expanded`).
+The same texts are in the environment file, whose lines `start.sh` evaluates.
 """
 
 from __future__ import annotations
@@ -43,10 +38,9 @@ RANK_NAMES = (
 """What the launcher sets for each rank; leftovers of another launcher must not be there first."""
 
 _LAUNCHER_EXPORTS = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
-_UNQUOTED = re.compile(r"[\w@%+=:,./-]*")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LINE_BREAKS = {"\"$'\\n'\"": "\n", "\"$'\\r'\"": "\r"}
-_APART = str.maketrans({"%": '%""', **{value: text for text, value in _LINE_BREAKS.items()}})
+_APART = str.maketrans({value: text for text, value in _LINE_BREAKS.items()})
 _COMMAND = re.compile(r"(?:^|[^\\])(?:\\\\)*(\$\(.*\)?|`[^`]*`?|\$\{(?![A-Za-z_]\w*\}).*?(?:\}|$))", re.ASCII)
 """Expansions that only a shell can do."""
 _PARTS = re.compile(r'\\([\\$`"])|\$(?:([A-Za-z_]\w*)|{([A-Za-z_]\w*)})|"(?:\$\'\\[nr]\')?"', re.ASCII)
@@ -102,7 +96,7 @@ def for_nodes(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text
 
 
 def file_text(texts: Mapping[str, str]) -> str:
-    """Returns the launcher's environment file."""
+    """Returns the environment file that `start.sh` reads."""
     return "".join(f"{name}={text}\n" for name, text in sorted(texts.items()))
 
 
@@ -123,21 +117,6 @@ def _value(part: re.Match[str], values: Mapping[str, str]) -> str:
     return values.get(name, "") if name else part[1] or _LINE_BREAKS.get(part[0], "")
 
 
-def for_mpi(texts: Mapping[str, str], own: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Returns the variables that MPI's launchers take, and those that ranks must read from a file, with this machine's
-    values.
-
-    No shell is involved: the launcher's quotes around an unusual value would become part of it.
-    Source: deepspeed 0.19.8 launcher/multinode_runner.py: add_export
-    """
-    values = expanded(texts, own)
-    plain = {name: value for name, value in values.items() if _UNQUOTED.fullmatch(value)}
-    others = {name: value for name, value in values.items() if name not in plain and name != "PATH"}
-    for name, value in others.items():
-        _require_one_line(name, value)
-    return plain, others
-
-
 def secrets(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: str = "") -> dict[str, str]:
     """Returns the secrets that the ranks need, by name. Raises InvalidConfig for one with a line break."""
     _require_names(job_env)
@@ -150,11 +129,11 @@ def secrets(env: Mapping[str, str], job_env: Mapping[str, str], user_file_text: 
     return values
 
 
-def exports(job_env: Mapping[str, str], run_dir: RunDir, python_path: str) -> dict[str, str]:
+def exports(job_env: Mapping[str, str], python_path: str) -> dict[str, str]:
     """Returns the launcher's variables beside the shell's own: the same for `run` and for `start.sh`."""
     plain = {name: value for name, value in job_env.items() if not is_secret(name, value)}
     extra = {"PYTHONPATH": python_path} if python_path else {}
-    return {**extra, **SAFE_PATH, **plain, "DS_ENV_FILE": str(run_dir.environment)}
+    return {**extra, **SAFE_PATH, **plain}
 
 
 def launcher_environment(
@@ -231,19 +210,9 @@ def _require_one_line(name: str, value: str) -> None:
 def between_quotes(value: str) -> str:
     """Returns what must stand between double quotes in a shell for it to be `value` again.
 
-    `%""` ends and reopens the quotes after each percent sign, since pdsh replaces `%h`, `%u` and `%n`;
-    a line break stands outside of them, as `$'\\n'`, so that each text is one line.
+    A line break stands outside of them, as `$'\\n'`, so that each text is one line.
     """
-    return _with_spaces(_escaped(value))
-
-
-def _escaped(value: str) -> str:
     return re.sub(r'([\\$`"])', r"\\\1", value).translate(_APART)
-
-
-def _with_spaces(text: str) -> str:
-    """Returns a text with `""` around it where that saves spaces at its ends from the launcher's `strip`."""
-    return text if text == text.strip() else f'""{text}""'
 
 
 def _user_lines(text: str) -> Iterator[tuple[int, str, str]]:
@@ -266,14 +235,14 @@ def _user_lines(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _user_value(raw: str) -> str:
-    """Returns what stands between the launcher's quotes for a value of the user's file; `$NAME` stays as it is."""
+    """Returns what stands between double quotes for a value of the user's file; `$NAME` stays as it is."""
     if _is_quoted(raw, "'"):
         return between_quotes(raw[1:-1])
     text, made, at = raw[1:-1] if _is_quoted(raw, '"') else raw, "", 0
     for part in _PARTS.finditer(text):
-        made += _escaped(text[at : part.start()]) + part[0]
+        made += between_quotes(text[at : part.start()]) + part[0]
         at = part.end()
-    return _with_spaces(made + _escaped(text[at:]))
+    return made + between_quotes(text[at:])
 
 
 def _has_dollars(name: str, raw: str) -> bool:

@@ -13,27 +13,20 @@ from dstrain.config.edits import manual_edits
 from dstrain.config.edits.manual_edits import Edit
 from dstrain.facts.this_machine import is_this_machine
 from dstrain.facts.this_machine import names as machine_names
-from dstrain.heartbeat import MARK, SAVE_ON_TERM
+from dstrain.heartbeat import SAVE_ON_TERM
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch import environment
-from dstrain.launch.command import LaunchSite, launch_hostfile, local, master
+from dstrain.launch.command import LaunchSite, launch_hostfile, local, of_node
 from dstrain.launch.cores import binding, is_on_cpu
-from dstrain.launch.nodes import launchers
-from dstrain.launch.nodes.launchers import LAUNCHERS
-from dstrain.launch.nodes.layout import Node, per_node
+from dstrain.launch.nodes.connection import require_program
+from dstrain.launch.nodes.layout import Node, check_hosts, per_node
 from dstrain.launch.nodes.spec import new_mark
 from dstrain.launch.prepare import resume
 from dstrain.launch.prepare.prepare import PreparedRun, cpu_threads, facts_text
 from dstrain.launch.start_script import start_script
 from dstrain.paths import write_atomic
 from dstrain.records import to_json
-
-_RANK_PROGRAM = """\
-import runpy
-
-runpy.run_module("dstrain.train", run_name="__main__", alter_sys=True)
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +35,8 @@ class Launch:
 
     prepared: PreparedRun
     """The checked job."""
-    launcher: str | None
-    """The way to start ranks on several nodes; None on this machine alone."""
+    by_srun: bool
+    """Whether srun reaches the nodes, those of a SLURM allocation; otherwise ssh does."""
     nodes: tuple[Node, ...]
     mark: str
     """The mark of every process of this start."""
@@ -69,7 +62,7 @@ class Launch:
     @property
     def command(self) -> list[str]:
         """The launcher's command line; of several the first node's."""
-        return list(next(node.command for node in self.nodes if node.command is not None))
+        return list(self.nodes[0].command)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -81,7 +74,7 @@ def plan_launch(
     prepared: PreparedRun,
     *,
     master_port: int,
-    launcher: str | None = None,
+    by_srun: bool = False,
     takes_another_port: bool = False,
     saves_on_term: bool = False,
     unchecked: tuple[str, ...] = (),
@@ -90,30 +83,23 @@ def plan_launch(
     user_lines: str | None = None,
 ) -> Launch:
     """Returns the launch of a checked run; nothing is written or started. The options are fields of `Launch`; None
-    selects pdsh, or ssh if pdsh is missing, and a new mark, and reads the environment files."""
-    way = _way(prepared, launcher, master_port)
-    job_env = _job_environment(prepared, way, (*([SAVE_ON_TERM] if saves_on_term else []), *unchecked))
-    mark = mark or new_mark()
-    travelling = job_env | _for_other_nodes(prepared, way, mark, master_port)
+    makes a new mark, and reads the environment files."""
+    nodes, note = _nodes(prepared, master_port, by_srun=by_srun)
+    job_env = _job_environment(prepared, (*([SAVE_ON_TERM] if saves_on_term else []), *unchecked))
     user = _user_lines(is_local=prepared.is_local) if user_lines is None else user_lines
     path = environment.python_path(os.environ)
     path = environment.synced_python_path(prepared.run_dir, path) if syncs else path
-    exported = environment.exports(job_env, prepared.run_dir, path)
-    texts = environment.for_nodes({**os.environ, **exported}, travelling, user)
-    carried = environment.secrets(os.environ, job_env, user)
-    if way.launcher is not None and LAUNCHERS[way.launcher].is_mpi:
-        texts, others = environment.for_mpi(texts, os.environ)
-        carried |= others
+    exported = environment.exports(job_env, path)
     return Launch(
         prepared=prepared,
-        launcher=way.launcher,
-        nodes=way.nodes,
-        mark=mark,
-        note=way.note,
+        by_srun=by_srun,
+        nodes=nodes,
+        mark=mark or new_mark(),
+        note=note,
         master_port=master_port,
         exported=exported,
-        secrets=carried,
-        for_nodes=texts,
+        secrets=environment.secrets(os.environ, job_env, user),
+        for_nodes=environment.for_nodes({**os.environ, **exported}, job_env, user),
         takes_another_port=takes_another_port,
         saves_on_term=saves_on_term,
         syncs=syncs,
@@ -121,42 +107,30 @@ def plan_launch(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
-    """How ranks are started."""
-
-    launcher: str | None
-    """None on this machine alone."""
-    note: str | None
-    nodes: tuple[Node, ...]
-
-
-def _way(prepared: PreparedRun, launcher: str | None, master_port: int) -> _Way:
-    """Returns how the ranks are started; on this machine alone no launcher for several nodes is needed."""
+def _nodes(prepared: PreparedRun, master_port: int, *, by_srun: bool) -> tuple[tuple[Node, ...], str | None]:
+    """Returns the nodes with their launchers, and what to say about them; on this machine alone neither ssh nor srun
+    is needed."""
     site = LaunchSite(hosts=prepared.hosts, run_dir=prepared.run_dir, python=sys.executable, master_port=master_port)
     if prepared.is_local:
         variables = {**os.environ, **prepared.job.env}
         bound = binding(prepared.ds_config, variables, prepared.hosts.num_slots)
         line = local(replace(site, cores=bound.cores), prepared.devices)
-        return _Way(launcher=None, note=bound.note, nodes=per_node(prepared.hosts, [line], [True]))
-    name, note = launchers.choose(launcher, os.environ)
-    launchers.check_hosts(name, prepared.hosts)
+        return per_node(prepared.hosts, [line], [True]), bound.note
+    require_program(os.environ, by_srun=by_srun)
+    check_hosts(prepared.hosts)
     names = machine_names()
-    here = tuple(is_this_machine(host.name, names) for host in prepared.hosts.hosts)
-    site = replace(site, here=here, binds=is_on_cpu(prepared.ds_config))
-    return _Way(launcher=name, note=note, nodes=LAUNCHERS[name].nodes(site))
+    here = [is_this_machine(host.name, names) for host in prepared.hosts.hosts]
+    site = replace(site, binds=is_on_cpu(prepared.ds_config))
+    return per_node(prepared.hosts, [of_node(site, number) for number in range(len(here))], here), None
 
 
-def _job_environment(prepared: PreparedRun, way: _Way, switches: Sequence[str]) -> dict[str, str]:
-    """Returns the job's own variables, and what the options and the launcher add to them."""
+def _job_environment(prepared: PreparedRun, switches: Sequence[str]) -> dict[str, str]:
+    """Returns the job's own variables, and what the options add to them."""
     variables = dict(prepared.job.env)
     if prepared.on_cpu and "OMP_NUM_THREADS" not in os.environ:
         most = max(host.slots for host in prepared.hosts.hosts)
         variables.setdefault("OMP_NUM_THREADS", str(cpu_threads(most)))
-    variables |= dict.fromkeys(switches, "1")
-    if way.launcher == "openmpi" and os.geteuid() == 0:
-        variables |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    return variables
+    return variables | dict.fromkeys(switches, "1")
 
 
 def _user_lines(*, is_local: bool) -> str:
@@ -166,18 +140,6 @@ def _user_lines(*, is_local: bool) -> str:
         return ""
     own = environment.read_user_files(os.environ, home=Path.home(), folder=Path.cwd())
     return f"PATH={Path(sys.executable).parent}:$PATH\n{own}"
-
-
-def _for_other_nodes(prepared: PreparedRun, way: _Way, mark: str, master_port: int) -> dict[str, str]:
-    """Returns what the ranks of other nodes need beside the job's own: the mark by which their agent finds them, and
-    for MPI, which tells them their number alone, where rank 0 is."""
-    if way.launcher is None:
-        return {}
-    launcher = LAUNCHERS[way.launcher]
-    variables = {MARK: mark} if launcher.has_one_environment else {}
-    if launcher.is_mpi:
-        variables |= {"MASTER_ADDR": master(prepared.hosts), "MASTER_PORT": str(master_port)}
-    return variables
 
 
 def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
@@ -195,8 +157,6 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
         listed = manual_edits.document(manual_edits.without_secrets(edits, launch.secrets))
         write_atomic(place.edits, json.dumps(listed, indent=2, ensure_ascii=False, default=str) + "\n")
     write_start(launch)
-    if launch.launcher == "mpich":
-        write_atomic(place.rank_program, _RANK_PROGRAM)
 
 
 def write_inputs(prepared: PreparedRun, *, job: Job, hostfile: str, secrets: Mapping[str, str]) -> None:
@@ -230,7 +190,7 @@ def write_start(launch: Launch) -> None:
         run_dir=place,
         exported=launch.exported,
         secret_names=list(launch.secrets),
-        is_node_by_node=sum(node.command is not None for node in launch.nodes) > 1,
+        is_node_by_node=len(launch.nodes) > 1,
     )
     write_atomic(place.start_script, script, mode=0o755)
     write_atomic(place.environment, environment.file_text(launch.for_nodes), mode=0o600)

@@ -170,10 +170,7 @@ def run(arguments: Sequence[str]) -> int:
         return 2
     folder = Path(arguments[0])
     ignore_empty(os.environ)
-    is_mpi = ranks.adopt_mpi(os.environ)
     rank = ranks.from_environment(os.environ)
-    if is_mpi:
-        ranks.write_to_log(RunDir(folder).logs, rank.index)
     if rank.is_first:
         (folder / _ERROR_SAID).unlink(missing_ok=True)
     if rank.local_index == 0:  # each node may have a disk of its own

@@ -8,13 +8,11 @@ import os
 import signal
 import socket
 import sys
-import time
 import warnings
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from dstrain.facts.deepspeed_ops import OPS, missing_ops, needed_ops, unheld_locks
@@ -95,43 +93,6 @@ class Leaving:
 
     def _note(self, number: int, frame: Any) -> None:
         self.is_wanted = True
-
-
-MPI_NAMES = MappingProxyType(
-    {
-        "RANK": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-        "WORLD_SIZE": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-        "LOCAL_RANK": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
-        "LOCAL_SIZE": ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"),
-    }
-)
-"""Variable of DeepSpeed's launcher → those of OpenMPI and of MPICH's hydra."""
-
-
-def adopt_mpi(environment: MutableMapping[str, str]) -> bool:
-    """Sets the variables of DeepSpeed's launcher if MPI started this rank, and returns whether it did.
-
-    >>> variables = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
-    >>> adopt_mpi(variables), variables["RANK"], variables["WORLD_SIZE"], variables["LOCAL_RANK"]
-    (True, '1', '2', '0')
-    """
-    if not any(name in environment for name in MPI_NAMES["RANK"]):
-        return False
-    for name, others in MPI_NAMES.items():
-        value = next((environment[other] for other in others if other in environment), None)
-        if value is not None:
-            environment[name] = value
-    return True
-
-
-def write_to_log(folder: Path, index: int) -> None:
-    """Redirects this process to its own log file, as DeepSpeed's launcher does and MPI does not."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{time.strftime('%Y%m%d%H%M%S')}_rank{index}.log"
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    for number in (1, 2):
-        os.dup2(handle, number)
-    os.close(handle)
 
 
 def read_secrets(path: Path) -> dict[str, str]:

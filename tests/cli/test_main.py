@@ -97,7 +97,6 @@ def test_a_reader_that_is_gone_ends_any_command_silently_by_sigpipe(words: str) 
         ("gen-config --gpu h", "h100-sxm"),
         ("plan --interconnect ib", "ib400"),
         ("plan --method q", "qlora"),
-        ("run --launcher p", "pdsh"),
         ("hostfile write --from sl", "slurm"),
     ],
 )

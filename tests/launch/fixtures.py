@@ -75,7 +75,7 @@ def light_job(network: Network, demo: Path, light_checkout: Path, tmp_path: Path
 def usual(network: Network, demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The job as it is run by hand, on two hosts that share a file system, with a checkpoint at its end."""
     made = Job(network, demo, tmp_path_factory.mktemp("usual"))
-    done = made.call("run", "--launcher", "ssh", "--set", "max_steps=32", "--set", "save_total_limit=1")
+    done = made.call("run", "--set", "max_steps=32", "--set", "save_total_limit=1")
     assert done.code == 0, done.said
     return made
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.errors import EnvironmentProblem
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.this_machine import is_this_machine, visible_devices
-from dstrain.launch.command import LaunchSite, launch_hostfile, local, mpi, of_node, pdsh
+from dstrain.launch.command import LaunchSite, launch_hostfile, local, of_node
 from dstrain.launch.start_script import start_script
 from dstrain.rundir import RunDir
 
@@ -18,8 +18,8 @@ ONE = Hosts(hosts=(Host(name="gpu01", slots=2),), name="hostfile")
 TWO = Hosts(hosts=(Host(name="me@gpu01", slots=8), Host(name="gpu02", slots=8)), name="hostfile")
 
 
-def line(hosts: Hosts, *, is_local: bool, ids: tuple[int, ...] | None = None, folder: str = "/run") -> list[str]:
-    return local(site(hosts, folder), ids) if is_local else pdsh(site(hosts, folder))
+def line(hosts: Hosts, *, ids: tuple[int, ...] | None = None) -> list[str]:
+    return local(site(hosts), ids)
 
 
 def site(hosts: Hosts, folder: str = "/run") -> LaunchSite:
@@ -31,7 +31,7 @@ def after(words: list[str], option: str) -> str:
 
 
 def test_a_hostfile_of_this_machine_alone_never_reaches_ssh_or_job_hostfile() -> None:
-    words = line(ONE, is_local=True)
+    words = line(ONE)
     assert words[:4] == ["/venv/bin/python", "-P", "-m", "deepspeed.launcher.runner"]
     assert "--no_ssh" in words
     assert after(words, "--master_addr") == "127.0.0.1"
@@ -41,27 +41,13 @@ def test_a_hostfile_of_this_machine_alone_never_reaches_ssh_or_job_hostfile() ->
 
 
 def test_visible_devices_become_include_and_slots_reach_as_far() -> None:
-    assert after(line(ONE, is_local=True, ids=(2, 5, 7)), "--include") == "localhost:2,5"
+    assert after(line(ONE, ids=(2, 5, 7)), "--include") == "localhost:2,5"
     assert launch_hostfile(ONE, ids=(2, 5, 7), is_local=True) == "localhost slots=6\n"
 
 
 def test_fewer_visible_devices_than_slots_are_refused() -> None:
     with pytest.raises(EnvironmentProblem, match="asks for 2 GPUs, but CUDA_VISIBLE_DEVICES=3 shows only 1"):
-        line(ONE, is_local=True, ids=(3,))
-
-
-def test_several_nodes_go_by_pdsh_with_the_first_as_master() -> None:
-    words = line(TWO, is_local=False)
-    assert after(words, "--launcher") == "pdsh"
-    assert after(words, "--master_addr") == "gpu01"
-    assert "--no_ssh" not in words
-    assert words[-3:] == ["--module", "dstrain.train", "/run"]
-
-
-def test_a_path_that_the_remote_shell_would_take_apart_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match='output_dir is "/my run"'):
-        line(TWO, is_local=False, folder="/my run")
-    assert line(ONE, is_local=True, folder="/my run")[-1] == "/my run"
+        line(ONE, ids=(3,))
 
 
 def test_node_by_node_each_launcher_starts_its_own_ranks_and_knows_rank_0() -> None:
@@ -69,13 +55,6 @@ def test_node_by_node_each_launcher_starts_its_own_ranks_and_knows_rank_0() -> N
     assert "--no_ssh" in words
     assert (after(words, "--node_rank"), after(words, "--master_addr")) == ("1", "gpu01")
     assert words[-3:] == ["--module", "dstrain.train", "/my run"]
-
-
-def test_mpich_gets_a_file_because_its_launcher_breaks_modules() -> None:
-    words = mpi(site(TWO), "mpich")
-    assert words[-2:] == ["/run/rank.py", "/run"]
-    words = mpi(site(TWO), "openmpi")
-    assert words[-3:] == ["--module", "dstrain.train", "/run"]
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1", "127.0.1.1", "::1", "GPU01", "me@gpu01.lan.", "10.0.0.7"])

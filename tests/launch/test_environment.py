@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
-import re
 import stat
 import subprocess
 import sys
@@ -18,23 +16,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.cluster.hostfile import Host, Hosts, render
-from dstrain.launch.command import LaunchSite, pdsh
 from dstrain.launch.environment import (
     expanded,
     exports,
     file_text,
-    for_mpi,
     for_nodes,
     is_secret,
     launcher_environment,
-    python_path,
     read_user_files,
     refuse_secrets,
     secrets,
     write_secrets,
 )
-from dstrain.launch.failure.logs import rank_logs
 from dstrain.launch.nodes.node_runner import NodeRunner
 from dstrain.launch.nodes.protocol import Begin, decode, encode
 from dstrain.launch.nodes.spec import new_mark
@@ -46,25 +39,20 @@ from dstrain.train.rank import read_secrets
 NASTY = "a $HOME `id` \"q\" 'p' \\ \\\\ %h %n %% ! ~ * ; & | é"
 
 
+LOOP = 'while IFS= read -r line; do eval "export ${line%%=*}=\\"${line#*=}\\""; done'
+"""How `start.sh` reads the environment file."""
+
+
 def as_the_nodes_see_it(text: str, *, node: dict[str, str] | None = None) -> dict[str, str]:
-    """Does with an environment file what the launcher, pdsh and the node's shell do, and returns the variables."""
-    exported = ""
-    names = []
-    for line in io.StringIO(text, newline=None):
-        name, value = line.split("=", maxsplit=1)
-        value = value.strip()
-        if re.search(r"[^\w@%+=:,./-]", value):
-            value = f'"{value}"'
-        exported += f"export {name.strip()}={value}; "
-        names.append(name)
-    exported = re.sub(r"%([hn%])", lambda match: {"h": "host", "n": "0", "%": "%"}[match[1]], exported)
+    """Does with an environment file what `start.sh` does on a node, and returns the variables."""
+    names = [line.partition("=")[0] for line in text.split("\n") if line]
     code = f"import json,os; print(json.dumps({{n: os.environ[n] for n in {names}}}))"
     child = subprocess.run(
-        ["bash", "-c", f'{exported} exec "$0" -c "$1"', sys.executable, code],
+        ["bash", "-c", f'{LOOP}; exec "$0" -c "$1"', sys.executable, code],
         env=node or {},
         check=True,
         capture_output=True,
-        text=True,
+        input=text.encode("utf-8", errors="surrogateescape"),
     )
     found: dict[str, str] = json.loads(child.stdout)
     return found
@@ -75,14 +63,14 @@ def test_the_listed_families_travel_and_nothing_else() -> None:
     assert file_text(for_nodes(env, {"MINE": "1"})) == "HF_HOME=/hf\nMINE=1\nNCCL_IB_HCA=mlx5\n"
 
 
-def test_values_survive_launcher_pdsh_and_shell() -> None:
+def test_values_survive_start_sh() -> None:
     values = {"HF_A": NASTY, "HF_B": "  spaces  ", "HF_C": "", "HF_D": "50%", "HF_E": "%", "HF_F": "=a=b", "HF_G": "\t"}
     assert as_the_nodes_see_it(file_text(for_nodes(values, {}))) == values
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.text(st.characters(exclude_characters="\0", codec="utf-8")), min_size=1, max_size=20))
-def test_any_value_survives_launcher_pdsh_and_shell(texts: list[str]) -> None:
+def test_any_value_survives_start_sh(texts: list[str]) -> None:
     values = {f"HF_{number}": text for number, text in enumerate(texts) if not is_secret(f"HF_{number}", text)}
     if values:
         assert as_the_nodes_see_it(file_text(for_nodes(values, {}))) == values
@@ -100,7 +88,7 @@ def kept(folder: Path, environment: dict[str, str]) -> dict[str, str]:
     code = "import json, os; print(json.dumps({k: v for k, v in os.environ.items() if k.startswith('HF_')}))"
     begin = Begin(
         host="node", run_dir=str(folder), mark=new_mark(), command=[sys.executable, "-c", code], environment={},
-        unset=[name for name in os.environ if name.startswith("HF_")], exports=for_nodes(environment, {}), hosts=[],
+        unset=[name for name in os.environ if name.startswith("HF_")], exports=for_nodes(environment, {}),
         first_rank=0, num_ranks=0, master_port=29500, mirror=False, timeouts={},
     )  # fmt: skip
     message = decode(encode(begin))
@@ -141,7 +129,7 @@ def test_hostile_values_come_through_start_sh(tmp_path: Path) -> None:
     def started(values: dict[str, str]) -> dict[str, str]:
         write_atomic(run_dir.environment, file_text(for_nodes(values, own)), mode=0o600)
         script = start_script(
-            [sys.executable, "-c", code, "--node_rank", "0"], run_dir=run_dir, exported=exports(own, run_dir, ""),
+            [sys.executable, "-c", code, "--node_rank", "0"], run_dir=run_dir, exported=exports(own, ""),
             secret_names=[], is_node_by_node=True,
         )  # fmt: skip
         write_atomic(run_dir.start_script, script)
@@ -163,11 +151,6 @@ def test_a_secret_with_a_line_break_is_refused_by_name() -> None:
 def test_what_the_launcher_exports_by_itself_is_quoted_too() -> None:
     env = {"PYTHONSTARTUP": "$(id)", "MV2_X": "`id`", "UCX_X": "a b"}
     assert file_text(for_nodes(env, {})) == "MV2_X=\\`id\\`\nPYTHONSTARTUP=\\$(id)\nUCX_X=a b\n"
-
-
-def test_for_mpi_a_value_with_spaces_goes_by_file_and_a_path_is_filled_in_here() -> None:
-    texts = for_nodes({"NCCL_X": "a b", "HF_HOME": "/hf"}, {}, "PATH=/opt:$PATH\n")
-    assert for_mpi(texts, {"PATH": "/bin"}) == ({"HF_HOME": "/hf", "PATH": "/opt:/bin"}, {"NCCL_X": "a b"})
 
 
 def test_a_job_variable_needs_a_legal_name() -> None:
@@ -258,44 +241,3 @@ def test_secrets_are_for_their_user_alone_and_come_back(tmp_path: Path) -> None:
     write_secrets(run_dir, {"HF_TOKEN": "a=b#c"})
     assert stat.S_IMODE(run_dir.secrets.stat().st_mode) == 0o600
     assert read_secrets(run_dir.secrets) == {"HF_TOKEN": "a=b#c"}
-
-
-FAKE_PDSH = """#!/usr/bin/env bash
-while [[ $1 == -* ]]; do case $1 in -w) hosts=$2; shift 2;; -f) shift 2;; *) shift;; esac; done
-[[ $1 == pkill* ]] && exit 0
-number=0
-for host in ${hosts//,/ }; do
-  line="${*//%n/$number}"
-  bash -c "${line//%h/$host}" 2>&1 | sed "s/^/$host: /" &
-  number=$((number + 1))
-done
-wait
-"""
-
-
-def test_two_nodes_get_the_environment_and_each_rank_logs_to_its_own_file(tmp_path: Path) -> None:
-    tools, run_dir = tmp_path / "tools", RunDir(tmp_path / "run")
-    for name, text in (("pdsh", FAKE_PDSH), ("ssh", "#!/bin/sh\n")):
-        (tools / name).parent.mkdir(exist_ok=True)
-        (tools / name).write_text(text)
-        (tools / name).chmod(0o755)
-    run_dir.path.mkdir()
-    hosts = Hosts(hosts=(Host(name="node-a", slots=1), Host(name="node-b", slots=1)), name="hostfile")
-    run_dir.hostfile.write_text(render(hosts))
-    (run_dir.path / "behaviour").write_text("end")
-    exported = exports({}, run_dir, python_path(os.environ))
-    shell = {**os.environ, "HF_NASTY": NASTY, "HF_TOKEN": "hf_secret", "DS_ACCELERATOR": "cpu"}
-    run_dir.environment.write_text(file_text(for_nodes({**shell, **exported}, {})))
-    site = LaunchSite(
-        hosts=hosts, run_dir=run_dir, python=sys.executable, master_port=29511, module="tests.launch.ranks"
-    )
-    env = launcher_environment(shell, exported, secrets(shell, {}))
-    env["PATH"] = f"{tools}:{env['PATH']}"
-    done = subprocess.run(pdsh(site), env=env, cwd=run_dir.path, capture_output=True, text=True, timeout=60)
-    said = done.stdout + done.stderr
-    assert done.returncode == 0, said
-    seen = json.loads((run_dir.path / "environment-1.json").read_text())
-    assert seen["HF_NASTY"] == NASTY
-    assert (seen["RANK"], seen["MASTER_ADDR"]) == ("1", "node-a")
-    assert "hf_secret" not in said
-    assert sorted(rank_logs(run_dir.logs, ())) == [0, 1]

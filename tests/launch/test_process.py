@@ -25,8 +25,8 @@ from dstrain.launch.command import LaunchSite, launch_hostfile, local
 from dstrain.launch.environment import launcher_environment, python_path
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.failure.report import explain
+from dstrain.launch.nodes.connection import connect
 from dstrain.launch.nodes.coordinator import Coordinator
-from dstrain.launch.nodes.launchers import connect
 from dstrain.launch.nodes.layout import per_node
 from dstrain.launch.nodes.process_tree import look
 from dstrain.launch.nodes.spec import LaunchSpec, new_mark
@@ -96,7 +96,7 @@ def launch(
         nodes=per_node(HOSTS, [local(site, None)], [True]),
         run_dir=run_dir,
         mark=new_mark(),
-        open=lambda nodes: connect("ssh", nodes, env, ""),
+        open=lambda nodes: connect(nodes, env, ""),
         environment={},
         unset=(),
         exports={},

@@ -99,7 +99,7 @@ def test_a_job_that_is_told_to_save_is_queued_again_and_goes_on(slurm: Slurm, jo
     assert first[3] == "2"
     typed = " ".join(first[4:])
     assert typed == (
-        f"-P -m dstrain.cli run {job} --launcher slurm --master-port {20000 + number} --save-on-term"
+        f"-P -m dstrain.cli run {job} --master-port {20000 + number} --save-on-term"
         f" --set learning_rate=1e-3 --set resume=auto --set output_dir={job.parent}/out"
     )
     assert (job.parent / "out" / "logs" / f"slurm-{number}.out").is_file()

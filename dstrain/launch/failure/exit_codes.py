@@ -27,7 +27,7 @@ _OF_CODES = MappingProxyType(
         2: "wrong command line",
         126: "the interpreter cannot be executed",
         127: "the interpreter was not found",
-        255: "ssh or pdsh could not reach a node",
+        255: "ssh could not reach a node",
     }
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +15,7 @@ MOST_BYTES = 2**20
 _MOST_BEHIND = 8 * MOST_BYTES
 """Bytes that wait in a rank's log before the older ones are left out."""
 _FINISHED = re.compile(r"Process (\d+) exits successfully")
-_FAILED = re.compile(r"^(?:(\S+): )?.*exits with return code = (-?\d+)")
-_CUT = re.compile(r"^pdsh@\S+: (\S+): ssh exited with exit code (\d+)")
-_MPI_DEATH = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited on signal (\d+)")
+_FAILED = re.compile(r"exits with return code = (-?\d+)")
 _LOG = re.compile(r"\d{14}_rank(\d+)\.log")
 
 
@@ -109,26 +107,20 @@ def agents_words(folder: Path, since: float) -> list[str]:
 class Output:
     """The log files of one start on one node."""
 
-    def __init__(self, folder: Path, launcher_log: Path, ranks: Iterable[int], split: Callable[[str], Path | None]):
-        """Reads the logs of `ranks`; files that are in `folder` already belong to earlier starts.
-
-        `split` names the file for the launcher's lines about a node, by the prefix that pdsh gives them.
-        """
+    def __init__(self, folder: Path, launcher_log: Path, ranks: Iterable[int]) -> None:
+        """Reads the logs of `ranks`; files that are in `folder` already belong to earlier starts."""
         self._folder = folder
         self._earlier = files(folder)
         self._launcher = Tail(launcher_log)
         self._partial = ""
         self._missing = set(ranks)
         self._tails: dict[int, Tail] = {}
-        self._split = split
         self.finished: set[int] = set()
         """Process numbers of ranks on this machine that succeeded, according to the launcher."""
         self.num_finished = 0
-        """Ranks that succeeded on all nodes of this launcher."""
-        self.failed: tuple[str | None, int] | None = None
-        """The node (None: this machine) and the code of the first failure that the launcher reported."""
-        self.killed: dict[int, int] = {}
-        """Rank → negative number of the signal that ended it, as Open MPI reports, which collects ranks at once."""
+        """How many ranks succeeded, according to the launcher."""
+        self.failed: int | None = None
+        """The code of the first failure that the launcher reported."""
 
     def poll(self, *, reads_ranks: bool = True, is_last: bool = False) -> list[Piece]:
         """Returns the text added since the last call; of a rank that writes faster than it is read, the last part.
@@ -152,16 +144,9 @@ class Output:
         return pieces
 
     def _note(self, line: str) -> None:
-        finished, failed = _FINISHED.search(line), _FAILED.search(line) or _CUT.search(line)
+        finished, failed = _FINISHED.search(line), _FAILED.search(line)
         if finished is not None:
             self.finished.add(int(finished[1]))
             self.num_finished += 1
         elif failed is not None and self.failed is None:
-            self.failed = (failed[1], int(failed[2]))
-        if (killed := _MPI_DEATH.search(line)) is not None:
-            self.killed[int(killed[1])] = -int(killed[2])
-        host, colon, rest = line.partition(": ")
-        path = self._split(host) if colon else None
-        if path is not None:
-            with path.open("a", encoding="utf-8", errors="replace") as file:
-                file.write(f"{rest}\n")
+            self.failed = int(failed[1])

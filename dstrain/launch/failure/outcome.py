@@ -63,7 +63,7 @@ class Outcome:
     deaths: tuple[Death, ...] = ()
     """The ranks that failed, in the order in which it was noticed."""
     reported: tuple[str | None, int] | None = None
-    """The first failure in a launcher's own log: the node (None: the launcher's) and the rank's code."""
+    """The first failure in a launcher's own log: the node (None: the only one) and the rank's code."""
     lost: tuple[Lost, ...] = ()
     """The nodes that stopped responding, first one first."""
     orphaned: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ def distribute(launch: Launch, tell: Callable[[str], None]) -> Iterator[Checkpoi
     if not launch.syncs or prepared.is_local:
         yield None
         return
-    calls = Transfers(launch.launcher or "ssh")
+    calls = Transfers(by_srun=launch.by_srun)
     try:
         disks = push(launch.nodes, prepared.run_dir, launch.mark, calls, tell)
         saved = find(prepared.job)

@@ -116,7 +116,7 @@ def _archive(run_dir: RunDir) -> bytes:
     """Returns an archive of what launchers and ranks read, with the metrics so far, which they extend."""
     paths = (
         *(run_dir.request, run_dir.facts, run_dir.plan, run_dir.ds_config, run_dir.hostfile, run_dir.environment),
-        *(run_dir.secrets, run_dir.rank_program, run_dir.start_script, run_dir.edits),
+        *(run_dir.secrets, run_dir.start_script, run_dir.edits),
         *(run_dir.metrics, run_dir.health, run_dir.samples, *(run_dir.path / name for name in TRACKED)),
     )
     files = {path.name: path for path in paths if path.is_file()}

@@ -39,9 +39,9 @@ class TransferFailed(EnvironmentProblem):
 class Transfers:
     """The transfers in progress."""
 
-    def __init__(self, launcher: str) -> None:
-        """`launcher` "slurm" reaches hosts by srun, any other by ssh."""
-        self._by_srun = launcher == "slurm"
+    def __init__(self, *, by_srun: bool) -> None:
+        """Reaches hosts by srun or ssh."""
+        self._by_srun = by_srun
         self._text = Path(remote_end.__file__).read_text(encoding="utf-8")
         self._running: set[subprocess.Popen[bytes]] = set()
         self._lock = threading.Lock()

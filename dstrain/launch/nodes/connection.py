@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -12,7 +13,9 @@ from contextlib import suppress
 from typing import Any
 
 from dstrain import child_process
+from dstrain.errors import EnvironmentProblem
 from dstrain.launch import remote
+from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.protocol import Lines, Order, decode, encode
 from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.paths import python
@@ -21,14 +24,35 @@ _AGENT = "dstrain.launch.nodes.agent"
 _MOST_BYTES = 2**20
 
 
-def agent(word: str, python_path: str) -> list[str]:
+def require_program(environment: Mapping[str, str], *, by_srun: bool) -> None:
+    """Raises EnvironmentProblem if the program that reaches other nodes is not installed on this machine."""
+    program, package = ("srun", "slurm-client") if by_srun else ("ssh", "openssh-client")
+    if shutil.which(program, path=environment.get("PATH")) is None:
+        raise EnvironmentProblem(f"{program} is not installed", hint=f"apt-get install {package}")
+
+
+def connect(
+    nodes: Sequence[Node], environment: Mapping[str, str], python_path: str, *, by_srun: bool = False
+) -> list[Channel]:
+    """Opens the connections to the agents of some nodes; srun has one for all of them.
+
+    `environment` is that of agents on this machine, `python_path` the PYTHONPATH of all others.
+    """
+    if by_srun:
+        word = ",".join(f"{node.host}={node.number}" for node in nodes)
+        line = remote.srun([node.host for node in nodes], _agent(word, python_path))
+        return [Channel(line, environment, [node.number for node in nodes])]
+    return [
+        Channel(python("-m", _AGENT, str(node.number)), environment, [node.number])
+        if node.is_here
+        else Channel(remote.on_host(node.host, _agent(str(node.number), python_path)), os.environ, [node.number])
+        for node in nodes
+    ]
+
+
+def _agent(word: str, python_path: str) -> list[str]:
     """Returns the command of the agent on another host; `word` says which node it is (`agent.node_number`)."""
     return ["env", f"PYTHONPATH={python_path}", *python("-m", _AGENT, word)]
-
-
-def here(node: int) -> list[str]:
-    """Returns the command of the agent on this machine."""
-    return python("-m", _AGENT, str(node))
 
 
 class Inbox:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,16 @@ from dstrain.heartbeat import COUNTED, Phase
 from dstrain.launch.failure.first_failure import Death
 from dstrain.launch.failure.logs import files, rank_logs
 from dstrain.launch.failure.outcome import Hang, Outcome, Start
-from dstrain.launch.nodes.cleanup import sweep
 from dstrain.launch.nodes.hang_detector import HangDetector
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.members import Members, NodeState
 from dstrain.launch.nodes.protocol import (
     Alive,
+    Begin,
     Died,
     End,
     Ended,
+    Go,
     Hello,
     Orphaned,
     Problem,
@@ -38,6 +41,9 @@ Check = Callable[[Mapping[Node, Hello]], tuple[LaunchSpec, Mapping[int, Mapping[
 variables. Raises if the nodes cannot run together."""
 COUNTS = tuple(COUNTED)
 """The phases that count something before the first step, in order."""
+
+
+_POLL_S = 0.1
 
 
 class Coordinator:
@@ -263,9 +269,7 @@ class Coordinator:
         """Returns nodes whose launcher is already stopping the surviving ranks, so that their logs can be flushed."""
         ranks = {rank for rank, death in self._deaths.items() if death.code}
         return {
-            state.node.number
-            for state in self._members.states
-            if state.node.command is not None and ranks & set(state.node.ranks) and self._hang is None
+            state.node.number for state in self._members.states if ranks & set(state.node.ranks) and self._hang is None
         }
 
     def _end(self, grace_s: float, but_for: set[int] | None = None) -> None:
@@ -294,7 +298,14 @@ class Coordinator:
             stopped_by=stop[0] if stop else None,
             is_interrupt=self._requests.is_interrupt,
             deaths=tuple(sorted(self._deaths.values(), key=lambda death: (death.at, death.code is None))),
-            reported=next(((event.reported[0], int(event.reported[1])) for event in ended if event.reported), None),
+            reported=next(
+                (
+                    (state.node.host if len(states) > 1 else None, state.ended.reported)
+                    for state in states
+                    if state.ended is not None and state.ended.reported
+                ),
+                None,
+            ),
             lost=tuple(lost),
             orphaned=orphaned,
             hang=self._hang,
@@ -303,3 +314,31 @@ class Coordinator:
             rank_logs=rank_logs(self._spec.run_dir.logs, earlier),
             launcher_logs=tuple(sorted(logs)) or (self._spec.run_dir.logs,),
         )
+
+
+def sweep(spec: LaunchSpec, nodes: Sequence[Node]) -> None:
+    """Kills whatever has a node's mark on each of the nodes; skips those that cannot be reached."""
+    if nodes:
+        with ThreadPoolExecutor(max_workers=min(64, len(nodes))) as pool:
+            list(pool.map(lambda node: _sweep(spec, node), nodes))
+
+
+def _sweep(spec: LaunchSpec, node: Node) -> None:
+    with suppress(EnvironmentProblem):
+        (channel,) = spec.open([node])
+        begin = Begin(
+            host=node.host,
+            run_dir=str(spec.run_dir.path),
+            mark=spec.mark_of(node),
+            first_rank=node.first_rank,
+            num_ranks=0,
+            master_port=spec.master_port,
+        )
+        for order in (begin, Go(), End(grace_s=0)):
+            channel.send(order, node.number)
+        until = time.monotonic() + spec.timeouts.sweep_s
+        while time.monotonic() < until and not channel.is_closed:
+            if any(isinstance(event, Ended) for _, event in channel.receive()):
+                break
+            time.sleep(_POLL_S)
+        channel.close()

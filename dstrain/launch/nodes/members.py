@@ -114,8 +114,8 @@ class Members:
         spec = self._spec
         for state in self.states:
             port = spec.master_port if state.node.number == 0 else None
-            others = [node.host for node in spec.nodes if node.num_ranks and node is not state.node]
-            files = dict(spec.files) if state.node.num_ranks and not state.node.is_here else {}
+            others = [node.host for node in spec.nodes if node is not state.node]
+            files = {} if state.node.is_here else dict(spec.files)
             look = Look(
                 run_dir=str(spec.run_dir.path),
                 token=spec.mark,
@@ -148,16 +148,15 @@ class Members:
                 host=node.host,
                 run_dir=str(spec.run_dir.path),
                 mark=spec.mark_of(node),
-                command=list(node.command) if node.command else None,
+                command=list(node.command),
                 environment={**({} if node.is_here else spec.environment), **extra.get(node.number, {})},
                 unset=[] if node.is_here else list(spec.unset),
                 exports={} if node.is_here else dict(spec.exports),
-                hosts=[other.host for other in spec.nodes] if len(spec.nodes) > 1 else [],
                 first_rank=node.first_rank,
                 num_ranks=node.num_ranks,
                 master_port=spec.master_port,
-                master=spec.master if node.num_ranks else None,
-                ops=list(spec.ops) if node.num_ranks else [],
+                master=spec.master,
+                ops=list(spec.ops),
                 mirror=node.number in mirrored,
                 request=spec.request if node.number in mirrored else None,
                 timeouts=spec.timeouts.unusual(),
@@ -165,8 +164,8 @@ class Members:
             state.channel.send(begin, node.number)
 
     def go(self) -> None:
-        """Starts the ranks of every node; nodes that only watch come first."""
-        for state in sorted(self.states, key=lambda state: state.node.command is not None):
+        """Starts the ranks of every node."""
+        for state in self.states:
             state.channel.send(Go(), state.node.number)
 
     def require_reached(self, until: float) -> None:

@@ -40,12 +40,11 @@ class NodeRunner:
         self._timeouts = Timeouts(**begin.timeouts)
         self._run_dir = RunDir(Path(begin.run_dir))
         stamp = time.strftime("%Y%m%d%H%M%S")
-        name = f"{stamp}_launcher_{begin.host}_{begin.mark[:6]}.log"
-        self._log = self._run_dir.logs / name
+        self._log = self._run_dir.logs / f"{stamp}_launcher_{begin.host}_{begin.mark[:6]}.log"
         ranks = range(begin.first_rank, begin.first_rank + begin.num_ranks)
         self._heartbeats = Receiver(begin.mark, ranks)
         self._run_dir.logs.mkdir(parents=True, exist_ok=True)
-        self._output = Output(self._run_dir.logs, self._log, ranks, lambda host: self._node_log(host, stamp))
+        self._output = Output(self._run_dir.logs, self._log, ranks)
         self._mirror = Mirror(self._run_dir, begin.mark, has_first=0 in ranks) if begin.mirror else None
         claim_buffers(begin.master_port)
         self._launcher = self._start() if begin.command is not None else None
@@ -66,12 +65,6 @@ class NodeRunner:
         self._is_ending = False
         self.is_over = False
         """Whether nothing of the run is left on this node."""
-
-    def _node_log(self, host: str, stamp: str) -> Path | None:
-        """Returns the file for what the launcher says of another node; None where `host` is no node of this run."""
-        if host not in self._begin.hosts:
-            return None
-        return self._run_dir.logs / f"{stamp}_node_{host}_{self._begin.mark[:6]}.log"
 
     def _start(self) -> subprocess.Popen[bytes]:
         assert self._begin.command is not None
@@ -220,15 +213,12 @@ class NodeRunner:
             code=self._launcher.returncode if self._launcher is not None else None,
             num_finished=self._output.num_finished,
             num_done=len(self._done),
-            reported=list(self._output.failed) if self._output.failed is not None else None,
+            reported=self._output.failed,
         )
 
     def _deaths(self, *, with_unseen: bool) -> list[Event]:
         """Returns new deaths; unobserved ones only `with_unseen`, since the launcher may still report success."""
-        events: list[Event] = [
-            Died(rank=rank, code=code, note=self._cause_of(rank, code)) for rank, code in self._output.killed.items()
-        ]
-        self._output.killed.clear()
+        events: list[Event] = []
         for rank, death in sorted(self._watch.deaths.items(), key=lambda item: item[1].at):
             if rank not in self._told and (with_unseen or death.code is not None):
                 self._told.add(rank)

@@ -49,15 +49,13 @@ class Begin:
     num_ranks: int
     master_port: int
     command: list[str] | None = None
-    """The launcher to start; None if another node's launcher starts the ranks and this one only watches them."""
+    """The launcher to start; None to end what an earlier agent left."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables of the launcher, in addition to the agent's own."""
     unset: list[str] = field(default_factory=list)
     """Variables of the agent that the launcher does not get."""
     exports: dict[str, str] = field(default_factory=dict)
     """Further variables: name → text in which `$NAME` is the node's own value (`environment.expanded`)."""
-    hosts: list[str] = field(default_factory=list)
-    """Names of all nodes that the launcher's log may mention."""
     mirror: bool = False
     """Whether this node shares no file system with `run`, and sends what is written there."""
     timeouts: dict[str, float] = field(default_factory=dict)
@@ -204,13 +202,8 @@ class Ended:
     """Ranks of which this node's launcher said that they ended well."""
     num_done: int
     """Ranks of this node that reported so themselves."""
-    reported: list[Any] | None
-    """The first failure in the launcher's log: node (or None) and code."""
-
-    def __post_init__(self) -> None:
-        """Raises ValueError if `reported` is not that."""
-        if self.reported is not None and not (len(self.reported) == 2 and type(self.reported[1]) is int):
-            raise ValueError(self.reported)
+    reported: int | None
+    """The code of the first failure in the launcher's log."""
 
 
 Order = Look | Begin | Go | Beat | Save | Stacks | End

@@ -50,9 +50,8 @@ class LaunchSpec:
         return sum(node.num_ranks for node in self.nodes)
 
     def mark_of(self, node: Node) -> str:
-        """Returns the mark of a node's processes; one launcher can give the ranks of all nodes the same one only."""
-        is_shared = sum(other.command is not None for other in self.nodes) == 1
-        return self.mark if is_shared else mark_on(self.mark, node.number)
+        """Returns the mark of a node's processes."""
+        return mark_on(self.mark, node.number)
 
 
 @dataclass

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from dstrain.facts import network_interface
 from dstrain.facts.attention_kernels import AttentionKernels
 from dstrain.facts.deepspeed_ops import needed_ops
-from dstrain.launch import environment
 from dstrain.launch.command import master
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.launch import Launch, for_ranks, plan_launch, write_request, write_start
-from dstrain.launch.nodes import handshake, launchers
+from dstrain.launch.nodes import handshake
+from dstrain.launch.nodes.connection import connect
 from dstrain.launch.nodes.coordinator import Coordinator
-from dstrain.launch.nodes.launchers import LAUNCHERS
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.protocol import Hello
 from dstrain.launch.nodes.spec import LaunchSpec
@@ -22,7 +20,6 @@ from dstrain.launch.prepare.attention import choose
 from dstrain.launch.prepare.packages import of_ranks
 from dstrain.launch.prepare.prepare import with_attention
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
-from dstrain.paths import write_atomic
 from dstrain.records import to_json
 
 
@@ -34,7 +31,7 @@ def launch_spec(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
         nodes=launch.nodes,
         run_dir=launch.prepared.run_dir,
         mark=launch.mark,
-        open=lambda nodes: launchers.connect(launch.launcher or "ssh", nodes, launch.environment, python_path),
+        open=lambda nodes: connect(nodes, launch.environment, python_path, by_srun=launch.by_srun),
         environment={"PYTHONPATH": python_path} if python_path else {},
         unset=tuple(launch.secrets),
         exports=launch.for_nodes,
@@ -72,7 +69,7 @@ def decide_attention(launch: Launch, hellos: Mapping[Node, Hello], say: Callable
     prepared = launch.prepared
     if prepared.is_local or prepared.on_cpu:
         return None
-    by_host = {node.host: _kernels(hello) for node, hello in hellos.items() if node.num_ranks}
+    by_host = {node.host: _kernels(hello) for node, hello in hellos.items()}
     choice = choose(prepared.attention.wish, by_host)
     if choice.says is not None:
         say(f"attn     {choice.says}")
@@ -95,7 +92,7 @@ def _on_port(launch: Launch, port: int) -> Launch:
     changed = plan_launch(
         launch.prepared,
         master_port=port,
-        launcher=launch.launcher,
+        by_srun=launch.by_srun,
         saves_on_term=launch.saves_on_term,
         syncs=launch.syncs,
         mark=launch.mark,
@@ -118,11 +115,4 @@ def _meet(launch: Launch, hellos: Mapping[Node, Hello]) -> dict[Node, dict[str, 
         may_be_apart=launch.syncs,
         keeps_best=prepared.job.keeps_best,
     )
-    with_ranks = {node: hello for node, hello in hellos.items() if node.num_ranks}
-    if launch.launcher is not None and not LAUNCHERS[launch.launcher].has_one_environment:
-        return handshake.own_interfaces(with_ranks, launch.for_nodes.keys())
-    interfaces = {node.host: hello.interface for node, hello in with_ranks.items()}
-    named = network_interface.environment_of(interfaces, launch.for_nodes)
-    texts = {name: environment.between_quotes(value) for name, value in named.items()}
-    write_atomic(prepared.run_dir.environment, environment.file_text({**launch.for_nodes, **texts}), mode=0o600)
-    return dict.fromkeys(hellos, named)
+    return handshake.own_interfaces(hellos, launch.for_nodes.keys())

@@ -33,7 +33,7 @@ SAID: list[str] = []
 
 
 def node(number: int, *, is_here: bool = False) -> Node:
-    return Node(number=number, host=f"node{number}", is_here=is_here, command=None, first_rank=number, num_ranks=1)
+    return Node(number=number, host=f"node{number}", is_here=is_here, command=(), first_rank=number, num_ranks=1)
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def on(head: RunDir, host: str) -> Path:
 
 
 def send(head: RunDir, *numbers: int) -> tuple[Disk, ...]:
-    return push([node(0, is_here=True), *map(node, numbers)], head, MARK, Transfers("ssh"), SAID.append)
+    return push([node(0, is_here=True), *map(node, numbers)], head, MARK, Transfers(by_srun=False), SAID.append)
 
 
 def part(folder: Path, step: int, rank: int, *, start: str = MARK, text: str = "states") -> Path:
@@ -75,7 +75,7 @@ def part(folder: Path, step: int, rank: int, *, start: str = MARK, text: str = "
 
 def gathering(head: RunDir, *, limit: int | None = 2) -> CheckpointGatherer:
     disks = [Disk(host="node1", ranks=frozenset({1}))]
-    return CheckpointGatherer(head, MARK, disks, Transfers("ssh"), SAID.append, limit=limit)
+    return CheckpointGatherer(head, MARK, disks, Transfers(by_srun=False), SAID.append, limit=limit)
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
@@ -163,7 +163,7 @@ def test_a_python_that_is_not_there_is_named(head: RunDir, monkeypatch: pytest.M
 
 def test_what_is_under_way_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "on_host", lambda *arguments, **options: ["sleep", "60"])
-    under_way = Transfers("ssh")
+    under_way = Transfers(by_srun=False)
     threading.Timer(0.5, under_way.close).start()
     began = time.monotonic()
     with pytest.raises(TransferFailed, match="node1"), under_way.to("node1", "give") as (_, stdout):
@@ -271,7 +271,7 @@ def whole(head: RunDir, step: int) -> Path:
 def give(head: RunDir, folder: Path, *, num_ranks: int = 2) -> Path:
     """Copies a checkpoint to `node1` and returns where it is there."""
     disk = Disk(host="node1", ranks=frozenset({1}))
-    push_checkpoint(folder, head, [disk], Transfers("ssh"), SAID.append, num_ranks=num_ranks)
+    push_checkpoint(folder, head, [disk], Transfers(by_srun=False), SAID.append, num_ranks=num_ranks)
     return on(head, "node1") / folder.name
 
 
@@ -359,7 +359,9 @@ def test_the_model_comes_from_the_disk_of_rank_0(head: RunDir) -> None:
     (head.final).mkdir()
     (head.final / "old.safetensors").touch()
     disks = [Disk(host="node1", ranks=frozenset({0, 1}))]
-    CheckpointGatherer(head, MARK, disks, Transfers("ssh"), SAID.append, limit=2).finish(lambda: None, has_trained=True)
+    CheckpointGatherer(head, MARK, disks, Transfers(by_srun=False), SAID.append, limit=2).finish(
+        lambda: None, has_trained=True
+    )
     assert [path.name for path in head.final.iterdir()] == ["model.safetensors"]
 
 

@@ -55,7 +55,7 @@ def names(folder: Path) -> set[str]:
 def test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one(usual: Job, demo: Path, tmp_path: Path) -> None:
     job = job_of(usual.network, demo, tmp_path / "job", stage=2)
     with apart(job, 1, 2):
-        process = job.start("--launcher", "ssh", "--sync")
+        process = job.start("--sync")
         step = job.wait_for_checkpoint(process)
         job.kill(1, " -u -m dstrain.train")
         ended = job.end_of(process)
@@ -64,7 +64,7 @@ def test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one(usual: Jo
         assert "rank 1 on node1 failed first" in ended.said
         last = [at for at, folder in job.place.checkpoints() if is_whole(folder)][-1]
         (job.folder / "hostfile").write_text("node0 slots=1\nnode2 slots=1\n")
-        again = job.call("run", "--launcher", "ssh", "--sync", "--set", "resume=auto", "--set", f"max_steps={last + 4}")
+        again = job.call("run", "--sync", "--set", "resume=auto", "--set", f"max_steps={last + 4}")
     assert again.code == 0, again.said
     assert f"resuming from checkpoint-{last}" in again.said
     assert last >= step
@@ -75,9 +75,7 @@ def test_a_run_is_killed_and_goes_on_with_another_host_in_place_of_one(usual: Jo
     assert len(list(job.place.logs.glob("*_rank1.log"))) == 2
 
 
-def test_zero_3_over_pdsh_from_a_machine_without_ranks_brings_everything_there(
-    usual: Job, demo: Path, tmp_path: Path
-) -> None:
+def test_zero_3_from_a_machine_without_ranks_brings_everything_there(usual: Job, demo: Path, tmp_path: Path) -> None:
     job = job_of(usual.network, demo, tmp_path / "job", stage=3)
     with apart(job, 0, 1):
         done = job.call("run", "--sync", "--set", "max_steps=6", head=2)

@@ -24,7 +24,7 @@ from tests.attention_hosts import Machine
 
 
 def node(number: int) -> Node:
-    return Node(number=number, host=f"gpu{number}", is_here=not number, command=None, first_rank=number, num_ranks=1)
+    return Node(number=number, host=f"gpu{number}", is_here=not number, command=(), first_rank=number, num_ranks=1)
 
 
 def hello(number: int, **changed: str | None) -> Hello:

@@ -49,7 +49,7 @@ def hellos(*packages: dict[str, str]) -> dict[Node, Hello]:
     told: dict[str, Any] = {"versions": {}, "shares_run_dir": True, "interface": None, "num_gpus": 1, "port": 29500}
     told |= {"unlike": {}, "clock": 0.0, "attention_cached": {}, "attention_downloadable": []}
     return {
-        Node(number=number, host=f"gpu{number}", is_here=False, command=None, first_rank=number, num_ranks=1): Hello(
+        Node(number=number, host=f"gpu{number}", is_here=False, command=(), first_rank=number, num_ranks=1): Hello(
             host=f"gpu{number}", attention_packages=own, **told
         )
         for number, own in enumerate(packages)

@@ -18,7 +18,7 @@ LOUD_S = 40
 def test_a_host_that_does_not_know_rank_0s_is_named_before_anything_starts(job: Job) -> None:
     job.network.know(1, [1, 2])
     try:
-        refused = job.call("run", "--launcher", "ssh")
+        refused = job.call("run")
     finally:
         job.network.know(1, range(3))
     assert (refused.code, refused.wall_s < LOUD_S) == (5, True), refused
@@ -29,7 +29,7 @@ def test_a_host_that_does_not_know_rank_0s_is_named_before_anything_starts(job: 
 
 def test_a_firewall_between_the_hosts_is_named_before_anything_starts(job: Job) -> None:
     with job.network.only_ssh(1, to=0):
-        refused = job.call("run", "--launcher", "ssh")
+        refused = job.call("run")
     assert (refused.code, refused.wall_s < LOUD_S) == (5, True), refused
     assert "node1: it cannot connect to node0, port 29500, where rank 0 will listen" in refused.said
     assert "(10.77.0.1: no answer within 8 s)" in refused.said
@@ -42,7 +42,7 @@ def test_a_stale_lock_on_the_far_host_is_named_and_the_build_on_the_near_one_end
     touch = f"mkdir -p {extensions}/deepspeed_shm_comm && touch -d '1 hour ago' {lock}"
     subprocess.run(job.network.on(1, "sh", "-c", touch), check=True)
     try:
-        refused = job.call("run", "--launcher", "ssh", "--set", f"env.TORCH_EXTENSIONS_DIR={extensions}")
+        refused = job.call("run", "--set", f"env.TORCH_EXTENSIONS_DIR={extensions}")
         near = subprocess.run(job.network.on(0, "ls", str(Path(lock).parent)), capture_output=True, text=True)
     finally:
         for node in (0, 1):
@@ -83,7 +83,7 @@ def test_a_port_that_is_in_use_on_rank_0s_host_is_replaced_and_so_is_one_that_is
         assert thief.stdin is not None and thief.stdout is not None
         try:
             assert thief.stdout.readline() == "listening\n"
-            done = light_job.call("run", "--launcher", "ssh", "--set", "max_steps=2", head=2)
+            done = light_job.call("run", "--set", "max_steps=2", head=2)
         finally:
             light_job.kill(0, "socket.create_server")
     assert done.code == 0, done.said
@@ -94,7 +94,7 @@ def test_a_port_that_is_in_use_on_rank_0s_host_is_replaced_and_so_is_one_that_is
 
 def test_a_start_that_takes_too_long_says_where_every_rank_is(light_job: Job) -> None:
     light_job.limits = "start_word_s=2"
-    process = light_job.start("--launcher", "ssh", "--start-timeout", "20")
+    process = light_job.start("--start-timeout", "20")
     until = time.monotonic() + 60
     while time.monotonic() < until and not any(" -u -m dstrain.train" in line for line in light_job.network.lines(1)):
         time.sleep(0.1)

@@ -6,7 +6,7 @@ from tests.launch.hosts import Job
 from tests.train.checkpoints.damage import HARMS
 
 pytest_plugins = ("tests.launch.fixtures",)
-STEPS = ("--launcher", "ssh", "--set", "save_steps=4", "--set", "resume=auto")
+STEPS = ("--set", "save_steps=4", "--set", "resume=auto")
 
 
 def test_a_checkpoint_that_is_not_as_it_was_saved_is_put_aside_and_the_older_one_is_taken(light_job: Job) -> None:
