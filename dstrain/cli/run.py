@@ -143,8 +143,8 @@ def command(**typed: Any) -> None:
     report names changes that fit; --on-oom adapt makes one for this run, and goes on from the newest checkpoint.
 
     --sync is for nodes without a shared file system. It copies the run directory, and dstrain if it runs from a
-    checkout, to them over ssh, and copies their parts of checkpoints back during training. Every node needs Python with
-    its packages, the model and the data under the same paths.
+    checkout, to them with rsync, and copies their parts of checkpoints back during training. Every node needs rsync,
+    Python with its packages, the model and the data under the same paths.
 
     \b
     Example:

@@ -19,6 +19,7 @@ from dstrain.facts.this_machine import is_this_machine
 from dstrain.launch.timeouts import TIMEOUTS
 
 _NO_PROGRAM = frozenset({126, 127})
+_SRUN = ("srun", "--overlap", "--kill-on-bad-exit=0", "--wait=0", "--unbuffered", "--cpu-bind=none")
 _NOISE = "Warning: Permanently added"
 """What ssh prints when it learns a host key."""
 
@@ -103,6 +104,13 @@ def on_host(
     """
     if by_srun:
         return srun([host], words)
+    return [*shell(connect_s=connect_s), host, f"cd / && exec {shlex.join(words)}"]
+
+
+def shell(*, by_srun: bool = False, connect_s: float = TIMEOUTS.connect_s) -> list[str]:
+    """Returns the words before a host and a command, as rsync takes them for its remote shell."""
+    if by_srun:
+        return [*_SRUN, "--nodes=1", "--ntasks=1", "--ntasks-per-node=1", "--chdir=/", "--nodelist"]
     options = {
         "BatchMode": "yes",
         "ConnectTimeout": f"{connect_s:.0f}",
@@ -111,7 +119,7 @@ def on_host(
         "ServerAliveCountMax": str(int(TIMEOUTS.silence_s / 5)),
     }
     flags = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
-    return ["ssh", "-T", *flags, host, f"cd / && exec {shlex.join(words)}"]
+    return ["ssh", "-T", *flags]
 
 
 def srun(hosts: Sequence[str], words: Sequence[str]) -> list[str]:
@@ -120,9 +128,8 @@ def srun(hosts: Sequence[str], words: Sequence[str]) -> list[str]:
     The step may overlap others and binds no cores, so that all GPUs and cores are left to the ranks; a task that ends
     does not end the others.
     """
-    line = ["srun", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"]
-    line += [f"--nodelist={','.join(hosts)}", "--overlap", "--kill-on-bad-exit=0", "--wait=0", "--unbuffered"]
-    return [*line, "--cpu-bind=none", "--chdir=/", *words]
+    line = [*_SRUN, f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1"]
+    return [*line, f"--nodelist={','.join(hosts)}", "--chdir=/", *words]
 
 
 def start(

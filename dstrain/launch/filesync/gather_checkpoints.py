@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +18,30 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dstrain.errors import DstrainError, EnvironmentProblem
-from dstrain.launch.filesync import remote_end
-from dstrain.launch.filesync.sync import TRACKED, Disk, at_once, push, push_checkpoint
-from dstrain.launch.filesync.transfers import Transfers
+from dstrain.launch.filesync.sync import TRACKED, Copies, Disk, at_once, push, push_checkpoint
 from dstrain.launch.launch import Launch
 from dstrain.launch.prepare.resume import find
 from dstrain.paths import flush
 from dstrain.rundir import COMPLETE, PART, RunDir, is_whole, mark_whole, read_record, rotate
-from dstrain.units import format_bytes, format_seconds
+from dstrain.units import format_seconds
 
 _LOOK_S = 0.5
 _AGAIN_S = 60.0
 """Seconds after which a checkpoint that could not be copied is tried again, unless there is a newer one."""
-_MOST_DISKS = 8
+_IS_OURS = """\
+grep -q "\\"start\\": *\\"$2\\"" "$1/part.json" || { echo "$1: no part of this run's checkpoint is there" >&2; exit 1; }
+"""
+"""Whether the part of a checkpoint is of a start."""
+_TIDY = """\
+cd "$1" && before=$2 && shift 2 || exit
+for folder in checkpoint-*; do
+  step=${folder#checkpoint-}
+  case $step in *[!0-9]*) continue ;; esac
+  [ "$step" -lt "$before" ] && [ ! -e "$folder/complete.json" ] || continue
+  case " $* " in *" $folder "*) ;; *) rm -rf "$folder" ;; esac
+done
+"""
+"""Deletes parts of checkpoints before a step, but for some; whole checkpoints stay."""
 
 
 @contextmanager
@@ -42,7 +54,7 @@ def distribute(launch: Launch, tell: Callable[[str], None]) -> Iterator[Checkpoi
     if not launch.syncs or prepared.is_local:
         yield None
         return
-    calls = Transfers(by_srun=launch.by_srun)
+    calls = Copies(by_srun=launch.by_srun)
     try:
         disks = push(launch.nodes, prepared.run_dir, launch.mark, calls, tell)
         saved = find(prepared.job)
@@ -63,7 +75,7 @@ class CheckpointGatherer:
         run_dir: RunDir,
         mark: str,
         disks: Sequence[Disk],
-        calls: Transfers,
+        calls: Copies,
         tell: Callable[[str], None],
         *,
         limit: int | None,
@@ -121,12 +133,12 @@ class CheckpointGatherer:
         """Copies the parts of a checkpoint and marks it as whole."""
         began = time.monotonic()
 
-        def give(disk: Disk) -> int:
-            with self._calls.to(disk.host, "give", str(folder), self._mark) as (_, stdout):
-                return remote_end.unpack(stdout, folder, lambda name: name not in {COMPLETE, PART})
+        def fetch(disk: Disk) -> None:
+            self._calls.sh(disk.host, _IS_OURS, str(folder), self._mark)
+            self._calls.fetch(disk.host, folder, f"--exclude=/{COMPLETE}", f"--exclude=/{PART}")
 
         try:
-            total = sum(at_once(give, self._disks, self._calls, most=_MOST_DISKS))
+            at_once(fetch, self._disks, self._calls)
             _complete(folder)
             rotate(self._run_dir, self._limit)
         except (DstrainError, OSError) as error:
@@ -134,7 +146,7 @@ class CheckpointGatherer:
             self._tell_once(folder.name, error)
             return
         hosts, seconds = ", ".join(disk.host for disk in self._disks), format_seconds(time.monotonic() - began)
-        self._tell(f"{folder.name} is complete here: {format_bytes(total)} copied from {hosts} in {seconds}")
+        self._tell(f"{folder.name} is complete here: copied from {hosts} in {seconds}")
 
     def _tidy(self, newest: Path, copying: Path) -> None:
         """Removes all but three checkpoints from the disks."""
@@ -144,13 +156,10 @@ class CheckpointGatherer:
             return
         self._kept, before = kept, newest.name.rpartition("-")[2]
 
-        def tidy(disk: Disk) -> None:
-            with self._calls.to(disk.host, "tidy", str(self._run_dir.path), before, *kept):
-                pass
-
-        remote_end.tidy(self._run_dir.path, int(before), kept)
+        words = (str(self._run_dir.path), before, *kept)
+        subprocess.run(["sh", "-uc", _TIDY, "sh", *words], check=False)
         try:
-            at_once(tidy, self._disks, self._calls, most=_MOST_DISKS)
+            at_once(lambda disk: self._calls.sh(disk.host, _TIDY, *words), self._disks, self._calls)
         except DstrainError as error:
             self._tell_once("older checkpoints", error)
 
@@ -162,8 +171,7 @@ class CheckpointGatherer:
         for disk in self._disks:
             if 0 in disk.ranks:
                 try:
-                    with self._calls.to(disk.host, "fetch", str(self._run_dir.path), *names) as (_, stdout):
-                        remote_end.unpack(stdout, self._run_dir.path, lambda name: name.split("/")[0] in names)
+                    self._calls.fetch(disk.host, self._run_dir.path, "-r", names=names)
                 except (DstrainError, OSError) as error:
                     self._tell_once(", ".join(names), error)
 

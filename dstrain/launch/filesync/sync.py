@@ -1,43 +1,69 @@
-"""`run --sync`: sends the run directory, dstrain and the checkpoint to nodes without a shared file system.
+"""`run --sync`: copies the run directory, dstrain and the checkpoint by rsync to nodes without a shared file system.
 
-Nothing else is copied: Python with its packages, the model and the data must be there, under the same paths.
+rsync runs over ssh, or over srun inside a SLURM allocation. Nothing else is copied: Python with its packages, the model
+and the data must be there, under the same paths.
 """
 
 from __future__ import annotations
 
-import io
 import json
+import os
+import shlex
 import shutil
+import signal
+import subprocess
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from dstrain import child_process
 from dstrain.errors import Conflict, EnvironmentProblem
+from dstrain.launch import remote
 from dstrain.launch.environment import checkout
-from dstrain.launch.filesync import remote_end
-from dstrain.launch.filesync.transfers import TransferFailed, Transfers
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.members import Unreachable
 from dstrain.paths import write_atomic
 from dstrain.rundir import COMPLETE, PART, RunDir, needed
-from dstrain.units import format_bytes, format_seconds
+from dstrain.units import format_seconds
 
 TRACKED = ("swanlog", "tensorboard", "wandb", ".dstrain-run.json")
 """Files of trackers in the run directory of rank 0; the last one names SwanLab's run, for a resumed run."""
-_MOST_HOSTS = 64
-_MOST_CHECKPOINTS = 8
-"""Disks that are written at once: a checkpoint saturates this machine's link."""
 _CODE = ("dstrain", "ds_templates", "launch", "hostfiles")
 """The folders of a checkout that contain dstrain."""
-_WORTH_SAYING = 256 * 2**20
-"""Bytes of a copy that is worth a message."""
+_MOST_DISKS = 8
+"""Disks that are copied to or from at once: a checkpoint saturates this machine's link."""
+_NOT_REACHED = 255
+"""Exit code of ssh without a connection, which rsync passes on."""
+_OPTIONS = "-rptsq"
+"""With modes and times, by which files that are there already are known; `s` leaves no name to a shell of the host."""
+_CLAIM = """\
+command -v rsync >/dev/null || { echo "rsync is not installed there: apt-get install rsync" >&2; exit 1; }
+mkdir -p "$1" && cd "$1" || exit 1
+[ "$(cat .token 2>/dev/null)" != "$2" ] || { echo here; exit; }
+whole=$(ls -d checkpoint-*/complete.json 2>/dev/null) && { echo whole $whole; exit; }
+find . -maxdepth 1 -name '.synced*' ! -name ".synced.$2" -delete
+ln -s "$2 $3" ".synced.$2" 2>/dev/null
+readlink ".synced.$2" >.synced && set -- $(readlink ".synced.$2") && echo apart "$2"
+"""
+"""Claims a disk for the first of its nodes, with run directory, mark of the start and number of the node: a link is
+made by one of them alone."""
 
 Place = TypeVar("Place")
 Found = TypeVar("Found")
+
+
+class CopyFailed(EnvironmentProblem):
+    """A copy to or from a host failed."""
+
+    def __init__(self, host: str, said: str, *, is_lost: bool) -> None:
+        """`said` is the reason; `is_lost` if the host could not be reached."""
+        super().__init__(f"{host}: {said}")
+        self.host, self.said, self.is_lost = host, said, is_lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,120 +75,181 @@ class Disk:
     ranks: frozenset[int]
 
 
+class Copies:
+    """The copies in progress. Raises CopyFailed for those that fail."""
+
+    def __init__(self, *, by_srun: bool) -> None:
+        """Reaches hosts by srun or ssh."""
+        self._by_srun = by_srun
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+        self.is_over = False
+        """Whether `close` was called."""
+
+    def sh(self, host: str, script: str, *words: str) -> str:
+        """Returns what a shell script writes on a host."""
+        return self._run(host, remote.on_host(host, ["sh", "-uc", script, "sh", *words], by_srun=self._by_srun))
+
+    def send(self, host: str, source: Path, target: Path, *options: str, names: Collection[str] | None = None) -> None:
+        """Copies a file, or the named ones of a folder, to a host; links as what they lead to."""
+        chosen = [] if names is None else ["--files-from=-"]
+        self._rsync(host, ["-L", *chosen, *options, str(source), f"{_address(host)}:{target}"], names or ())
+
+    def fetch(self, host: str, folder: Path, *options: str, names: Collection[str] | None = None) -> None:
+        """Copies files below a folder of a host, all or the named ones that exist, to the same place here; no links."""
+        chosen = [] if names is None else ["--files-from=-", "--ignore-missing-args"]
+        self._rsync(host, [*chosen, *options, f"{_address(host)}:{folder}/", f"{folder}/"], names or ())
+
+    def _rsync(self, host: str, words: Sequence[str], names: Collection[str]) -> None:
+        shell = shlex.join(remote.shell(by_srun=self._by_srun))
+        self._run(host, ["rsync", _OPTIONS, "-e", shell, *words], "\n".join(names))
+
+    def _run(self, host: str, line: Sequence[str], text: str = "") -> str:
+        with self._lock:
+            if self.is_over:
+                raise CopyFailed("here", "ended", is_lost=False)
+            process = subprocess.Popen(
+                line,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            self._running.add(process)
+        try:
+            out, errors = process.communicate(text.encode("utf-8", errors="surrogateescape"))
+        finally:
+            with self._lock:
+                self._running.discard(process)
+            child_process.end(process)
+        if process.returncode:
+            said = remote.refusal(process.returncode, errors.decode(errors="replace")).text
+            raise CopyFailed(host, said, is_lost=process.returncode == _NOT_REACHED or process.returncode < 0)
+        return out.decode(errors="replace")
+
+    def close(self) -> None:
+        """Ends all copies; no more can be started."""
+        with self._lock:
+            self.is_over = True
+            for process in self._running:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def _address(host: str) -> str:
+    """Returns a host as rsync takes it: an IPv6 address in brackets."""
+    user, at, name = host.rpartition("@")
+    return f"{user}{at}[{name}]" if ":" in name else host
+
+
 def push(
-    nodes: Sequence[Node], run_dir: RunDir, mark: str, calls: Transfers, tell: Callable[[str], None]
+    nodes: Sequence[Node], run_dir: RunDir, mark: str, copies: Copies, tell: Callable[[str], None]
 ) -> tuple[Disk, ...]:
     """Copies what a start needs to every node that does not see this machine's run directory; returns their disks.
 
     Raises EnvironmentProblem with host and reason if that fails, Unreachable for hosts that do not answer, and Conflict
     if a disk holds complete checkpoints: those of a run that was started from there.
     """
+    if shutil.which("rsync") is None:
+        raise EnvironmentProblem("rsync is not installed, which --sync needs", hint="apt-get install rsync")
     write_atomic(run_dir.token, mark)
     shutil.rmtree(run_dir.code, ignore_errors=True)  # left if this machine was a node of another one's run
-    archive = _archive(run_dir)
-    gone = [path.name for path in (run_dir.summary, run_dir.states, run_dir.plan, run_dir.edits, run_dir.unusable)]
 
-    def take(node: Node) -> tuple[Node, Any]:
-        with calls.to(node.host, "take", str(run_dir.path), mark, str(node.number), *gone) as (stdin, stdout):
-            with suppress(BrokenPipeError):  # it needs none
-                stdin.write(archive)
-                stdin.close()
-            said = calls.answer(stdout, dict)
-            if not isinstance(said.get("disk"), int | None) or not isinstance(said.get("whole"), list):
-                raise ValueError("its answer cannot be read")
-            return node, said
+    def claim(node: Node) -> tuple[Node, list[str]]:
+        said = copies.sh(node.host, _CLAIM, str(run_dir.path), mark, str(node.number)).split()
+        return node, said or ["here"]
 
-    answers = at_once(take, [node for node in nodes if not node.is_here], calls, most=_MOST_HOSTS)
-    whole = {node.host: ", ".join(map(str, said["whole"])) for node, said in answers if said["whole"]}
-    if whole:
-        rows = [f"{host}: {run_dir.path} holds {names}" for host, names in whole.items()]
+    answers = at_once(claim, [node for node in nodes if not node.is_here], copies)
+    if whole := [(node.host, said[1:]) for node, said in answers if said[0] == "whole"]:
+        rows = [f"{host}: {run_dir.path} holds {', '.join(map(os.path.dirname, names))}" for host, names in whole]
         hint = "A run that was started there wrote them. Move them, or start the run there."
         raise Conflict("\n".join(rows), hint=hint)
-    apart = {node: said["disk"] for node, said in answers if said["disk"] is not None}
+    apart = {node: said[1] for node, said in answers if said[0] == "apart"}
+    groups = [[node for node in apart if apart[node] == number] for number in dict.fromkeys(apart.values())]
+    disks = [
+        Disk(host=group[0].host, ranks=frozenset(rank for node in group for rank in node.ranks)) for group in groups
+    ]
+    at_once(lambda disk: _send_start(run_dir, disk, copies), disks, copies)
     if apart:
         what = "the run directory and dstrain" if checkout() else "the run directory"
-        tell(f"copied {what} to {', '.join(node.host for node in apart)} ({format_bytes(len(archive))} each)")
-    groups = [[node for node in apart if apart[node] == number] for number in dict.fromkeys(apart.values())]
-    return tuple(
-        Disk(host=group[0].host, ranks=frozenset(rank for node in group for rank in node.ranks)) for group in groups
-    )
+        tell(f"copied {what} to {', '.join(node.host for node in apart)}")
+    return tuple(disks)
 
 
-def at_once(do: Callable[[Place], Found], places: Sequence[Place], calls: Transfers, *, most: int) -> list[Found]:
-    """Returns the result of each place. Raises one error for all places that failed."""
-
-    def attempt(place: Place) -> Found | TransferFailed:
-        try:
-            return do(place)
-        except TransferFailed as error:
-            return error
-
-    with ThreadPoolExecutor(max_workers=max(1, min(most, len(places)))) as pool:
-        futures = [pool.submit(attempt, place) for place in places]
-        try:
-            results = [future.result() for future in futures]
-        except BaseException:
-            calls.close()
-            raise
-    failures = [result for result in results if isinstance(result, TransferFailed)]
-    if failures and all(failure.is_lost for failure in failures):
-        raise Unreachable({failure.host: failure.said for failure in failures})
-    if failures:
-        raise EnvironmentProblem("\n".join(failure.problem for failure in failures))
-    return [result for result in results if not isinstance(result, TransferFailed)]
-
-
-def _archive(run_dir: RunDir) -> bytes:
-    """Returns an archive of what launchers and ranks read, with the metrics so far, which they extend."""
+def _send_start(run_dir: RunDir, disk: Disk, copies: Copies) -> None:
+    """Copies what launchers and ranks read, with the metrics so far, which they extend; removes there what is not
+    here."""
     paths = (
         *(run_dir.request, run_dir.facts, run_dir.plan, run_dir.ds_config, run_dir.hostfile, run_dir.environment),
         *(run_dir.secrets, run_dir.start_script, run_dir.edits),
         *(run_dir.metrics, run_dir.health, run_dir.samples, *(run_dir.path / name for name in TRACKED)),
     )
-    files = {path.name: path for path in paths if path.is_file()}
-    root = checkout()
-    for folder in _CODE if root is not None else ():
-        assert root is not None
-        files |= {
-            f"{run_dir.code.name}/{folder}/{name}": path for name, path in remote_end.files_in(root / folder).items()
-        }
-    stream = io.BytesIO()
-    remote_end.pack(files, stream)
-    return stream.getvalue()
+    names = [path.name for path in paths if path.exists()]
+    gone = (run_dir.summary, run_dir.states, run_dir.plan, run_dir.edits, run_dir.unusable, run_dir.code)
+    copies.sh(disk.host, 'cd "$1" && shift && rm -rf -- "$@"', str(run_dir.path), *(path.name for path in gone))
+    copies.send(disk.host, run_dir.path, run_dir.path, "-r", names=names)
+    if (root := checkout()) is not None:
+        copies.send(disk.host, root, run_dir.code, "-r", "--exclude=__pycache__", names=_CODE)
+
+
+def at_once(do: Callable[[Place], Found], places: Sequence[Place], copies: Copies) -> list[Found]:
+    """Returns the result of each place. Raises one error for all places that failed."""
+
+    def attempt(place: Place) -> Found | CopyFailed:
+        try:
+            return do(place)
+        except CopyFailed as error:
+            return error
+
+    with ThreadPoolExecutor(max_workers=_MOST_DISKS) as pool:
+        futures = [pool.submit(attempt, place) for place in places]
+        try:
+            results = [future.result() for future in futures]
+        except BaseException:
+            copies.close()
+            raise
+    failures = [result for result in results if isinstance(result, CopyFailed)]
+    if failures and all(failure.is_lost for failure in failures):
+        raise Unreachable({failure.host: failure.said for failure in failures})
+    if failures:
+        raise EnvironmentProblem("\n".join(failure.problem for failure in failures))
+    return [result for result in results if not isinstance(result, CopyFailed)]
+
+
+_PREPARE = """\
+[ ! -e "$1/complete.json" ] || { echo whole; exit; }
+[ -n "$2" ] && grep -q "\\"start\\": *\\"$2\\"" "$1/part.json" 2>/dev/null || rm -rf "$1"
+mkdir -p "$1"
+"""
+"""Makes room for a checkpoint of a start (empty: unknown); files of another start are not the same, whatever their
+names."""
 
 
 def push_checkpoint(
     folder: Path,
     run_dir: RunDir,
     disks: Sequence[Disk],
-    calls: Transfers,
+    copies: Copies,
     tell: Callable[[str], None],
     *,
     num_ranks: int,
 ) -> None:
-    """Copies a complete checkpoint to other disks, skipping files already there or not read by their ranks.
+    """Copies a complete checkpoint to other disks, without files that are there or that none of their ranks reads.
 
-    Raises EnvironmentProblem with host and reason where that fails.
+    Raises EnvironmentProblem with host and reason if that fails.
     """
     record = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
     start = str(record.get("start", "")) if folder.parent == run_dir.path else ""  # elsewhere it may be of another run
-    files = {name: path for name, path in remote_end.files_in(folder).items() if name != COMPLETE}
-    sizes = {name: path.stat().st_size for name, path in files.items()}
+    files = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file()]
 
-    def put(disk: Disk) -> int:
-        with calls.to(disk.host, "put", str(folder), start) as (stdin, stdout):
-            there = calls.answer(stdout, dict | None)
-            if there is None:
-                return 0
-            wanted = needed(files, disk.ranks, written_by=record["world_size"], num_ranks=num_ranks)
-            missing = [name for name in wanted if there.get(name) != sizes[name]]
-            total = sum(sizes[name] for name in missing)
-            if total > _WORTH_SAYING:
-                tell(f"copying {folder.name} to {disk.host} ({format_bytes(total)})")
-            remote_end.pack({**{name: files[name] for name in missing}, PART: folder / COMPLETE}, stdin)
-        return total
+    def put(disk: Disk) -> None:
+        if copies.sh(disk.host, _PREPARE, str(folder), start).strip() == "whole":
+            return
+        wanted = needed(files, disk.ranks, written_by=record["world_size"], num_ranks=num_ranks)
+        copies.send(disk.host, folder, folder, "--size-only", names=[name for name in wanted if name != COMPLETE])
+        copies.send(disk.host, folder / COMPLETE, folder / PART)
 
     began = time.monotonic()
-    total = sum(at_once(put, disks, calls, most=_MOST_CHECKPOINTS))
+    at_once(put, disks, copies)
     hosts = ", ".join(disk.host for disk in disks)
-    tell(f"{folder.name} is on {hosts}: {format_bytes(total)} copied in {format_seconds(time.monotonic() - began)}")
+    tell(f"{folder.name} is on {hosts}: copied in {format_seconds(time.monotonic() - began)}")

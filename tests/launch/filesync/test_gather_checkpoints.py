@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
+import shutil
 import sys
-import tarfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dstrain import rundir
 from dstrain.errors import Conflict, EnvironmentProblem
 from dstrain.launch import remote
-from dstrain.launch.filesync import remote_end
+from dstrain.launch.filesync import sync
 from dstrain.launch.filesync.gather_checkpoints import CheckpointGatherer
-from dstrain.launch.filesync.sync import Disk, push, push_checkpoint
-from dstrain.launch.filesync.transfers import TransferFailed, Transfers
+from dstrain.launch.filesync.sync import Copies, CopyFailed, Disk, push, push_checkpoint
 from dstrain.launch.nodes.layout import Node
 from dstrain.launch.nodes.log_mirror import Mirror
 from dstrain.launch.nodes.members import Unreachable
@@ -43,7 +38,15 @@ def head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     def on_host(host: str, command: Sequence[str], **options: object) -> list[str]:
         return [word.replace(str(tmp_path / "head"), str(tmp_path / host)) for word in command]
 
+    def shell(**options: object) -> list[str]:
+        return [str(tmp_path / "rsh"), str(tmp_path)]
+
+    program = 'for word; do shift; set -- "$@" "$(echo "$word" | sed "s|$top/head|$top/$host|")"; done'
+    (tmp_path / "rsh").write_text(f'#!/bin/sh\ntop=$1 host=$2\nshift 2\n{program}\nexec "$@"\n')
+    (tmp_path / "rsh").chmod(0o755)
     monkeypatch.setattr(remote, "on_host", on_host)
+    monkeypatch.setattr(remote, "shell", shell)
+    monkeypatch.setattr(sync, "_OPTIONS", sync._OPTIONS.replace("s", ""))  # paths are words, which the shell replaces
     SAID.clear()
     place = RunDir(tmp_path / "head" / "output")
     place.path.mkdir(parents=True)
@@ -59,7 +62,7 @@ def on(head: RunDir, host: str) -> Path:
 
 
 def send(head: RunDir, *numbers: int) -> tuple[Disk, ...]:
-    return push([node(0, is_here=True), *map(node, numbers)], head, MARK, Transfers(by_srun=False), SAID.append)
+    return push([node(0, is_here=True), *map(node, numbers)], head, MARK, Copies(by_srun=False), SAID.append)
 
 
 def part(folder: Path, step: int, rank: int, *, start: str = MARK, text: str = "states") -> Path:
@@ -75,7 +78,7 @@ def part(folder: Path, step: int, rank: int, *, start: str = MARK, text: str = "
 
 def gathering(head: RunDir, *, limit: int | None = 2) -> CheckpointGatherer:
     disks = [Disk(host="node1", ranks=frozenset({1}))]
-    return CheckpointGatherer(head, MARK, disks, Transfers(by_srun=False), SAID.append, limit=limit)
+    return CheckpointGatherer(head, MARK, disks, Copies(by_srun=False), SAID.append, limit=limit)
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
@@ -89,23 +92,13 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("checkpoint-*"))
 
 
-def test_the_far_end_calls_files_as_the_run_directory_does() -> None:
-    place = RunDir(Path("/run"))
-    assert (place.token.name, place.synced.name, place.code.name) == (
-        remote_end.TOKEN,
-        remote_end.SYNCED,
-        remote_end.CODE,
-    )
-    assert (remote_end.COMPLETE, remote_end.PART) == (rundir.COMPLETE, rundir.PART)
-
-
 def test_a_disk_of_its_own_gets_the_run_directory_and_the_checkout_but_no_token(head: RunDir) -> None:
     (disk,) = send(head, 1)
     there = on(head, "node1")
     assert disk == Disk(host="node1", ranks=frozenset({1}))
     assert (there / "request.json").read_text() == "{}"
     assert (there / ".secrets").stat().st_mode & 0o777 == 0o600
-    assert (there / ".code/dstrain/launch/filesync/remote_end.py").read_text() == Path(remote_end.__file__).read_text()
+    assert (there / ".code/dstrain/launch/filesync/sync.py").read_text() == Path(sync.__file__).read_text()
     assert not (there / ".token").exists()
     assert not list(there.rglob("__pycache__"))
     assert not head.code.exists()
@@ -151,87 +144,32 @@ def test_a_host_that_does_not_answer_is_named(head: RunDir, monkeypatch: pytest.
 
 def test_a_disk_that_takes_nothing_is_named(head: RunDir) -> None:
     on(head, "node1").parent.write_text("a file")
-    with pytest.raises(EnvironmentProblem, match=r"node1: .*node1/output.*: Not a directory"):
+    with pytest.raises(EnvironmentProblem, match=r"node1: .*/node1.*: Not a directory"):
         send(head, 1)
 
 
-def test_a_python_that_is_not_there_is_named(head: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "on_host", lambda *arguments, **options: ["sh", "-c", "exec /no/python"])
-    with pytest.raises(EnvironmentProblem, match="does not exist there; ranks start with the same Python as here"):
+def test_a_host_without_rsync_is_named_with_what_to_type(head: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    shell = shutil.which("sh")
+    monkeypatch.setattr(remote, "on_host", lambda host, words, **options: ["env", "PATH=", str(shell), *words[1:]])
+    with pytest.raises(EnvironmentProblem, match="node1: rsync is not installed there: apt-get install rsync"):
         send(head, 1)
+
+
+def test_a_machine_without_rsync_says_what_to_type(head: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(EnvironmentProblem, match="rsync is not installed, which --sync needs") as caught:
+        send(head, 1)
+    assert caught.value.hint == "apt-get install rsync"
 
 
 def test_what_is_under_way_can_be_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "on_host", lambda *arguments, **options: ["sleep", "60"])
-    under_way = Transfers(by_srun=False)
+    under_way = Copies(by_srun=False)
     threading.Timer(0.5, under_way.close).start()
     began = time.monotonic()
-    with pytest.raises(TransferFailed, match="node1"), under_way.to("node1", "give") as (_, stdout):
-        stdout.read()
+    with pytest.raises(CopyFailed, match="node1"):
+        under_way.sh("node1", "true")
     assert time.monotonic() - began < 10
-
-
-def tar_of(name: str, **fields: Any) -> io.BytesIO:
-    """Returns a tar stream with one member of three bytes."""
-    stream, member = io.BytesIO(), tarfile.TarInfo(name)
-    for key, value in {"size": 3, **fields}.items():
-        setattr(member, key, value)
-    with tarfile.open(fileobj=stream, mode="w|") as tar:
-        tar.addfile(member, io.BytesIO(b"abc"))
-    stream.seek(0)
-    return stream
-
-
-@pytest.mark.parametrize(
-    "stream",
-    [
-        *(
-            tar_of(name)
-            for name in ("../out", "/tmp/out", "a/../../out", "linked/out", "linked/more/out", "complete.json")
-        ),
-        *(tar_of("a", type=kind, linkname="/etc/passwd", size=0) for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE)),
-        *(tar_of("a", type=kind, size=0) for kind in (tarfile.FIFOTYPE, tarfile.CHRTYPE, tarfile.DIRTYPE)),
-    ],
-)
-def test_what_leads_out_of_a_folder_or_is_no_file_is_refused(tmp_path: Path, stream: io.BytesIO) -> None:
-    folder = tmp_path / "in"
-    folder.mkdir()
-    (tmp_path / "elsewhere").mkdir()
-    (folder / "linked").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="not a file that belongs below"):
-        remote_end.unpack(stream, folder, lambda name: name != "complete.json")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["elsewhere", "in", "linked"]
-
-
-def test_links_at_names_that_are_written_lead_nowhere(tmp_path: Path) -> None:
-    victim, folder = tmp_path / "victim", tmp_path / "in"
-    victim.write_text("mine")
-    folder.mkdir()
-    for name in (".a.new", "a"):
-        (folder / name).symlink_to(victim)
-    remote_end.unpack(tar_of("a"), folder)
-    assert (victim.read_text(), (folder / "a").read_text(), (folder / "a").is_symlink()) == ("mine", "abc", False)
-
-
-@pytest.mark.parametrize("name", [".sync.lock", ".synced"])
-def test_links_at_what_the_far_end_keeps_lead_nowhere(head: RunDir, name: str) -> None:
-    there, victim = on(head, "node1"), on(head, "victim").parent
-    there.mkdir(parents=True)
-    victim.write_text("mine")
-    (there / name).symlink_to(victim)
-    with suppress(EnvironmentProblem):
-        send(head, 1)
-    assert victim.read_text() == "mine"
-
-
-@pytest.mark.parametrize("said", ["[]", "7", "{}", '{"disk": [], "whole": []}', '{"disk": 1, "whole": 2}', "[" * 10**5])
-def test_an_answer_that_is_none_is_told_with_its_host(
-    head: RunDir, monkeypatch: pytest.MonkeyPatch, said: str, tmp_path: Path
-) -> None:
-    (tmp_path / "said").write_text(f"{said}\n")
-    monkeypatch.setattr(remote, "on_host", lambda *arguments, **options: ["sh", "-c", f"exec <&-; cat {tmp_path}/said"])
-    with pytest.raises(EnvironmentProblem, match="node1: its answer cannot be read"):
-        send(head, 1)
 
 
 @pytest.mark.parametrize(
@@ -271,7 +209,7 @@ def whole(head: RunDir, step: int) -> Path:
 def give(head: RunDir, folder: Path, *, num_ranks: int = 2) -> Path:
     """Copies a checkpoint to `node1` and returns where it is there."""
     disk = Disk(host="node1", ranks=frozenset({1}))
-    push_checkpoint(folder, head, [disk], Transfers(by_srun=False), SAID.append, num_ranks=num_ranks)
+    push_checkpoint(folder, head, [disk], Copies(by_srun=False), SAID.append, num_ranks=num_ranks)
     return on(head, "node1") / folder.name
 
 
@@ -305,7 +243,7 @@ def test_parts_become_a_whole_checkpoint(head: RunDir) -> None:
     assert is_whole(folder)
     assert not (folder / "part.json").exists()
     assert len(list(folder.glob("global_step4/*"))) == 2
-    assert SAID[0].startswith("checkpoint-4 is complete here: 7 B copied from node1")
+    assert SAID[0].startswith("checkpoint-4 is complete here: copied from node1")
 
 
 def test_older_checkpoints_go_here_and_older_parts_there(head: RunDir) -> None:
@@ -359,9 +297,8 @@ def test_the_model_comes_from_the_disk_of_rank_0(head: RunDir) -> None:
     (head.final).mkdir()
     (head.final / "old.safetensors").touch()
     disks = [Disk(host="node1", ranks=frozenset({0, 1}))]
-    CheckpointGatherer(head, MARK, disks, Transfers(by_srun=False), SAID.append, limit=2).finish(
-        lambda: None, has_trained=True
-    )
+    found = CheckpointGatherer(head, MARK, disks, Copies(by_srun=False), SAID.append, limit=2)
+    found.finish(lambda: None, has_trained=True)
     assert [path.name for path in head.final.iterdir()] == ["model.safetensors"]
 
 
