@@ -87,7 +87,7 @@ def record(error: BaseException, run_dir: RunDir, rank: int) -> None:
         return
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     owners: list[Any] = [frame.f_locals.get("self") for frame in frames]
-    trainer = next((owner for owner in owners if isinstance(owner, transformers.Trainer)), None)
+    trainer: Any = next((owner for owner in owners if isinstance(owner, transformers.Trainer)), None)
     found = OutOfMemory(
         rank=rank,
         phase=phase_of(frames),

@@ -224,8 +224,8 @@ class TrainingSetup:
         """Returns the loss of the job's task."""
         if self.job.task is not Task.DPO:
             return TokenLoss()
-        digests = {"train_digest": self.train_data.digest}
-        return PairLoss(DpoObjective(job=self.job), **digests, eval_digest=self.eval_data and self.eval_data.digest)
+        held_out = None if self.eval_data is None else self.eval_data.digest
+        return PairLoss(DpoObjective(job=self.job), train_digest=self.train_data.digest, eval_digest=held_out)
 
     def _parallel(self) -> Alone:
         """Returns how ranks share the work of a micro-batch."""

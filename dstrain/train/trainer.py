@@ -84,8 +84,8 @@ class Trainer(transformers.Trainer):
         self._parallel, self._objective = parallel, objective
         parallel.attach(self)
         self.watch = StepWatch(self, metrics, counts_rows=index_in_group == 0)
-        digest = {"base": base, "data_digest": data_digest}
-        self.saver = Saver(self, **digest, extra_files=extra_files, within=parallel.saving)
+        saving = parallel.saving
+        self.saver = Saver(self, base=base, data_digest=data_digest, extra_files=extra_files, within=saving)
         self._stream = self._progress_of(data_digest)
         self.remove_callback(transformers.PrinterCallback)
         objective.attach(self, parallel)

@@ -118,8 +118,7 @@ def _best(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[
         return is_fitting
 
     while len(ranked) < top:
-        known = ranked.keys() | passed
-        while waiting and (waiting[0].strategy in known or not fits(waiting[0])):
+        while waiting and (waiting[0].strategy in ranked.keys() | passed or not fits(waiting[0])):
             waiting.pop(0)
         if not waiting:
             break

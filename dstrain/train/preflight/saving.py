@@ -137,8 +137,8 @@ def _without_room(trainer: Training, lack: _Lack) -> Found:
 def _num_saves(trainer: Training) -> int:
     """Returns the number of checkpoints of the run; Transformers writes one after its last step, too."""
     if trainer.job.save_strategy is Interval.EPOCH:
-        return max(1, math.ceil(trainer.state.num_train_epochs))
-    return math.ceil(trainer.state.max_steps / max(1, trainer.state.save_steps))
+        return max(1, math.ceil(float(trainer.state.num_train_epochs)))
+    return math.ceil(int(trainer.state.max_steps) / max(1, int(trainer.state.save_steps)))
 
 
 def _size(trainer: Training) -> int:

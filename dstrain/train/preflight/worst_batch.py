@@ -54,7 +54,7 @@ def num_passes(trainer: Training) -> int:
 
     A step of the run costs no less.
     """
-    return min(2, trainer.args.gradient_accumulation_steps)
+    return min(2, int(trainer.args.gradient_accumulation_steps))
 
 
 def worst_rows(trainer: Training, batches: Any) -> list[Any]:
