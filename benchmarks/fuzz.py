@@ -67,11 +67,11 @@ MESSAGES: tuple[protocol.Order | protocol.Event, ...] = (
     protocol.Look(run_dir="/r", token="t", others=["b"], files={"/m": 1}, packages=["kernels"], exports={}, port=29500),
     protocol.Begin(
         host="a", run_dir="/r", mark="m", command=["python"], environment={"A": "b"}, unset=[], exports={"C": "$A"},
-        hosts=["a"], first_rank=0, num_ranks=8, master_port=29500, mirror=False, timeouts={"grace_s": 5.0},
+        first_rank=0, num_ranks=8, master_port=29500, mirror=False, timeouts={"grace_s": 5.0},
     ),
     protocol.Alive(steps={"0": [1, "step", 10]}),
     protocol.Wrote(name="logs/a", text="é\n", on_screen=True),
-    protocol.Ended(code=None, num_finished=1, num_done=1, reported=["a", 1]),
+    protocol.Ended(code=None, num_finished=1, num_done=1, reported=1),
 )  # fmt: skip
 """Messages between `run` and agents."""
 

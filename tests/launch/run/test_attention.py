@@ -39,7 +39,7 @@ def launch_of(folder: Path, attn: str) -> Launch:
     (folder / "job.yaml").write_text(JOB.format(attn=attn))
     prepared = prepare(read_job(folder / "job.yaml", []), {})
     unused: dict[str, Any] = {"mark": "m", "note": None, "exported": {}, "secrets": {}, "for_nodes": {}, "nodes": ()}
-    launch = Launch(prepared=prepared, launcher="ssh", master_port=29500, **unused)
+    launch = Launch(prepared=prepared, by_srun=False, master_port=29500, **unused)
     prepared.run_dir.path.mkdir()
     write_request(prepared, for_ranks(launch))
     return launch
