@@ -30,7 +30,7 @@ _ZERO = "zero_optimization."
 COUNTED = (
     *(_ZERO + name for name in (
         "stage", "overlap_comm", "reduce_bucket_size", "sub_group_size", "zero_hpz_partition_size",
-        "zero_quantized_weights", "zero_quantized_gradients", "stage3_prefetch_bucket_size",
+        "zero_quantized_weights", "stage3_prefetch_bucket_size",
         "stage3_param_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
         "offload_optimizer.device", "offload_optimizer.ratio", "offload_optimizer.pin_memory", "offload_param.device",
     )),
