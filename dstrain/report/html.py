@@ -14,7 +14,7 @@ CHINESE: Mapping[str, str] = {
     "CPU step": "CPU 优化器", "PCIe": "PCIe", "NVMe": "NVMe", "allocator": "分配器", "-": "-",
     "given": "给定", "measured": "本机实测", "assumed": "假设",
 }
-"""What the planner names → the same in Chinese."""
+"""The planner's names → the same in Chinese."""
 # fmt: on
 
 

@@ -1,4 +1,4 @@
-"""Prints what a rank held that ran out of GPU memory, beside what was planned, and the changes that fit."""
+"""Prints the memory of a rank that ran out of it, beside its plan, and the changes that fit."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from dstrain.units import format_bytes, format_seconds
 MOST_RANKS = 16
 """Ranks with a bar of their own; of more, those with the largest bars."""
 _PARTS = (Part.PARAMS, Part.GRADS, Part.OPTIMIZER, Part.TRANSIENT)
-"""What a bar of memory consists of."""
+"""Parts of a bar of memory."""
 _STEP_COLORS: Mapping[str, str] = {
     Part.COMPUTATION: "p0",
     Part.TRAINING: "p0",
@@ -39,7 +39,7 @@ _STEP_COLORS: Mapping[str, str] = {
     Part.HOST: "p1",
     Part.OTHER: "p3",
 }
-"""What a bar of time consists of; computation has one of two names."""
+"""Parts of a bar of time; computation has one of two names."""
 # fmt: off
 CHINESE: Mapping[str, str] = {
     **PLAN_CHINESE,
@@ -57,7 +57,7 @@ CHINESE: Mapping[str, str] = {
     Stage.STARTING: "启动中", Stage.RUNNING: "训练中", Stage.ENDED: "已结束", Stage.SAVED: "已保存并退出",
     Stage.FAILED: "失败", Stage.STOPPED: "已停止", GONE: "进程消失", UNKNOWN: "状态未知",
 }
-"""What a report names → the same in Chinese."""
+"""Names in a report → the same in Chinese."""
 # fmt: on
 
 
@@ -201,7 +201,7 @@ def _rate(value: float) -> str:
 
 
 def _step_bars(report: Report) -> Iterator[dict[str, Any]]:
-    """Yields the bar of a planned step, if its time is planned, and that of a measured one, both on one scale."""
+    """Yields the bars of the planned step, if its time is planned, and of a measured one, both on one scale."""
     planned = [one.planned for one in report.parts]
     bars = [("plan", "方案", [seconds or 0.0 for seconds in planned])] if any(planned) else []
     bars += [("run", "运行", [one.measured for one in report.parts])] if report.parts else []
@@ -212,7 +212,7 @@ def _step_bars(report: Report) -> Iterator[dict[str, Any]]:
 
 
 def _bars(report: Report) -> Iterator[dict[str, Any]]:
-    """Yields the bar of the plan, and that of each measured rank, the fullest first; all on one scale."""
+    """Yields the bars of the plan and of each measured rank, the fullest first; all on one scale."""
     recorded = report.recorded
     estimate, peaks = recorded.estimate, recorded.peaks
     has_peaks = len(peaks) == len(recorded.states) > 0

@@ -119,7 +119,7 @@ def checks_text(report: Report) -> Iterator[str]:
 
 
 def first_text(report: Report) -> str:
-    """Returns what the first steps said about the plan, and what to change; empty before them."""
+    """Returns the verdict of the first steps on the plan, and the change that they suggest; empty before them."""
     first = report.first
     if first is None:
         return ""
@@ -139,7 +139,7 @@ def traffic_text(report: Report) -> str:
 
 
 def loss_text(report: Report) -> str:
-    """Returns the first and the last loss, and those of evaluations."""
+    """Returns the first and the last loss, and the losses of evaluations."""
     text = f"{report.losses[0][1]:.4f} at step {report.losses[0][0]} → {report.losses[-1][1]:.4f}"
     if report.evaluations:
         step, last = report.evaluations[-1]

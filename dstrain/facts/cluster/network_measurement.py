@@ -1,6 +1,6 @@
 """Result of a network measurement: the time of an all-reduce at growing sizes.
 
-Bus bandwidth is that of nccl-tests: the rate on each link of a ring, independent of the number of ranks, and so
+Bus bandwidth, as nccl-tests define it, is the rate on each link of a ring, independent of the number of ranks, and so
 comparable with the link's own figure. Source: nccl-tests doc/PERFORMANCE.md
 """
 

@@ -128,8 +128,9 @@ def _best(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[
                 break
             if tie.strategy in ranked.keys() | passed or not evaluator.seems_to_fit(tie.candidate):
                 continue
-            if not fits(best := tie if ranked else _saving_both(evaluator, tie, waiting)):
+            if not fits(tie):
                 continue
+            best = tie if ranked else _saving_both(evaluator, tie, waiting)
             if ranked and is_alone and any(_brings_nothing(evaluator, tie, other) and fits(other) for other in waiting):
                 passed.add(tie.strategy)
                 continue

@@ -74,7 +74,7 @@ class MediaReader:
     @property
     def identity(self) -> str:
         """Changes with the tokens of an image or a video."""
-        readers = [self.processor.image_processor.to_json_string()]
+        readers = [] if self.processor is None else [self.processor.image_processor.to_json_string()]
         readers += [self.videos.identity] if self.videos is not None else []
         limits = [str(self.max_pixels), *([] if self.min_pixels is None else [f"from {self.min_pixels}"])]
         return " ".join([type(self.processor).__name__, *limits, *readers])

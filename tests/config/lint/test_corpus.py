@@ -20,7 +20,7 @@ KNOWLEDGE = ("DS210", "DS221", "DS223", "DS224", "DS225", "DS226", "DS227", "DS3
              "DS602", "DS603", "DS604", "DS605", "DS606", "DS607", "DS608", "DS801", "DS802", "DS803", "DS804", "DS807",
              "DS809", "DS810", "DS811", "DS901", "DS902", "DS903", "DS904", "DS905", "DS906", "DS907", "DS908", "DS909",
              "DS910",
-             "DS228", "DS911", "DS912", *(row.id for row in ADVISORIES))  # fmt: skip
+             "DS911", "DS912", *(row.id for row in ADVISORIES))  # fmt: skip
 """Rules that ask for a job, a model, machines or a version: test_known.py and test_releases.py here."""
 
 

@@ -120,10 +120,10 @@ def test_nodes_that_share_a_disk_are_one_disk(head: RunDir) -> None:
 def test_what_an_earlier_start_left_there_goes(head: RunDir) -> None:
     there = on(head, "node1")
     (there / ".code" / "dstrain").mkdir(parents=True)
-    (there / ".code" / "dstrain" / "removed.py").touch()
+    (there / ".code" / "dstrain" / "module_of_an_earlier_version.py").touch()
     (there / "summary.json").touch()
     send(head, 1)
-    assert not (there / ".code" / "dstrain" / "removed.py").exists()
+    assert not (there / ".code" / "dstrain" / "module_of_an_earlier_version.py").exists()
     assert not (there / "summary.json").exists()
 
 
