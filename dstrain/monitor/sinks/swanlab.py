@@ -12,8 +12,6 @@ from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from dstrain.choices import SwanLabMode
 from dstrain.errors import EnvironmentProblem, type_and_line
 from dstrain.monitor.mode import upload_command
@@ -206,16 +204,18 @@ def _plugins(environment: Mapping[str, str], say: Callable[[str], None]) -> list
             continue
         try:
             made.append(_plugin(kinds[service], arguments))
-        except (TypeError, ValidationError) as error:
+        except (TypeError, ValueError) as error:
             problem = str(error).splitlines()[0] if isinstance(error, TypeError) else "a value has the wrong type"
             say(f"notices: {NOTIFY}{service}_…: {problem}; none is sent there")
     return made
 
 
 def _plugin(kind: Callable[..., Any], arguments: Mapping[str, str]) -> Any:
-    """Returns a plug-in; raises TypeError for arguments that are missing or unknown, and ValidationError for values."""
+    """Returns a plug-in; raises TypeError for arguments that are missing or unknown, and ValueError for values."""
     parameters = signature(kind).parameters
     signature(kind).bind(**arguments)
+    from pydantic import TypeAdapter  # only notices need it, and every rank imports this module early
+
     typed = {name: TypeAdapter(parameters[name].annotation).validate_python(value) for name, value in arguments.items()}
     return kind(**typed)
 

@@ -126,11 +126,11 @@ def _best(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[
         for tie in _as_fast_as(evaluator, waiting[0], waiting):
             if len(ranked) == top:
                 break
-            if tie.strategy in ranked.keys() | passed or not evaluator.seems_to_fit(tie.candidate):
+            # the estimate is taken as it is: a plan that only its error lets fit would lead to larger ones
+            if tie.strategy in ranked.keys() | passed or not evaluator.seems_to_fit(tie.candidate, is_sure=True):
                 continue
-            if not fits(tie):
+            if not fits(best := tie if ranked else _saving_both(evaluator, tie, waiting)):
                 continue
-            best = tie if ranked else _saving_both(evaluator, tie, waiting)
             if ranked and is_alone and any(_brings_nothing(evaluator, tie, other) and fits(other) for other in waiting):
                 passed.add(tie.strategy)
                 continue
