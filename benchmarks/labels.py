@@ -91,7 +91,7 @@ class Encoding:
     """Why the conversation is refused."""
 
     def shown(self) -> str:
-        """Returns what -v prints."""
+        """Returns the text for -v."""
         return self.refusal or json.dumps(self.stretches, ensure_ascii=False)
 
 

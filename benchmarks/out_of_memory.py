@@ -83,7 +83,7 @@ class Result:
     limit_bytes: int
     phase: str
     planned_bytes: int
-    """What the plan said of the run that failed."""
+    """The plan's prediction of the run that failed."""
     change: str | None
     """The change that is tried; None if none is known, or none that a CPU can try."""
     place: int
@@ -191,14 +191,14 @@ def out_of_memory(space: Space, case: Case, folder: Path) -> tuple[PreparedRun, 
 
 
 def overrides_of(space: Space, case: Case) -> list[str]:
-    """Returns what a case changes in the job that gen-config writes."""
+    """Returns the changes of a case to the job that gen-config writes."""
     rows = case.eval_micro_batch
     evaluation = [f"eval_data={space.demo / 'eval.jsonl'}", "eval_steps=1", f"eval_micro_batch={rows}"]
     return [f"max_steps={STEPS}", *(evaluation if rows is not None else ())]
 
 
 def tried(space: Space, number: int, *, verbose: bool = False) -> Result:
-    """Returns what became of a case."""
+    """Returns the outcome of a case."""
     began, case, folder = time.monotonic(), drawn(space, number), space.folder / f"case {number}"
     prepared, limit = out_of_memory(space, case, folder)
     diagnosis = diagnose(prepared)

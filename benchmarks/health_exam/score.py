@@ -24,7 +24,7 @@ WITHIN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What the rules said of a trace."""
+    """Warnings of the rules on a trace."""
 
     trace: Trace
     steps: int
@@ -55,7 +55,7 @@ class Result:
 
 
 def replay(trace: Trace, folder: Path = FOLDER) -> Result:
-    """Returns what the rules say of a recorded run; each time that a rule is broken anew counts."""
+    """Returns the warnings on a recorded run; each new break of a rule counts."""
     records = read_jsonl(folder / f"{trace.name}.jsonl")
     clock = partial(next, count(step=1000.0))
     facts = replace(FACTS, max_grad_norm=trace.job.get("max_grad_norm", FACTS.max_grad_norm))

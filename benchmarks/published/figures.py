@@ -1,4 +1,4 @@
-"""What the planner predicts of published runs: the figures that a score needs, and the file that keeps them."""
+"""Predictions of published runs: the figures that a score needs, and the file that keeps them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the words of a published run say of how it was trained, each rule with where it is from."""
+"""Reads from the words of a published run how it was trained, each rule with its source."""
 
 from __future__ import annotations
 
