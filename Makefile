@@ -16,7 +16,7 @@ export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions
 # one ninja for all that builds them: another release does not read its log, and compiles everything again
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test suite fast sweep ops check update docs servers qlora videos wheelhouse clean
+.PHONY: demo test suite fast fast-torch fast-plain sweep ops check update docs servers qlora videos wheelhouse clean
 
 demo: $(VENV)/.installed
 	$(BIN)/dstrain demo $(DEMO)
@@ -24,14 +24,27 @@ demo: $(VENV)/.installed
 # `make -j2 test` checks while extensions are compiled, which takes one core most of the time
 test: check suite
 
-# sweeps, which are too much for one run, have fixed parts: tests/draws.py
+# sweeps, which are too much for one run, have fixed parts: the mark `parts`
 PART ?= 0
-suite: $(VENV)/.installed ops
+# what else is there before the suite begins
+FIRST ?=
+suite: $(VENV)/.installed ops $(FIRST)
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --part $(PART)
 
-# what needs no engine, no cluster, no sweep, no editor and no whole command, on all cores
+# what needs no engine, no cluster, no sweep, no editor and no whole command, on all cores: one process has all that imports
+# torch, which takes as long as many tests, and no process imports what types commands
+FAST := -m "not (engine or cluster or sweep or editors or commands)"
+TORCH := $(wildcard dstrain/train tests/train dstrain/monitor tests/monitor tests/facts/model tests/plan/memory \
+  tests/test_health_exam.py tests/test_overhead.py tests/test_peers.py tests/facts/cluster/test_hostfile.py \
+  tests/facts/data tests/job/test_file.py tests/plan/test_named_parts.py)
 fast: $(VENV)/.installed
-	$(BIN)/pytest -m "not (engine or cluster or sweep or editors or commands)" -n auto --dist loadgroup
+	$(MAKE) --no-print-directory -j2 -Otarget fast-torch fast-plain
+
+fast-torch: $(VENV)/.installed
+	$(BIN)/pytest $(FAST) $(TORCH)
+
+fast-plain: $(VENV)/.installed
+	$(BIN)/pytest $(FAST) $(TORCH:%=--ignore=%) --ignore=tests/cli -n $$(($$(nproc) > 2 ? $$(nproc) - 1 : 0)) --dist loadgroup
 
 # all parts of the sweeps
 sweep: $(VENV)/.installed

@@ -160,7 +160,7 @@ def advised(draw: random.Random, one: Machine, count: int, noise: float) -> list
 def ran(
     machine: Machine, name: str, configuration: Configuration, draw: random.Random, noise: float = NOISE
 ) -> Observed:
-    """Returns what a machine measures of a configuration."""
+    """Returns the measurements of a configuration on a machine."""
     workload = Workload(model=probe.read_model(name), cluster=machine.cluster)
     truth = true(machine, workload, configuration)
     assert truth.speed is not None
@@ -176,13 +176,13 @@ def ran(
 
 
 def true(machine: Machine, workload: Workload, configuration: Configuration) -> Estimate:
-    """Returns what a configuration takes on a machine, without noise."""
+    """Returns the memory and time of a configuration on a machine, without noise."""
     hidden = Calibration(gpus={machine.cluster.gpu.name: machine.hidden})
     return assess(replace(workload, calibration=hidden), configuration)
 
 
 def chosen_runs(draw: random.Random, one: Machine, count: int, choice: str, noise: float) -> list[Observed]:
-    """Returns what a machine measures of runs that are chosen in one of the ways `CHOICES`."""
+    """Returns the measurements of runs that are chosen in one of the ways `CHOICES`."""
     if choice == "next":
         return advised(draw, one, count, noise)
     chosen = differing(draw, one.cluster, count)

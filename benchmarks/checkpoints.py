@@ -23,8 +23,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (  # typ
 )
 
 from dstrain.checksums import checksum
-from dstrain.train.checkpoints.finite import nonfinite_weights
-from dstrain.train.checkpoints.read_back import reading_back
+from dstrain.train.checkpoints.tensor_files import nonfinite_weights, reading_back
 from dstrain.units import GIB
 
 writer: Any = transformers.modeling_utils

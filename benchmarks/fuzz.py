@@ -36,17 +36,15 @@ from dstrain.cli.main import cli
 from dstrain.cli.output import explain_file, explain_key
 from dstrain.config import jsonc
 from dstrain.config.edits.lock import LOCK, Lock
-from dstrain.config.edits.manual_edits import edits_in
-from dstrain.config.edits.regenerate import Decision, Standing, regenerate, replaced
+from dstrain.config.edits.regenerate import Decision, Standing, edits_in, regenerate, replaced
 from dstrain.config.keys.table import KEYS
 from dstrain.config.lint import engine
-from dstrain.config.lint.finding import lines
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.rule import Subject
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster import hostfile
-from dstrain.job.file import TEXTS, read_job
+from dstrain.findings import lines
+from dstrain.job.file import TEXTS, read_job, synonyms
 from dstrain.job.schema import Job
-from dstrain.job.synonyms import SYNONYMS
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.launch.nodes import protocol
 from dstrain.records import from_data, to_json
@@ -188,7 +186,7 @@ def _explained(text: str) -> None:
 
 def _job(text: str, name: str) -> None:
     data, locate = parse_yaml(text, name, texts=TEXTS)
-    from_data(Job, data, locate=locate, synonyms=SYNONYMS)
+    from_data(Job, data, locate=locate, synonyms=synonyms)
 
 
 def _typed(*words: str) -> None:

@@ -27,7 +27,7 @@ import torch.nn.functional as F  # noqa: N812
 if __package__ in (None, ""):
     sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a file
 
-from dstrain.train.data.by_sample import _sdpa, by_sample
+from dstrain.train.data.isolation import _sdpa, by_sample
 from dstrain.train.loss import _fused
 
 Row = dict[str, Any]

@@ -28,7 +28,8 @@ from benchmarks.peer_tools import interpreter, versions
 from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.turns import Conversation
-from dstrain.train.data.tokenize import IGNORED, Encoder
+from dstrain.train.data.rendering import IGNORED
+from dstrain.train.data.tokenize import Encoder
 from tests.train.data.test_labels import TALKS, TOOL_TALKS, TOOLS, byte_tokenizer
 
 
@@ -148,7 +149,7 @@ def compared(
 def by_llama_factory(
     program: str, tokenizers: Mapping[str, Any], talks: Mapping[str, Conversation]
 ) -> dict[str, dict[str, list[Encoding]]]:
-    """Returns what LLaMA-Factory's encoder makes of the conversations: format of the data → template → encodings."""
+    """Encodes the conversations with LLaMA-Factory: format of the data → template → encodings."""
     chats = [{"messages": list(talk.messages), "tools": talk.tools} for talk in talks.values()]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -137,7 +137,7 @@ def train(spec: dict[str, Any], device: torch.device) -> dict[str, Any]:
     import deepspeed  # type: ignore[import-untyped]
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
-    from dstrain.train.optimizer_states import allocate_states
+    from dstrain.train.memory import allocate_states
 
     on_gpu = device.type == "cuda"
     deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, dist_backend="nccl" if on_gpu else "gloo")

@@ -221,9 +221,9 @@ def tried(space: Space, number: int, *, verbose: bool = False) -> Result:
         is_cheapest=None,
         seconds=0.0,
     )
-    if diagnosis.remedies and record.phase is not Phase.EVALUATION:
-        result = replace(result, is_cheapest=is_cheapest(prepared, diagnosis.remedies[0].step_ratio, record))
-    for place, remedy in enumerate(diagnosis.remedies, 1):
+    if diagnosis.record.fixes and record.phase is not Phase.EVALUATION:
+        result = replace(result, is_cheapest=is_cheapest(prepared, diagnosis.record.fixes[0].step_ratio, record))
+    for place, remedy in enumerate(diagnosis.record.fixes, 1):
         if not any("offload" in key.rpartition(".")[2] for key in remedy.ds_config):
             result = replace(result, change=remedy.change, place=place)
             result = repeated(space, case, folder, remedy, result, verbose=verbose)

@@ -109,7 +109,7 @@ def _launched(case: Case, program: str, module: str, config: Mapping[str, Any], 
 
 
 def _trainer_arguments(case: Case, output: str) -> dict[str, Any]:
-    """Returns what TRL and LLaMA-Factory hand on to Transformers: the settings of dstrain's job."""
+    """Returns the settings that TRL and LLaMA-Factory pass to Transformers, equal to dstrain's job."""
     return {
         "output_dir": str(case.folder / output),
         "max_steps": case.steps,
@@ -156,7 +156,7 @@ def by_trl(case: Case, program: str) -> list[str]:
 
 
 def by_llama_factory(case: Case, program: str) -> list[str]:
-    """Returns what `llamafactory-cli train` starts on every rank, with neat packing."""
+    """Returns the command that `llamafactory-cli train` starts on every rank, with neat packing."""
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
     columns = {"messages": "messages"}
     described = {"file_name": "train.jsonl", "formatting": "sharegpt", "columns": columns, "tags": tags}

@@ -37,7 +37,7 @@ if __package__ in (None, ""):
 from benchmarks.peer_tools import TOOLS, Case, Run, interpreter, make_case, versions
 from benchmarks.tokenization_peers import TAGGED
 from dstrain.train import demo
-from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.data.rendering import IGNORED
 
 HELD_OUT = 64
 """Samples of the demo's evaluation data."""
@@ -166,7 +166,7 @@ def counts(number: int) -> bool:
 
 
 def of_experts(results: Sequence[Measured]) -> str:
-    """Returns what counting experts takes: as measured in the rounds that count, and their ratio to the others.
+    """Returns the cost of counting experts: as measured in the rounds that count, and their ratio to the others.
 
     The ratio is the median over groups of four rounds, which count and do not in turns.
     """

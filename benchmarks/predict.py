@@ -87,7 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--csv", type=Path, default=PUBLISHED / "published_runs.csv", help="table of published runs")
     parser.add_argument("--json", type=Path, help="write the score and every comparison to this file")
     parser.add_argument("--markdown", action="store_true", help="print all tables in Markdown")
-    parser.add_argument("--ranges", action="store_true", help="print the ranges of dstrain/plan/speed/error_ranges.py")
+    parser.add_argument("--ranges", action="store_true", help="print the ranges of dstrain/plan/speed/step_time.py")
     parser.add_argument("--worst", type=int, metavar="N", help="print the N comparisons that are furthest off")
     parser.add_argument(
         "--explain", metavar="ID", help="print one row: the question, the prediction and the measurement"

@@ -22,14 +22,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dstrain.cli.main import cli
 from dstrain.cli.options.question import PlanInputs, plan_inputs
-from dstrain.cli.plan import command
+from dstrain.cli.verbs.plan import command
 from dstrain.config.templates.files import generated
 from dstrain.errors import DoesNotFit
 from dstrain.plan.labels import label
 from dstrain.plan.search.decide import decide
 
 JOB = {"data": "train.jsonl", "eval_data": None, "hub": "hf", "output_dir": "output"}
-"""What gen-config adds to a plan, for a job file."""
+"""Options that gen-config adds to a plan, for a job file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ QUESTIONS = (
 
 
 def asked(words: Sequence[str]) -> PlanInputs:
-    """Returns what `dstrain plan` understands by its options."""
+    """Returns the inputs that `dstrain plan` reads from its options."""
     options = command.make_context("plan", list(words), **cli.context_settings).params
     return plan_inputs({name: options[name] for name in options.keys() - {"top", "verbose", "as_json", "html"}})
 

@@ -65,8 +65,7 @@ def by_stream(folder: Path, tokenizer: Any, processes: int, samples: int) -> int
     """Returns the tokens of the first micro-batches of dstrain's stream, about a pass."""
     from torch.utils.data import DataLoader
 
-    from dstrain.train.data.stream import StreamCollator
-    from dstrain.train.data.stream_progress import StreamProgress
+    from dstrain.train.data.stream import StreamCollator, StreamProgress
     from dstrain.train.data.streamed import streamed
 
     options: dict[str, Any] = {"seq_len": SEQ_LEN, "streaming": True, "max_steps": 1}
@@ -99,8 +98,12 @@ def by_map(folder: Path, tokenizer: Any, processes: int, *, with_labels: bool) -
 
 
 def measure(side: str, folder: Path, processes: int) -> dict[str, Any]:
-    """Returns what one side needs, measured in this process."""
+    """Measures one side in this process."""
+    # loaded here, so that no side's figures have the import of `datasets`
     from transformers import AutoTokenizer
+
+    import dstrain.train.data.prepare
+    import dstrain.train.data.streamed  # noqa: F401
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     if side == "dstrain":
@@ -113,7 +116,7 @@ def measure(side: str, folder: Path, processes: int) -> dict[str, Any]:
 
 
 def measured(side: str, folder: Path, processes: int, peers: Path | None) -> dict[str, Any]:
-    """Returns what one side needs, in a process and with a cache of its own."""
+    """Measures one side in a process and with a cache of its own."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "HF_DATASETS_CACHE": cache, "TOKENIZERS_PARALLELISM": "false"}
         line = [sys.executable, __file__, "--side", side, "--folder", str(folder), "--processes", str(processes)]

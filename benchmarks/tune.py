@@ -22,7 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dstrain.cli import run, tune_candidates
+from dstrain.cli.output import tune
+from dstrain.cli.verbs import run
 from dstrain.config.edits.other_choices import job_files, with_choices
 from dstrain.config.remedy import Adaptation
 from dstrain.facts.workload import measured_workload
@@ -58,7 +59,7 @@ def make_job(folder: Path) -> None:
 
 
 def tuned(folder: Path) -> tuple[dict[str, Any], float]:
-    """Returns what `dstrain tune` prints in a folder, and its seconds."""
+    """Returns the output of `dstrain tune` in a folder, and its seconds."""
     began = time.monotonic()
     words = ["tune", "--no-doctor", "--json", "--steps", str(STEPS)]
     done = subprocess.run(
@@ -70,8 +71,8 @@ def tuned(folder: Path) -> tuple[dict[str, Any], float]:
 
 def measure(points: Sequence[tuple[int, bool, int]], folder: Path) -> Iterator[Measured]:
     """Runs each point to its end, in a folder of its own."""
-    options = tune_candidates.Options(job=Path("job.yaml"), steps=STEPS)
-    present = run.launch_of(tune_candidates.run_options(options), None).prepared
+    options = tune.Options(job=Path("job.yaml"), steps=STEPS)
+    present = run.launch_of(tune.run_options(options), None).prepared
     assert present.model is not None
     assert present.estimate is not None
     files, workload = (
@@ -83,7 +84,7 @@ def measure(points: Sequence[tuple[int, bool, int]], folder: Path) -> Iterator[M
         estimate = assess(workload, changed(present.estimate.configuration, **choices))
         chosen = with_choices(files, estimate, workload)
         adaptation = Adaptation(overrides=chosen.overrides, changes=chosen.changes)
-        launch = tune_candidates.launch_at(options, estimate, RunDir(folder), adaptation)
+        launch = tune.launch_at(options, estimate, RunDir(folder), adaptation)
         limits = Limits(steps=STEPS, until=float("inf"))
         trial = run_trial(launch, limits, timeouts=TIMEOUTS, tell=lambda phase, done, total: None)
         print(f"{title_of(estimate.configuration):<45} {trial.step_s:.3f} s a step, {trial.seconds:.0f} s", flush=True)

@@ -107,18 +107,6 @@ class Optimizer(StrEnum):
     MUON = "muon"
 
 
-class StateDtypes(StrEnum):
-    """Who keeps which copy of a parameter.
-
-    `mixed` is DeepSpeed: weights and gradients in the training precision, an fp32 master copy and fp32 states.
-    `pure-bf16` and `autocast` are PyTorch without DeepSpeed (one GPU, DDP, FSDP): everything in bf16, or everything in
-    fp32 with bf16 copies made for each use."""
-
-    MIXED = "mixed"
-    PURE_BF16 = "pure-bf16"
-    AUTOCAST = "autocast"
-
-
 class LossKernel(StrEnum):
     """How the loss gets from hidden states to a number.
 

@@ -19,6 +19,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,10 @@ class DstrainError(Exception):
 
     def __str__(self) -> str:
         return self.problem if self.hint is None else f"{self.problem}\n{self.hint}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Lets other processes raise it."""
+        return partial(type(self), hint=self.hint), (self.problem,)
 
 
 class RunFailed(DstrainError):
@@ -96,6 +102,22 @@ class EnvironmentProblem(DstrainError):
     """Something on this machine is missing, busy or unreachable."""
 
     exit_code = 5
+
+
+def not_installed(who_needs: str, *packages: str, install: str, place: Place | None = None) -> EnvironmentProblem:
+    """Returns the error of packages that are needed and not there; `install` is the command that installs them.
+
+    >>> not_installed("images need", "Pillow", install="pip install pillow").problem
+    'images need Pillow, which is not installed'
+    """
+    are = "is" if len(packages) == 1 else "are"
+    text = f"{who_needs} {' and '.join(packages)}, which {are} not installed"
+    return EnvironmentProblem(text, place=place, hint=install)
+
+
+def other_version(who_needs: str, package: str, releases: str, version: str) -> str:
+    """Returns that another release of a package is installed than those that are needed, such as `>=5.0`."""
+    return f"{who_needs} {package} {releases}, and {version} is installed"
 
 
 class Conflict(DstrainError):

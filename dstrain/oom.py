@@ -98,7 +98,7 @@ class NamedTensors:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelStates:
-    """Bytes of model states on the rank, counted after the allocation had failed (`train.measure_states`)."""
+    """Bytes of model states on the rank, counted after the allocation had failed (`train.memory`)."""
 
     params: int
     """Parameters on the GPU: the rank's own, and those that ZeRO-3 holds whole."""
@@ -197,6 +197,11 @@ class ProposedChange:
         if not self.keeps_batch:
             parts.append("samples are cut")
         return ", ".join(parts)
+
+    @property
+    def text(self) -> str:
+        """The change with its price."""
+        return f"{self.change}: {self.price}" if self.price else self.change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from dstrain.findings import SIGNS, Severity
 from dstrain.records import type_config
 
+Figures = Mapping[str, float | tuple[float | None, ...] | None]
 SCHEMA = 1
 """Version of the file."""
 
@@ -50,7 +53,7 @@ class Check:
     """Samples, with marks around the text that has loss."""
     seconds: float = 0.0
     """Time that it took on rank 0; 0 if an earlier check has measured what it needs."""
-    figures: Mapping[str, float | tuple[float | None, ...] | None] = field(default_factory=dict)
+    figures: Figures = field(default_factory=dict)
     """Measurements by name: losses, norms of each rank, tokens. None: not finite."""
 
     @property
@@ -60,7 +63,7 @@ class Check:
         >>> Check(name=CheckName.GRADIENTS, passed=True, text="norm 1.2 on 2 ranks", seconds=0.04).line
         '✓ gradients: norm 1.2 on 2 ranks (0.04 s)'
         """
-        mark = {True: "✓", False: "✗", None: "-"}[self.passed]
+        mark = "-" if self.passed is None else SIGNS[Severity.OK if self.passed else Severity.ERROR]
         took = f" ({self.seconds:.2g} s)" if self.seconds else ""
         return f"{mark} {self.name}: {self.text}{took}"
 
@@ -80,3 +83,14 @@ class Preflight:
     """Time of all checks on rank 0."""
     limit_s: float
     """Time after which no further check begins."""
+
+
+def finite(figures: Figures) -> Figures:
+    """Returns figures with None, which JSON can say, in place of those that are not finite."""
+
+    def valid(value: float | None) -> float | None:
+        return value if value is None or math.isfinite(value) else None
+
+    return {
+        key: tuple(map(valid, value)) if isinstance(value, tuple) else valid(value) for key, value in figures.items()
+    }

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
+import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
@@ -70,23 +75,72 @@ def json_schema(record: type[Any]) -> dict[str, Any]:
     return _adapter(record).json_schema()
 
 
+@cache
+def field_docs(record: type[Any]) -> Mapping[str, str]:
+    """Returns the docstring of each field of a record, on one line, for its schema, its page and its option.
+
+    It is read from the source, as pydantic does it, which many commands do not import.
+    """
+    source = Path(str(sys.modules[record.__module__].__file__)).read_text(encoding="utf-8")
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef))
+    body = next(node.body for node in classes if node.name == record.__name__)
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign)
+        and isinstance(field.target, ast.Name)
+        and isinstance(text, ast.Expr)
+        and isinstance(text.value, ast.Constant)
+        and isinstance(text.value.value, str)
+    }
+
+
+@cache
+def annotations_of(record: type[Any]) -> Mapping[str, tuple[Any, ...]]:
+    """Returns the metadata that each field's annotation has beside its type, such as the bounds of a number."""
+    hints = get_type_hints(record, include_extras=True)
+    return {name: getattr(hint, "__metadata__", ()) for name, hint in hints.items()}
+
+
+_BOUNDS = {
+    "gt": (operator.gt, "above"),
+    "ge": (operator.ge, "of at least"),
+    "lt": (operator.lt, "below"),
+    "le": (operator.le, "of at most"),
+}
+
+
+def require_in_range(record: Any, prefix: str = "") -> None:
+    """Raises InvalidConfig for a number of a record that is out of its bounds; options are named with `prefix`."""
+    kind: Any = type(record)
+    for name, said in annotations_of(kind).items():
+        value = getattr(record, name)
+        bounds = [(bound, getattr(one, bound)) for one in said for bound in _BOUNDS if hasattr(one, bound)]
+        if value is None or all(_BOUNDS[bound][0](value, limit) for bound, limit in bounds):
+            continue
+        option = f"--{prefix}{name}".replace("_", "-")
+        legal = " and ".join(f"{_BOUNDS[bound][1]} {limit}" for bound, limit in bounds)
+        raise InvalidConfig(f"{option} is {value:g}", hint=f"Write {option} with a number {legal}.")
+
+
 def from_data(
     record: type[T],
     data: Any,
     *,
     locate: Callable[[Keys], Place | str],
-    synonyms: Mapping[str, str] = MappingProxyType({}),
+    synonyms: Callable[[], Mapping[str, str]] = dict,
     removed: Mapping[str, str] = MappingProxyType({}),
 ) -> T:
     """Returns `data` as a record of the given type.
 
     Raises InvalidConfig with one problem per line, each with its place; for an unknown key with the closest legal one
-    or that in `synonyms`, which maps names of other tools to ours. `removed` maps keys and values of earlier versions
+    or that in `synonyms()`, which maps names of other tools to ours. `removed` maps keys and values of earlier versions
     to the way that remains: `kto`, `monitor.notify`, `task=kto`.
     """
     from pydantic import ValidationError
 
     try:
+        # as JSON: strict validation takes a list for a tuple and a text for an enum only from it
         text = json.dumps(data, default=str)
         validated: T = _adapter(record).validate_json(text)
         return validated
@@ -136,13 +190,17 @@ def _gone(keys: Keys, fault: Any, locate: Callable[[Keys], Place | str], removed
 
 
 def _describe(
-    record: Any, keys: Keys, fault: Any, locate: Callable[[Keys], Place | str], synonyms: Mapping[str, str]
+    record: Any,
+    keys: Keys,
+    fault: Any,
+    locate: Callable[[Keys], Place | str],
+    synonyms: Callable[[], Mapping[str, str]],
 ) -> str:
     where = locate(keys)
     key = _key(keys)
     if fault["type"] in {"unexpected_keyword_argument", "extra_forbidden"}:
         legal = _legal_keys(record, keys[:-1])
-        near = synonyms.get(key) or nearest(key, legal)
+        near = synonyms().get(key) or nearest(key, legal)
         advice = f'did you mean "{near}"?' if near else "known keys: " + ", ".join(legal)
         return f'{where}: unknown key "{key}"; {advice}'
     if fault["type"] in _MISSING:

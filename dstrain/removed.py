@@ -12,6 +12,13 @@ _KTO = "train by KTO with TRL's KTOTrainer; of preferences, task: dpo remains"
 _QGZ = "leave it out; lint says why zero_quantized_gradients in ds_config.json is dangerous"
 _REWARD = "train reward models with TRL's RewardTrainer; of preferences, task: dpo remains"
 _LAUNCHED = "Agents start DeepSpeed's launcher on every node: by srun in a SLURM allocation, by ssh elsewhere."
+
+
+def _sentence(text: str) -> str:
+    """Returns the text as a sentence."""
+    return f"{text[0].upper()}{text[1:]}."
+
+
 COMMANDS: Mapping[str, str] = MappingProxyType(
     {
         "adopt": "Type `dstrain gen-config --adopt`, with `-o DIR` for another folder.",
@@ -35,16 +42,16 @@ COMMANDS: Mapping[str, str] = MappingProxyType(
         "plan --loss=in-place": _COMPUTED,
         "plan --loss=liger": _COMPUTED,
         "plan --loss=tiled": _COMPUTED,
-        "plan --task=kto": _KTO,
-        "plan --task=reward": _REWARD,
-        "gen-config --task=kto": _KTO,
-        "gen-config --task=reward": _REWARD,
-        "plan --qgz": _QGZ,
-        "plan --no-qgz": _QGZ,
-        "gen-config --qgz": _QGZ,
-        "gen-config --no-qgz": _QGZ,
-        "demo --task=kto": _KTO,
-        "demo --task=reward": _REWARD,
+        "plan --task=kto": _sentence(_KTO),
+        "plan --task=reward": _sentence(_REWARD),
+        "gen-config --task=kto": _sentence(_KTO),
+        "gen-config --task=reward": _sentence(_REWARD),
+        "plan --qgz": _sentence(_QGZ),
+        "plan --no-qgz": _sentence(_QGZ),
+        "gen-config --qgz": _sentence(_QGZ),
+        "gen-config --no-qgz": _sentence(_QGZ),
+        "demo --task=kto": _sentence(_KTO),
+        "demo --task=reward": _sentence(_REWARD),
         "script pbs": "Take the hosts with `dstrain hostfile write --from pbs`, then type `dstrain run --hostfile`.",
         "script lsf": "Take the hosts with `dstrain hostfile write --from lsf`, then type `dstrain run --hostfile`.",
         "script torchrun": "`dstrain script bash` starts each node by hand.",

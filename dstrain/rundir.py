@@ -1,4 +1,4 @@
-"""The run directory: the names of the files that the launcher, the ranks and the reports share."""
+"""The run directory: the files that the launcher, the ranks and the reports share, its checkpoints, and its state."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import shutil
 import zlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, overload
 
 from dstrain.paths import flush, write_atomic
+from dstrain.records import type_config
 
 _SENT = re.compile(
     r"(metrics|health|samples)\.jsonl|(states|summary|oom|unusable|preflight)\.json|logs/[^/\0]+\.log|checkpoint-\d+/part\.json"
@@ -64,7 +66,7 @@ class RunDir:
     health = _Entry("health.jsonl")
     """One JSON object per warning about a step."""
     samples = _Entry("samples.jsonl")
-    """One JSON object per generated text (`monitor.generated`)."""
+    """One JSON object per generated text (`monitor.outcomes`)."""
     states = _Entry("states.json")
     """Measured bytes of model states, of every rank."""
     preflight = _Entry("preflight.json")
@@ -151,6 +153,61 @@ class RunDir:
                 return Newest(step=step, folder=folder, skipped=tuple(skipped))
             skipped.append(f"{folder.name} {problem}")
         return Newest(step=0, folder=None, skipped=tuple(skipped))
+
+
+RUN = ("dstrain", "run")
+"""Starts a run whose command line is unknown."""
+
+
+class Stage(StrEnum):
+    """The stage of a run."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    ENDED = "ended"
+    SAVED = "saved and left"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+LIVING = frozenset({Stage.STARTING, Stage.RUNNING})
+"""The stages of an active run."""
+GONE = "gone"
+"""Stage of a run whose process ended without recording its exit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The state of a run."""
+
+    __pydantic_config__ = type_config
+
+    stage: Stage
+    host: str
+    """The machine on which `dstrain run` runs."""
+    pid: int
+    """Its process there."""
+    start_ticks: int
+    """When that process started, in clock ticks since boot: with `pid` it is this one and no other."""
+    began: float
+    """When the run began, in seconds since the epoch."""
+    beat: float
+    attempt: int = 1
+    """1 for the first start, more after restarts."""
+    step: int | None = None
+    """Optimizer steps done."""
+    nodes: tuple[str, ...] = ()
+    start: str | None = None
+    """Progress of the ranks before their first step; None if nothing was reported yet."""
+    exit_code: int | None = None
+    """Exit code of `dstrain run`."""
+    command: tuple[str, ...] = RUN
+    """The words that start it again (`launch.again.words_of`)."""
+
+
+def cause_of(failure: str | None) -> str:
+    """Returns the cause, which is the first line of the report of a failed run (`RunDir.failure`)."""
+    return (failure or "").strip().partition("\n")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

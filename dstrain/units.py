@@ -61,6 +61,20 @@ def format_sizes(*counts: float) -> list[str]:
     return [f"{size:.{0 if unit == 'B' or size >= 1000 else 2 if size < 10 else 1}f} {unit}" for size in sizes]
 
 
+def format_rate(bytes_per_s: float) -> str:
+    """Returns a bandwidth with three figures in decimal units, as is usual for links.
+
+    >>> format_rate(42.13e9), format_rate(5.96e6), format_rate(312e9)
+    ('42.1 GB/s', '5.96 MB/s', '312 GB/s')
+    """
+    unit, factor = next((unit for unit in _OF_LINKS if bytes_per_s >= unit[1]), _OF_LINKS[-1])
+    value = bytes_per_s / factor
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f} {unit}/s"
+
+
+_OF_LINKS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+
+
 def format_count(count: float) -> str:
     """Returns a count of things with a decimal suffix.
 

@@ -1,9 +1,10 @@
-"""Wraps text at a width; text to paste, such as a command, stays on one line."""
+"""Lays out text: wraps it at a width, with text to paste on one line, and aligns the columns of tables."""
 
 from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Container, Sequence
 
 COLUMNS = 80
 """Width that output fits where its terminal is not known."""
@@ -36,6 +37,7 @@ def wrapped(line: str, columns: int = COLUMNS, *, indent: str | None = None) -> 
         return line.rstrip()
     lead = _LEAD.match(line) if indent is None else None
     below = (" " * len(lead[0]) if lead else "") if indent is None else indent
+    # textwrap does not break at a no-break space
     whole = _QUANTITY.sub("\\1\xa0\\2", line)
     whole = _TYPED.sub(lambda typed: typed[0].replace(" ", "\xa0"), whole)
     filled = textwrap.fill(
@@ -47,3 +49,19 @@ def wrapped(line: str, columns: int = COLUMNS, *, indent: str | None = None) -> 
         break_on_hyphens=False,
     )
     return filled.replace("\xa0", " ")
+
+
+def aligned(rows: Sequence[Sequence[str]], *, right: Container[int] = ()) -> list[str]:
+    """Returns rows of cells as lines, in columns; the columns `right` are aligned to the right.
+
+    >>> aligned([("step", "9"), ("loss", "1.25")], right={1})
+    ['step     9', 'loss  1.25']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if at in right else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -16,9 +16,9 @@ from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
 from dstrain.garbage import collect_seldom
-from dstrain.launch.nodes.shared_memory import remove_buffers
+from dstrain.launch.nodes.node_runner import remove_buffers
 from tests import environment
-from tests.draws import NUM_PARTS, Draw, part_of
+from tests.draws import Draw, Place, part_of
 from tests.nvml import machine, nvml_library
 from tests.train.engine import Engine
 
@@ -31,76 +31,17 @@ __all__ = ["machine", "nvml_library"]
 
 environment.clean()  # before workers and whatever else is started
 
+FIXTURES = {"engine": {"engine"}, "cluster": {"network", "slurm"}, "commands": {"made_demo"}}
+"""Marks of tests by the fixtures that they use."""
 GOLDEN = Path(__file__).parent / "golden"
-MARKS = {
-    "cluster": (
-        *("tests/launch/test_hosts.py", "tests/launch/run/test_start.py", "tests/launch/filesync/test_sync.py"),
-        *("tests/launch/test_slurm.py", "tests/launch/test_slurm_run.py", "tests/doctor/test_reach.py"),
-        *("tests/doctor/test_network_run.py", "tests/doctor/test_network_hosts.py"),
-    ),
-    "engine": (
-        *("tests/train/test_trace.py", "tests/cli/test_demo.py", "tests/launch/test_process.py"),
-        "tests/launch/run/test_out_of_memory.py",
-        *("tests/train/test_demo.py", "tests/monitor/sinks/test_swanlab.py", "tests/train/data/test_packing"),
-        "tests/train/test_end_to_end.py::test_sigterm_while_blocked_in_a_collective_keeps_swanlabs_data",
-        "tests/plan/memory/layers/test_every_n_layers.py::test_the_peak_is_that_of_transformers",
-        "tests/plan/memory/layers/test_tiled_mlp.py::test_the_peak_is_that_of_transformers",
-        "tests/plan/memory/layers/test_router_loss.py::test_the_loss_takes_what_the_model_allocates_for_it",
-        "tests/cli/test_run.py::test_hand_edits_are_on_record_with_the_run",
-        "tests/cli/test_plan.py::test_a_model_of_an_unknown_family_is_traced_and_says_so",
-        "tests/cli/test_proposals.py::test_a_traced_model_is_not_sent_in_a_circle",
-        "tests/cli/test_script_accelerate.py::test_the_next_line_trains_the_default_job",
-        "tests/cli/test_doctor_network.py::test_the_ranks_of_one_host_are_measured_and_a_plan_for_it_reads_that",
-        "tests/cli/test_script.py::test_prepare_writes_what_ranks_read_and_starts_nothing",
-        "tests/cli/test_script.py::test_a_pod_leaves_with_a_checkpoint_and_bash_goes_on_to_the_end",
-        "tests/launch/scripts/test_exports.py::test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1",
-        "tests/test_measure.py::test_one_case_is_measured_on_the_cpu_and_compared_with_its_plan",
-    ),
-    "sweep": (
-        *("tests/plan/search/test_bounds.py", "tests/plan/memory/test_fragmentation.py"),
-        *("tests/plan/memory/test_closed_form.py", "tests/plan/memory/layers/test_against_trace.py"),
-        *("tests/facts/model/test_tracer.py", "tests/config/lint/test_properties.py"),
-        "tests/plan/search/test_out_of_memory.py",
-        *("tests/cli/test_options.py", "tests/cli/test_bombs.py", "tests/test_fuzz.py"),
-        "tests/config/explain/test_explain.py::test_no_configuration_that_is_json_breaks_an_explanation",
-        "tests/test_docs.py::test_a_cell_of_the_matrix_is_the_plan",
-        "tests/facts/cluster/test_hostfile.py::test_any_text_gives_hosts_or_problems_with_places",
-        "tests/launch/nodes/test_protocol.py::test_a_message_has_the_types_of_its_fields",
-        "tests/plan/search/test_search.py::test_bounds_lose_nothing",
-        "tests/plan/memory/deepspeed/test_allocations.py::test_candidates_of_a_question_have_one_peak",
-        "tests/test_published.py::test_the_planner_still_gives_the_stored_figures",
-    ),
-    "editors": (
-        *("tests/config/test_language_server.py", "tests/launch/scripts/test_script_k8s"),
-        *("tests/cli/test_completion.py", "tests/test_packaging.py", "tests/test_site.py"),
-    ),
-    "commands": (
-        *("tests/cli/", "tests/test_docs.py", "tests/test_environment.py", "tests/facts/model/test_hub_config.py"),
-        *("tests/plan/search/test_search.py", "tests/plan/search/test_grid.py"),
-        *("tests/config/templates/test_templates.py", "tests/launch/filesync/test_gather_checkpoints.py"),
-        "tests/test_draws.py::test_two_collections_are_equal",
-        "tests/train/data/test_tokenized.py::test_a_killed_preparation_goes_on_where_it_was_by_two_at_once_and_run_finds_it",
-        "tests/facts/data/test_lengths.py::test_lengths_are_those_of_training",
-        "tests/test_architecture.py::test_a_verb_imports_what_it_needs",
-        "tests/test_architecture.py::test_answering_imports_nothing_heavy",
-    ),
-}
-"""What a test needs that takes long, by the beginning of its node id; a test of none of these is fast. A test with the
-fixture `engine` needs the engine, too."""
-BESIDE_CLUSTER = (
-    "tests/launch/",
-    "tests/cli/test_script.py",
-    "tests/cli/test_doctor_network.py",
-    "tests/test_measure.py",
-)
-"""Tests of the engine on the worker of a cluster, so that both take as long; three at a time slow each other down."""
-COLLECTED: pytest.StashKey[list[str]] = pytest.StashKey()
-"""The node ids of all tests, before any is left out."""
+COMMANDS = Path(__file__).parent / "cli"
+"""Tests that type commands."""
+MARKS = ("cluster", "engine", "sweep", "editors", "commands")
+"""What a test needs that takes long (setup.cfg says more), the longest first; a test of none of these is fast."""
 
 pytest_plugins = ["tests.launch.fixtures"]
-# without the examples of earlier runs
-settings.register_profile("dstrain", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("dstrain")
+EXAMPLES = 25
+"""Examples of a property that a run tries: each run has others, and all parts of the sweeps have four times as many."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -118,6 +59,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.is_whole = getattr(config, "workerinput", {}).get("is_whole", is_whole)
     if config.option.hypothesis_seed is None:
         config.option.hypothesis_seed = str(draw_of(config).part or 0)
+    # without the examples of earlier runs
+    settings.register_profile(
+        "dstrain",
+        max_examples=4 * EXAMPLES if draw_of(config).part is None else EXAMPLES,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("dstrain")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -127,29 +77,51 @@ def pytest_configure_node(node: WorkerController) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     part = draw_of(config).part
-    terminalreporter.write_line("sweeps: all parts" if part is None else f"sweeps: part {part} of {NUM_PARTS}")
+    terminalreporter.write_line("sweeps: all parts" if part is None else f"sweeps: part {part}")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leaves out helpers, which hold no doctests: looking for some would import torch for every run."""
+    return True if collection_path.suffix == ".py" and not collection_path.name.startswith("test_") else None
 
 
 @pytest.hookimpl(wrapper=True)  # before -m selects, and before a worker of xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Marks the tests; those of a file, all of the engine and all of a cluster are for one worker.
-
-    Of sweeps, this run's part is left."""
+    """Marks what needs an engine, hosts or commands; all tests of a file, of the engine and of a cluster are for
+    one worker. Of sweeps, this run's part is left."""
     for item in items:
-        mark = next((mark for mark, places in MARKS.items() if item.nodeid.startswith(places)), None)
-        shares_ranks = "engine" in getattr(item, "fixturenames", ())
-        mark = mark or ("engine" if shares_ranks else None)
-        group = item.nodeid.partition("::")[0]
-        if mark is not None:
-            item.add_marker(mark)
-        if mark in ("engine", "cluster"):
-            group = "cluster" if item.nodeid.startswith(BESIDE_CLUSTER) and not shares_ranks else mark
+        fixtures = getattr(item, "fixturenames", ())
+        for mark, needs in FIXTURES.items():
+            if not needs.isdisjoint(fixtures):
+                item.add_marker(mark)
+        if item.path.is_relative_to(COMMANDS):
+            item.add_marker("commands")
+        group = next((mark for mark in ("cluster", "engine") if item.get_closest_marker(mark)), str(item.path))
         item.add_marker(pytest.mark.xdist_group(group))
+    draw, left = draw_of(config), set()
+    for item in items:
+        place = place_of(item, is_whole=config.option.is_whole)
+        if place is not None:
+            item.add_marker("sweep")
+            if not draw.has(place):
+                left.add(item)
+    config.hook.pytest_deselected(items=list(left))
+    items[:] = [item for item in items if item not in left]
     items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in MARKS])
-    leave_out(config, items)
     yield
     if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in items):
         raise pytest.UsageError("this pytest-xdist does not group tests under this pytest; see setup.cfg")
+
+
+def place_of(item: pytest.Item, *, is_whole: bool) -> Place | None:
+    """Returns in which part of how many a test is, by its own mark `parts` or that of its file; None: in every run.
+
+    That of a file is for the slow tests in it, and for runs of all tests: who names a file gets all of it.
+    """
+    for node, mark in item.iter_markers_with_node("parts"):
+        if node is item or (is_whole and any(map(item.get_closest_marker, MARKS))):
+            return part_of(item.nodeid, *mark.args, **mark.kwargs)
+    return None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -182,22 +154,6 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         remove_buffers()
 
 
-def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves in a list of tests this run's part of each sweep, and marks all tests that are in parts as sweeps."""
-    config.stash[COLLECTED] = [item.nodeid for item in items]
-    draw, left = draw_of(config), []
-    for item in items:
-        is_fast = not any(map(item.get_closest_marker, MARKS))
-        place = part_of(item.nodeid, is_whole=config.option.is_whole, is_fast=is_fast)
-        if place is not None:
-            item.add_marker("sweep")
-        if not draw.has(place):
-            left.append(item)
-    config.hook.pytest_deselected(items=left)
-    gone = set(left)
-    items[:] = [item for item in items if item not in gone]
-
-
 def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
     """Returns the values of a parameter that are left in the fixture's module, for which alone it has to work."""
     return [value for (value,) in asked_together(request, parameter)]
@@ -212,7 +168,7 @@ def asked_together(request: pytest.FixtureRequest, *parameters: str) -> list[tup
 
 
 def draw_of(config: pytest.Config) -> Draw:
-    return Draw(part=None if config.option.part == "all" else int(config.option.part) % NUM_PARTS)
+    return Draw(part=None if config.option.part == "all" else int(config.option.part))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import re
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -24,16 +22,19 @@ from benchmarks.published.answers import Answer
 from benchmarks.questions import asked
 from docs import model_matrix, pictures
 from dstrain.cli.main import cli
+from dstrain.config.explain.job_key import job_keys
 from dstrain.config.imports import accelerate, read, trainer
-from dstrain.config.imports.shared import TRAINING_ARGUMENTS
 from dstrain.config.imports.source import Fate, Row
+from dstrain.config.imports.tables import TRAINING_ARGUMENTS
 from dstrain.facts.cluster.cpu import CPU_LIMITS
 from dstrain.facts.model import families
-from dstrain.monitor.curves import CURVES
 from dstrain.monitor.health.rules import RULES as HEALTH_RULES
+from dstrain.monitor.metrics import CURVES
 from dstrain.monitor.traffic import KINDS
 from dstrain.plan.search.decide import choice
 from dstrain.units import GIB
+
+pytestmark = pytest.mark.commands
 
 ROOT = Path(__file__).parent.parent
 README, CHINESE = ROOT / "README.md", ROOT / "README.zh-CN.md"
@@ -90,45 +91,17 @@ def cli_reference() -> str:
 
 
 def job_reference() -> str:
-    """Returns a row for every key of a job file: name, default and the docstring under its field."""
+    """Returns a row for every key of a job file: name, default and meaning; the keys of sections come last."""
     rows = ["| key | default | meaning |", "|---|---|---|"]
-    prefixes = {
-        "Job": "",
-        "Dpo": "dpo.",
-        "DataSource": "data[].",
-        "Lora": "lora.",
-        "RopeScaling": "rope_scaling.",
-        "Samples": "samples.",
-        "Monitor": "monitor.",
-        "HealthLimits": "health.RULE.",
-    }
-    names = ("data_source", "task_losses", "model_changes", "monitor", "schema")
-    sources = ((ROOT / f"dstrain/job/{name}.py").read_text(encoding="utf-8") for name in names)
-    classes = {node.name: node for source in sources for node in ast.parse(source).body
-               if isinstance(node, ast.ClassDef)}  # fmt: skip
-    for name, prefix in prefixes.items():
-        for field, doc in pairwise(classes[name].body):
-            if not (isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr)):
-                continue
-            has_row = ast.unparse(field.target) in ("columns", "lr_scheduler_kwargs")
-            if isinstance(field.value, ast.Call) and not has_row:
-                continue  # a section, whose keys have rows of their own, or env
-            default = "required" if field.value is None else f"`{_plain_default(field.value)}`"
-            text = ast.literal_eval(doc.value).replace("\n", " ")
-            rows.append(f"| `{prefix}{ast.unparse(field.target)}` | {default} | {text} |")
+    for key in sorted(job_keys().values(), key=lambda key: "." in key.path):
+        is_section = "default" not in key.schema and (key.inside or key.path == "env")
+        if is_section or key.path.startswith("eval_data[]"):
+            continue  # its keys have rows of their own, which those of eval_data repeat
+        default = "`{}`" if key.schema.get("type") == "object" else "required"
+        if "default" in key.schema:
+            default = f"`{str(key.default_text).replace(chr(34), '')}`"
+        rows.append(f"| `{key.path}` | {default} | {key.meaning} |")
     return "\n".join(rows)
-
-
-def _plain_default(value: ast.expr) -> str:
-    """Returns a default as it is written in YAML."""
-    if isinstance(value, ast.Attribute):
-        return value.attr.lower()
-    if isinstance(value, ast.Call):
-        return "{}"
-    if isinstance(value, ast.Tuple):
-        return f"[{', '.join(map(_plain_default, value.elts))}]"
-    plain = ast.literal_eval(value)
-    return json.dumps(plain) if isinstance(plain, bool) or plain is None else str(plain)
 
 
 def _run(*words: str, cwd: Path = ROOT, check: bool = True) -> subprocess.CompletedProcess[str]:
@@ -170,18 +143,7 @@ def edits_output() -> str:
             done = _run("-m", "dstrain.cli", *words, cwd=place, check=not fails)
             return f"$ dstrain {' '.join(words)}\n{done.stdout.rstrip()}"
 
-        _run(
-            "-m",
-            "dstrain.cli",
-            "gen-config",
-            "--gpus",
-            "16",
-            "--model",
-            "qwen3-32b",
-            "--hosts",
-            "gpu[01-02]",
-            cwd=place,
-        )
+        typed("gen-config", "--gpus", "16", "--model", "qwen3-32b", "--hosts", "gpu[01-02]")
         _replace(place / "ds_config.json", '"overlap_comm": true', '"overlap_com": false')
         _replace(place / "job.yaml", "seed: 42", "seed: 7")
         found = [typed("lint", fails=True)]
@@ -389,6 +351,8 @@ def test_every_known_model_has_a_row_of_the_matrix() -> None:
     assert model_matrix.PAGE.read_text(encoding="utf-8").endswith(f"\n{model_matrix.foot()}\n")
 
 
+@pytest.mark.sweep
+@pytest.mark.parts(48)
 @pytest.mark.parametrize("cluster", model_matrix.CLUSTERS)
 @pytest.mark.parametrize("name", families.known())
 def test_a_cell_of_the_matrix_is_the_plan(name: str, cluster: str) -> None:
@@ -505,16 +469,10 @@ def test_a_chinese_page_has_the_same_commands_and_parts(pages: tuple[Path, Path]
     assert parts == translated or pages[0].name == "index.md"  # developers' pages are in English
 
 
-@pytest.mark.parametrize("name", [name for name, _ in commands()])
-def test_every_command_has_an_example(name: str) -> None:
-    command = dict(commands())[name]
+@pytest.mark.parametrize(("name", "command"), commands(), ids=[name for name, _ in commands()])
+def test_every_command_has_an_example_and_every_option_help(name: str, command: click.Command) -> None:
     assert "Example:" in (command.help or "")
-
-
-@pytest.mark.parametrize("name", [name for name, _ in commands()])
-def test_every_option_has_help(name: str) -> None:
-    for parameter in dict(commands())[name].params:
-        assert not isinstance(parameter, click.Option) or parameter.help, parameter.name
+    assert [each.name for each in command.params if isinstance(each, click.Option) and not each.help] == []
 
 
 def test_every_module_says_what_it_is() -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 USERS = {
     "DS_ACCELERATOR": "cpu",
@@ -24,6 +26,8 @@ TESTS = (
     "tests/launch/prepare/test_inputs.py",
 )
 """Some of those that failed with these variables."""
+
+pytestmark = pytest.mark.commands
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

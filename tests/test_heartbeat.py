@@ -10,11 +10,11 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dstrain.heartbeat import MARK, Heartbeat, Phase, Receiver, Sender, address, decode
-from dstrain.launch.nodes.spec import new_mark
+from dstrain.launch.nodes.connection import new_mark
 
 SEND = """
 import os, socket, sys
@@ -83,7 +83,8 @@ HEARTBEAT = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300)
+@example(b"{}")
+@example(b'{"rank": -1, "step": 0, "phase": "step", "total": 0}')
 @given(st.binary() | HEARTBEAT.map(lambda value: json.dumps(value).encode()))
 def test_no_bytes_raise(raw: bytes) -> None:
     heartbeat = decode(raw)

@@ -14,6 +14,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "levers.md"
 TABLES = re.compile(r"(?<=^```\n)model .*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.commands
 def test_the_page_has_the_figures_of_today(draw: Draw, request: pytest.FixtureRequest) -> None:
     update = request.config.getoption("--update")
     tables = [table(words) for words in (PAIRS if update else draw(PAIRS, 1))]

@@ -51,6 +51,7 @@ def test_about_twenty_cases_cover_stages_methods_offloading_lengths_and_kernels(
         assert {getattr(case, claim) for case in GPU_CASES} == {False, True}
 
 
+@pytest.mark.commands
 def test_a_gpu_of_80_gib_has_room_for_most_cases() -> None:
     cluster = clusters.describe(
         gpu=gpus.gpu("h100"), gpu_origin=Origin.GIVEN, gpus=1, host_memory_bytes=2**40, host_memory_origin=Origin.GIVEN
@@ -75,6 +76,8 @@ def test_what_was_not_planned_or_not_measured_to_its_end_has_no_error(outcome: s
     assert result(outcome).error(quantity) is None
 
 
+@pytest.mark.cluster
+@pytest.mark.parts(6, at=3)
 def test_one_case_is_measured_on_the_cpu_and_compared_with_its_plan(tmp_path: Path) -> None:
     answer = tmp_path / "answer.json"
     program = [sys.executable, str(CHECKOUT / "benchmarks" / "measure.py")]

@@ -15,7 +15,7 @@ from benchmarks.published.out_of_sample import HalfScore
 from benchmarks.published.ranges import covering, error_ranges
 from benchmarks.published.rows import Row, read
 from benchmarks.published.scope import is_asked
-from dstrain.plan.speed.error_ranges import ERROR_RANGES
+from dstrain.plan.speed.step_time import ERROR_RANGES
 
 RUNS = Path(__file__).parent / "published" / "published_runs.csv"
 
@@ -34,9 +34,9 @@ def test_the_file_has_the_half_of_every_table_that_is_asked_about() -> None:
     assert read_halves() == split(rows(), read_halves()), "python benchmarks/predict.py --write-halves"
 
 
+@pytest.mark.commands
 def test_a_new_table_moves_no_other() -> None:
     known = split(rows(), {})
-
     for table in known:
         kept = {other: half for other, half in known.items() if other != table}
         again = split(rows(), kept)
@@ -54,14 +54,12 @@ def test_both_halves_have_tables_of_every_publisher_with_two() -> None:
 def test_packed_rows_are_no_bounds() -> None:
     packed = next(row for row in rows() if row.id == "swift-mcore-qwen25-14b-z3")
     padded = next(row for row in rows() if row.id == "swift26-quant-qwen-7b-chat-bf16")
-
     assert (is_bound(packed), is_bound(padded)) == (False, True)
 
 
 def test_bounds_are_counted_and_in_no_figure(answers: tuple[Answer, ...]) -> None:
     fit, unseen = predict.both_halves(answers)
     compared = [one.speed for one in answers if one.speed is not None]
-
     assert fit.speed is not None
     assert unseen.speed is not None
     assert fit.speed.count + unseen.speed.count == sum(speed.side is Side.BOTH for speed in compared)
@@ -95,6 +93,5 @@ def test_the_ranges_are_those_of_the_unseen_half(answers: tuple[Answer, ...]) ->
 
 def test_a_range_covers_four_fifths_of_tables_of_any_size() -> None:
     large = [("large", size / 100) for size in range(1, 11)]
-
     assert covering(large) == 0.08
     assert covering([*large, ("small", 0.5)]) == 0.5

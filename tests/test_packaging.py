@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.editors
+
 ROOT = Path(__file__).parent.parent
 DATA = ("ds_templates", "launch", "hostfiles")
 
@@ -30,7 +32,7 @@ def tree() -> set[str]:
     """Returns the files that a wheel must hold, by their names inside it."""
     code = {str(path.relative_to(ROOT)) for path in (ROOT / "dstrain").rglob("*.py")}
     code |= {"dstrain/py.typed", "dstrain/facts/model/aliases.json"}
-    code |= {str(path.relative_to(ROOT)) for path in (ROOT / "dstrain/config/imports").glob("*.toml")}
+    code |= {str(path.relative_to(ROOT)) for path in (ROOT / "dstrain").rglob("*.toml")}
     pages = (path for path in (ROOT / "dstrain/report").glob("page.*") if path.suffix != ".py")
     code |= {str(path.relative_to(ROOT)) for path in pages}
     data = {f"dstrain/_data/{path.relative_to(ROOT)}" for folder in DATA for path in (ROOT / folder).iterdir()}

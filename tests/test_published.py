@@ -14,13 +14,22 @@ from benchmarks.published import report
 from benchmarks.published.answers import Answer, Comparison, Side, Verdict, table_of, tokens_per_s_per_gpu
 from benchmarks.published.figures import Figures, predicted, read_csv, to_csv
 from benchmarks.published.halves import read_halves
+from benchmarks.published.pytorch.sharding import with_states
 from benchmarks.published.question import ask
 from benchmarks.published.rows import Basis, Outcome, Publisher, Row, parse, read
 from benchmarks.published.scope import excluded, is_asked, scope
 from benchmarks.published.score import Score, confusion, score
 from benchmarks.published.shelf import find_cluster, find_gpu, find_model
-from benchmarks.published.training_code import TRANSFORMERS_4, TRANSFORMERS_4_45, UNSLOTH, Loss, OnTape
-from dstrain.choices import LossKernel, Method, StateDtypes
+from benchmarks.published.training_code import (
+    TRANSFORMERS_4,
+    TRANSFORMERS_4_45,
+    UNSLOTH,
+    Loss,
+    OnTape,
+    StateDtypes,
+    published,
+)
+from dstrain.choices import LossKernel, Method
 from dstrain.facts.model.families import from_config
 from tests.draws import Draw
 
@@ -138,6 +147,7 @@ def test_the_rows_in_scope_have_a_stored_prediction_each() -> None:
     assert list(read_csv(STORED)) == [row.id for row in rows() if is_asked(row)], UPDATE
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("runs", "path", "size"), [(RUNS, STORED, 40), (LATER, LATER_STORED, 4)], ids=["all", "later"])
 def test_the_planner_still_gives_the_stored_figures(
     runs: Path, path: Path, size: int, draw: Draw, request: pytest.FixtureRequest
@@ -186,10 +196,9 @@ def test_what_is_in_scope() -> None:
 def test_fms_baseline_is_transformers_4_with_fp32_adapters_and_dropout() -> None:
     asked = ask(made()).configuration
     assert (asked.model.method, asked.kernels.loss) == (Method.LORA, LossKernel.FULL)
-    assert asked.code == TRANSFORMERS_4
+    assert asked.code == with_states(TRANSFORMERS_4, StateDtypes.PURE_BF16)
     assert (asked.model.lora.rank, asked.model.lora.dropout) == (16, 0.1)
     assert asked.model.lora.targets == ("q_proj", "k_proj", "v_proj", "o_proj")
-    assert asked.model.state_dtypes is StateDtypes.PURE_BF16
 
 
 @pytest.mark.parametrize(
@@ -210,15 +219,15 @@ def test_fms_kernels_are_told_by_the_notes(words: str, unsloth: bool, loss: Loss
 
 def test_fms_tables_of_2024_ran_transformers_4_45() -> None:
     source = "foundation-model-stack/fms-acceleration scripts/benchmarks/refs/a100_80gb_liger.csv"
-    assert ask(made(source=source)).configuration.code == TRANSFORMERS_4_45
+    assert ask(made(source=source)).configuration.code == with_states(TRANSFORMERS_4_45, StateDtypes.PURE_BF16)
 
 
 def test_fsdp_under_autocast_keeps_fp32_shards_and_one_gpu_does_not() -> None:
     autocast = {"method": "full", "precision": "bfloat16 autocast"}
     alone = ask(made(**autocast)).configuration
     sharded = ask(made(**autocast, zero_stage="3 (FSDP)", n_gpus="4")).configuration
-    assert (alone.model.state_dtypes, alone.zero.stage) == (StateDtypes.PURE_BF16, 0)
-    assert (sharded.model.state_dtypes, sharded.zero.stage) == (StateDtypes.AUTOCAST, 3)
+    assert (published(alone.code).state_dtypes, alone.zero.stage) == (StateDtypes.PURE_BF16, 0)
+    assert (published(sharded.code).state_dtypes, sharded.zero.stage) == (StateDtypes.AUTOCAST, 3)
 
 
 def test_trl_makes_norms_fp32_beside_a_quantised_base_of_one_gpu() -> None:
@@ -273,6 +282,7 @@ def test_a_run_with_shorter_samples_than_stated_may_fit() -> None:
     assert confusion([shorter]).unclear == 1
 
 
+@pytest.mark.commands
 def test_any_table_with_the_same_columns_is_scored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = RUNS.read_text(encoding="utf-8").splitlines()
     other = tmp_path / "other.csv"

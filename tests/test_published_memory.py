@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published.pytorch import fsdp
+from benchmarks.published.pytorch import fsdp, live_bytes
 from benchmarks.published.pytorch.estimate import reserved
+from benchmarks.published.pytorch.sharding import with_states
 from benchmarks.published.shelf import find_model
-from benchmarks.published.training_code import PLANNED, TRANSFORMERS_4_45, UNSLOTH, Loss, with_loss
-from dstrain.choices import Attention, Method, Offload, Optimizer, StateDtypes
+from benchmarks.published.training_code import PLANNED, TRANSFORMERS_4_45, UNSLOTH, Loss, StateDtypes, with_loss
+from dstrain.choices import Attention, Method, Offload, Optimizer
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.memory import pytorch_sharding
 from dstrain.plan.memory.outside import context_bytes, nccl_bytes
 from dstrain.plan.memory.reserved import Reserved
 from dstrain.units import GIB, MIB
@@ -46,8 +46,7 @@ ONE_GPU = changed(
     grad_ckpt=True,
     attn=Attention.FLASH_ATTENTION_2,
     packing=True,
-    state_dtypes=StateDtypes.AUTOCAST,
-    code=replace(TRANSFORMERS_4_45, fused=UNSLOTH),
+    code=with_states(replace(TRANSFORMERS_4_45, fused=UNSLOTH), StateDtypes.AUTOCAST),
     expandable_segments=False,
 )
 """How fms-acceleration's a100_80gb_liger.csv was measured."""
@@ -97,7 +96,7 @@ def test_after_memory_ran_out_once_blocks_lie_closer() -> None:
     [
         (2, 8, {"loss": Loss.IN_PLACE}, 38142, 0.03),
         (4, 8, {"loss": Loss.IN_PLACE}, 34897, 0.03),
-        (2, 2, {"method": Method.FULL, "state_dtypes": StateDtypes.PURE_BF16, "code": TRANSFORMERS_4_45}, 44382, 0.06),
+        (2, 2, {"method": Method.FULL, "code": with_states(TRANSFORMERS_4_45, StateDtypes.PURE_BF16)}, 44382, 0.06),
         (4, 4, {"method": Method.FULL, "loss": Loss.LIGER}, 47700, 0.06),
     ],
 )
@@ -112,15 +111,17 @@ def test_fsdp_holds_what_nvidia_smi_shows(
 
 
 def test_segments_that_grow_hold_less() -> None:
-    configuration = changed(ONE_GPU, method=Method.FULL, state_dtypes=StateDtypes.PURE_BF16)
+    configuration = changed(ONE_GPU, method=Method.FULL, code=with_states(ONE_GPU.code, StateDtypes.PURE_BF16))
     growing = changed(configuration, expandable_segments=True)
-    peak = pytorch_sharding.peak(MISTRAL, configuration, 1).total
+    peak = live_bytes.peak(MISTRAL, configuration, 1).total
     assert peak <= held(MISTRAL, growing).reserved_bytes < 1.02 * peak < held(MISTRAL, configuration).reserved_bytes
 
 
 def test_on_one_gpu_gradients_of_almost_all_layers_meet_activations() -> None:
-    configuration = changed(ONE_GPU, method=Method.FULL, optimizer=Optimizer.SGD, state_dtypes=StateDtypes.PURE_BF16)
-    peak = pytorch_sharding.peak(MISTRAL, configuration, 1)
+    configuration = changed(
+        ONE_GPU, method=Method.FULL, optimizer=Optimizer.SGD, code=with_states(ONE_GPU.code, StateDtypes.PURE_BF16)
+    )
+    peak = live_bytes.peak(MISTRAL, configuration, 1)
     assert peak.name == "layer backward"
     assert peak.grads == pytest.approx(2 * MISTRAL.num_params, rel=0.05)
 
@@ -138,7 +139,7 @@ def test_a_run_that_is_too_large_runs_out_of_memory() -> None:
 def test_fsdp_with_shards_in_ram_leaves_no_more_on_the_gpu_than_gathered_units(
     method: Method, state_dtypes: StateDtypes
 ) -> None:
-    here = changed(ONE_GPU, method=method, zero_stage=3, state_dtypes=state_dtypes)
+    here = changed(ONE_GPU, method=method, zero_stage=3, code=with_states(ONE_GPU.code, state_dtypes))
     configuration = changed(here, offload=Offload.PARAMS)
     alive: dict[Hashable, int] = {}
     left = []
@@ -146,7 +147,6 @@ def test_fsdp_with_shards_in_ram_leaves_no_more_on_the_gpu_than_gathered_units(
         for key, size, *_ in events:
             alive[key] = size
         left.append(sum(alive.values()))
-
     units = fsdp._Run(MISTRAL, configuration, 4).bytes
     assert left[1] == left[2] <= fsdp.IN_FLIGHT * max(units[1:]) + units[fsdp.ROOT]
     assert held(MISTRAL, configuration, 4).reserved_bytes < held(MISTRAL, here, 4).reserved_bytes

@@ -16,6 +16,8 @@ import pytest
 
 from tests.browser import Browser
 
+pytestmark = [pytest.mark.editors, pytest.mark.parts(6, at=4)]
+
 ROOT = Path(__file__).parent.parent
 QUERIES = Path(__file__).with_name("search_queries.txt")
 """What people type, in English or Chinese: query, and the pages that answer."""

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.health_exam.injection import Injection, Steps, change_batches
 from dstrain.monitor.expert_loads import routers_of
-from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.data.rendering import IGNORED
 
 
 def leak(injection: Injection) -> None:

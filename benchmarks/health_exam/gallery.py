@@ -21,12 +21,12 @@ from dstrain.facts.cluster.cluster import Origin, describe
 from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.model.families import from_config
 from dstrain.facts.workload import Workload
+from dstrain.monitor.run_record import read
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess
 from dstrain.records import to_data, to_json
 from dstrain.report import page as report_page
-from dstrain.report.recorded import read
 from dstrain.report.report import report
 from dstrain.rundir import RunDir
 

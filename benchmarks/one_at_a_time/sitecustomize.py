@@ -32,7 +32,7 @@ def _hold_back(setup: Any, trainer: Any) -> None:
         return prepare(*arguments)
 
     setup.prepare = alone
-    sys.modules["dstrain.train.saving"].Saver.save_final = trainer._save_checkpoint = lambda *_, **__: None
+    sys.modules["dstrain.train.parts.saving"].Saver.save_final = trainer._save_checkpoint = lambda *_, **__: None
 
 
 if LOCK in os.environ:

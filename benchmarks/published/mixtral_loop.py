@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dstrain.plan.memory.layers import ops
 from dstrain.plan.memory.layers.context import Context
-from dstrain.plan.memory.layers.graph import Tensors
-from dstrain.plan.memory.layers.tensor import Tensor
+from dstrain.plan.memory.layers.tape import Tensor, Tensors
 
 INDEX = 8
 """Bytes of an index."""

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from benchmarks.published import variants
 from benchmarks.published.rows import Publisher, Row
 from benchmarks.published.shelf import find_cluster, find_model, folded, gpus_at_work
-from benchmarks.published.training_code import PLANNED
+from benchmarks.published.training_code import PLANNED, StateDtypes
 from benchmarks.published.variants import Checkpointing, method, parallel
-from dstrain.choices import Attention, Method, Offload, Precision, StateDtypes
+from dstrain.choices import Attention, Method, Offload, Precision
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.memory.adapters import linear_names
 from dstrain.plan.memory.layers.activations import has_layer_code
+from dstrain.plan.memory.params import linear_names
 
 DEFAULT_SEQ_LEN = 2048
 """InternEvo's configs/7B_sft.py: SEQ_LEN, where the notes refer to it."""
@@ -64,7 +64,6 @@ def ask(row: Row) -> Question:
         zero_stage=_stage(row),
         offload=_offload(row),
         optimizer=variants.optimizer(row),
-        state_dtypes=variants.state_dtypes(row),
         sp=int(row.noted("sequence_parallel_size") or 1),
         tp=parallel(row, "tp"),
         overlap_comm=row.publisher is Publisher.INTERNEVO or DEFAULTS.zero.overlap_comm,
@@ -101,7 +100,7 @@ def _like_the_trainer(configuration: Configuration, row: Row, model: ModelFacts)
     leave these `auto`, with overlap_comm on.
     """
     trainers = (Publisher.SWIFT, Publisher.OTHER)
-    if row.publisher not in trainers or configuration.model.state_dtypes is not StateDtypes.MIXED:
+    if row.publisher not in trainers or variants.state_dtypes(row) is not StateDtypes.MIXED:
         return configuration
     h = model.hidden_size
     return changed(

@@ -9,7 +9,7 @@ from itertools import groupby
 from benchmarks.published.answers import Answer, Side, table_of
 from benchmarks.published.halves import Half
 from benchmarks.published.question import ask
-from dstrain.plan.speed.error_ranges import ErrorRange, Extent, extent, is_compared
+from dstrain.plan.speed.step_time import ErrorRange, Extent, extent, is_compared
 
 COVERAGE = 0.8
 """Share of predictions inside a range."""
@@ -61,7 +61,7 @@ def covering(rows: Sequence[tuple[str, float]]) -> float:
 
 
 def as_code(ranges: Iterable[ErrorRange]) -> str:
-    """Returns the table as it stands in dstrain/plan/speed/error_ranges.py."""
+    """Returns the table as it stands in dstrain/plan/speed/step_time.py."""
     lines = [
         f"    ErrorRange(extent=Extent.{found.extent.name}, is_full={found.is_full}, ratio={found.ratio},"
         f" runs={found.runs}, tables={found.tables}),"

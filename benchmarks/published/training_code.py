@@ -9,11 +9,11 @@ from types import MappingProxyType
 
 from benchmarks.published import mixtral_loop
 from dstrain.choices import LossKernel
+from dstrain.facts.model.families import LIGER
+from dstrain.facts.model.traits import FusedParts
 from dstrain.plan.memory.layers import losses, ops
 from dstrain.plan.memory.layers.context import Context
-from dstrain.plan.memory.layers.graph import Tensors
-from dstrain.plan.memory.layers.kernels import LIGER, FusedParts
-from dstrain.plan.memory.layers.tensor import Param, Part, Tensor
+from dstrain.plan.memory.layers.tape import Param, Part, Tensor, Tensors
 from dstrain.plan.speed.kernel_costs import Cost
 from dstrain.plan.training_code import ExpertLoop, TrainingCode
 
@@ -176,15 +176,48 @@ def compiled_loss(run: Context, logits: Tensor) -> Tensor:
     return tape.new(1, ops.FP32, tape.node((logits,), backward))
 
 
+class StateDtypes(StrEnum):
+    """Who keeps which copy of a parameter.
+
+    `mixed` is DeepSpeed: weights and gradients in the training precision, an fp32 master copy and fp32 states.
+    `pure-bf16` and `autocast` are PyTorch without DeepSpeed (one GPU, DDP, FSDP): everything in bf16, or everything in
+    fp32 with bf16 copies made for each use."""
+
+    MIXED = "mixed"
+    PURE_BF16 = "pure-bf16"
+    AUTOCAST = "autocast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedCode(TrainingCode):
+    """Training code with what PyTorch's own sharding holds otherwise."""
+
+    state_dtypes: StateDtypes = StateDtypes.MIXED
+    """Which copies of a parameter exist, and so whether DeepSpeed or PyTorch's own sharding holds them."""
+    has_peft: bool = True
+    """Whether adapters are PEFT's: fp32 unless DeepSpeed casts them. Others have the training precision."""
+    fuses_step: bool = False
+    """Whether AdamW without DeepSpeed is the fused one; the foreach one has temporaries as large as the parameters."""
+    has_linear_experts: bool = False
+    """Whether each expert is made of linears of its own, which 4 bits can hold."""
+    scale_bytes: float = 0.0
+    """Bytes by which the scales of a 4-bit weight exceed those that are quantised too."""
+
+
+def published(code: TrainingCode) -> PublishedCode:
+    """Returns training code with these fields, at their defaults unless it has them."""
+    return code if isinstance(code, PublishedCode) else PublishedCode()
+
+
 _EXPERT_LOOP = ExpertLoop(kernels=(11.0, 20.0), modules=3)
 """Kernels of an expert: choose, gather, three products, activation, two products of elements, add. Source:
 modeling_mixtral.py of Transformers 4.44."""
 
-TRANSFORMERS_5 = TrainingCode(
+TRANSFORMERS_5 = PublishedCode(
     has_early_states=False, splits_packed_rows=False, masks_padding=True, loss=OnTape(Loss.FULL, Losses())
 )
 """What others run on Transformers 5."""
-TRANSFORMERS_4 = TrainingCode(
+TRANSFORMERS_4 = PublishedCode(
     loss=OnTape(Loss.FULL, Losses(shifts=True, widens_fused=True)),
     has_early_states=False,
     stops_early=False,
@@ -200,7 +233,7 @@ TRANSFORMERS_4 = TrainingCode(
 """Transformers 4.46 to 4.52: checkpointing is reentrant unless told otherwise, the loss is that of a shifted copy, and
 experts are linear layers, one after the other. Source: modeling_llama.py of Transformers 4.44:
 LlamaForCausalLM.forward."""
-TRANSFORMERS_4_45 = TrainingCode(
+TRANSFORMERS_4_45 = PublishedCode(
     loss=OnTape(Loss.FULL, Losses(shifts=True, is_returned=False, drops_last=True, widens_fused=True)),
     has_early_states=False,
     stops_early=False,
@@ -216,7 +249,7 @@ TRANSFORMERS_4_45 = TrainingCode(
 )
 """Transformers 4.45 and before: drops the logits in the training precision earlier, and repeats keys and values before
 flash attention. Source: its modeling_mistral.py, modeling_mixtral.py: …FlashAttention2.forward."""
-TORCHTUNE = TrainingCode(
+TORCHTUNE = PublishedCode(
     loss=OnTape(Loss.FULL, Losses(shifts=True, widens_fused=True, chunk_loss=compiled_loss)),
     inputs_in_flight=3,  # two on their way out, and the last, which is needed first
     stops_early=False,
@@ -228,7 +261,7 @@ TORCHTUNE = TrainingCode(
     mixtral=mixtral_loop.mixtral,
 )
 """Torchtune and torchtitan, with layer code, adapters and losses of their own."""
-LITGPT = TrainingCode(
+LITGPT = PublishedCode(
     # litgpt utils.py: chunked_cross_entropy, in the training precision
     loss=OnTape(Loss.FULL, Losses(shifts=True, widens_fused=True, chunk_loss=losses.cross_entropy)),
     stops_early=False,
@@ -242,7 +275,7 @@ LITGPT = TrainingCode(
 )
 """LitGPT, with layer code, adapters and losses of its own."""
 
-LLM_FOUNDRY = TrainingCode(
+LLM_FOUNDRY = PublishedCode(
     loss=OnTape(Loss.FULL, Losses(shifts=True)),
     splits_packed_rows=False,
     skips_packed_masks=True,
@@ -252,7 +285,7 @@ LLM_FOUNDRY = TrainingCode(
 """MPT: one kernel for a norm in the training precision, no rotary embedding, GELU, a fused loss, and FlashAttention in
 Triton, which has 0.5 to 0.6 of FlashAttention-2's speed on an A100 (arXiv 2307.08691, figure 5, from memory; the A100s
 of 80 GB at 16k to 64k come to 0.6). Source: llm-foundry models/layers/norm.py: LPLayerNorm; models/mpt."""
-INTERNEVO = TrainingCode(
+INTERNEVO = PublishedCode(
     loss=OnTape(Loss.FULL, Losses(shifts=True)),
     has_early_states=False,
     stops_early=False,

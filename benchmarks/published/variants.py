@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from enum import StrEnum
 
+from benchmarks.published.pytorch.sharding import Broadcast, with_states
 from benchmarks.published.rows import Publisher, Row
 from benchmarks.published.training_code import (
     COMPILED,
@@ -20,9 +21,11 @@ from benchmarks.published.training_code import (
     UNSLOTH,
     UNSLOTH_ADAPTER_COSTS,
     Loss,
+    StateDtypes,
+    published,
     with_loss,
 )
-from dstrain.choices import Method, Optimizer, StateDtypes
+from dstrain.choices import Method, Optimizer
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 from dstrain.plan.training_code import TrainingCode
 
@@ -113,14 +116,15 @@ def code(row: Row) -> TrainingCode:
     """Returns the training code, with its loss, Unsloth's kernels where they run, TRL's fp32 norms, and what of the
     weights and the optimizer is unlike dstrain's."""
     _, unsloth, loss = kernels(row)
-    base = replace(with_loss(_code(row), loss), fuses_step=fuses_step(row), scale_bytes=_scale_bytes(row))
+    own = published(with_loss(_code(row), loss))
+    base: TrainingCode = replace(own, fuses_step=fuses_step(row), scale_bytes=_scale_bytes(row))
     if unsloth:
         costs = UNSLOTH_ADAPTER_COSTS if method(row) is Method.QLORA else None
         base = replace(base, fused=UNSLOTH, adapter_costs=costs)
     if compiles(row):
         adapters = None if method(row) is Method.FULL else COMPILED_ADAPTER_COSTS
         base = replace(base, fused=COMPILED, adapter_costs=adapters)
-    return replace(base, has_fp32_residual=has_fp32_norms(row))
+    return with_states(replace(base, has_fp32_residual=has_fp32_norms(row)), state_dtypes(row))
 
 
 def _code(row: Row) -> TrainingCode:
@@ -142,17 +146,17 @@ def _code(row: Row) -> TrainingCode:
     if row.publisher is Publisher.LLM_FOUNDRY:
         return LLM_FOUNDRY
     if row.publisher is Publisher.INTERNEVO:
-        return replace(INTERNEVO, broadcast_ranks=_sharers(row))
+        return _internevo(row)
     return LITGPT if row.publisher is Publisher.LITGPT else TRANSFORMERS_5
 
 
-def _sharers(row: Row) -> int | None:
-    """Returns how many ranks share InternEvo's optimizer states: `zero1` of them, or all with the same weights."""
+def _internevo(row: Row) -> TrainingCode:
+    """Returns InternEvo's code, whose optimizer states `zero1` ranks share, or all with the same weights."""
     match = re.search(r"zero1=(-?\d+)", row.notes)
     if match is None:
-        return None
+        return INTERNEVO
     size = int(match.group(1))
-    return size if size > 0 else row.num_gpus // parallel(row, "tp")
+    return replace(INTERNEVO, collectives=Broadcast(size if size > 0 else row.num_gpus // parallel(row, "tp")))
 
 
 def state_dtypes(row: Row) -> StateDtypes:

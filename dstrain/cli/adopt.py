@@ -11,10 +11,9 @@ from dstrain import __version__
 from dstrain.cli.console import answer_json, say
 from dstrain.config.edits import edit
 from dstrain.config.edits.lock import GENERATED, LOCK, Lock, read_lock, standing, write_files
-from dstrain.config.lint import engine
-from dstrain.config.lint.finding import lines
 from dstrain.errors import InvalidConfig
 from dstrain.facts.releases import installed
+from dstrain.findings import errors, lines
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.lint_job import lint_job, refused
 from dstrain.paths import alone
@@ -61,7 +60,7 @@ def _lint(folder: Path) -> None:
     if not path.is_file():
         return
     result = lint_job(read_job(job, is_only_read=True) if job.is_file() else None, path)
-    if engine.errors(result.findings):
+    if errors(result.findings):
         raise refused(result.findings)
     for finding in result.findings:
         say("\n".join(lines(finding)))

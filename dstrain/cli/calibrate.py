@@ -3,23 +3,165 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from dstrain import __version__
 from dstrain.cli.console import answer, answer_json, say, say_lines
-from dstrain.cli.output.calibrate import document, text
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster import calibration
 from dstrain.facts.cluster.calibration import Calibration
 from dstrain.launch.run.state import folder_of
-from dstrain.monitor.observed_run import ObservedRun, read_run
-from dstrain.monitor.shared_run import read_shared
+from dstrain.monitor.run_record import read
 from dstrain.paths import shown
-from dstrain.plan.calibration.fit import Fit, fit
+from dstrain.plan.calibration.fit import Compared, Fit, fit
+from dstrain.plan.calibration.next_run import NextRun, next_run
+from dstrain.plan.calibration.observed import Observed
 from dstrain.plan.estimate import assess
-from dstrain.units import counted
+from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.search.search_space import global_batch
+from dstrain.records import to_data
+from dstrain.report.calibration import ObservedRun, observed
+from dstrain.report.share import read_shared
+from dstrain.units import counted, format_bytes, format_seconds
+from dstrain.wrapping import aligned, wrapped
+
+
+def text(fits: Sequence[Fit], runs: Sequence[ObservedRun]) -> str:
+    """Returns the text for people."""
+    lines: list[str] = []
+    for one in fits:
+        own = [run for run in runs if run.observed.workload.cluster.gpu.name == one.gpu]
+        lines += [*_constants(one), "", *_plans([one.compared(run.observed) for run in own])]
+        lines += [wrapped(f"left out of {run.observed.name}: {reason}") for run in own for reason in run.left_out]
+        advice = next_run(_own(runs, one), one)
+        lines += [] if advice is None else ["", wrapped(_next(advice))]
+    return "\n".join(lines)
+
+
+def _constants(one: Fit) -> Iterator[str]:
+    """Yields the table of one GPU's constants, then those that stay by reason."""
+    if one.changed:
+        rows = [(one.gpu, "plans use", "runs say", "")]
+        for item in one.changed:
+            assert item.new is not None
+            span = "" if item.error_ratio is None else f"± {item.error_ratio:.0%}"
+            rows.append((item.name, _value(item.name, item.old), _value(item.name, item.new), span))
+        yield from aligned(rows, right=range(1, len(rows[0])))
+    else:
+        yield f"{one.gpu}: no constant changes"
+    reasons: dict[str, list[str]] = {}
+    for item in one.constants:
+        if item.kept is not None:
+            reasons.setdefault(item.kept, []).append(item.name)
+    for reason, names in reasons.items():
+        yield wrapped(f"stays    {', '.join(names)}: {reason}")
+
+
+def _plans(compared: Sequence[Compared]) -> Iterator[str]:
+    """Yields the table of the runs: measured, and the plan before and after."""
+    rows: list[tuple[str, ...]] = [("", "step", "planned", "next plan", "memory", "planned", "next plan")]
+    for item in compared:
+        measured_s, measured_bytes = item.run.step_s, _device_bytes(item.run)
+        rows.append(
+            (
+                item.run.name,
+                "-" if measured_s is None else format_seconds(measured_s),
+                *(_seconds(estimate, measured_s) for estimate in (item.before, item.after)),
+                "-" if measured_bytes is None else format_bytes(measured_bytes),
+                *(_bytes(estimate, measured_bytes) for estimate in (item.before, item.after)),
+            )
+        )
+    yield from aligned(rows, right=range(1, len(rows[0])))
+
+
+def _device_bytes(run: Observed) -> int | None:
+    """Returns a run's measurements of the GPU's memory."""
+    if run.reserved_bytes is None or run.outside_bytes is None:
+        return None
+    return run.reserved_bytes + run.outside_bytes
+
+
+def _seconds(estimate: Estimate, measured: float | None) -> str:
+    if estimate.speed is None:
+        return "-"
+    step_s = estimate.speed.step_s
+    return format_seconds(step_s) if measured is None else f"{step_s / measured - 1:+.1%}"
+
+
+def _bytes(estimate: Estimate, measured: int | None) -> str:
+    planned = _planned_bytes(estimate)
+    return format_bytes(planned) if measured is None else f"{planned / measured - 1:+.1%}"
+
+
+def _planned_bytes(estimate: Estimate) -> int:
+    """Returns a plan's figures for the same: the allocator's peak, and the memory outside of it."""
+    return estimate.memory.reserved_bytes_per_gpu + estimate.memory.breakdown_bytes.context
+
+
+def _next(advice: NextRun) -> str:
+    """Returns the run that tells the most, as options of gen-config, and what it would tell."""
+    options, model = " ".join(_options(advice)), advice.run.workload.model.name
+    ranges = f"from ± {advice.now:.1%} to ± {advice.after:.1%}"
+    return f"next run {model}, as gen-config {options}: it narrows the step times of such runs {ranges}"
+
+
+def _options(advice: NextRun) -> list[str]:
+    c, cluster = advice.run.configuration, advice.run.workload.cluster
+    sizes = ["--seq-len", c.batch.seq_len, "--micro-batch", c.batch.micro_batch]
+    sizes += ["--global-batch", global_batch(cluster, c), "--zero-stage", c.zero.stage, "--offload", c.zero.offload]
+    return [*map(str, sizes), "--grad-ckpt" if c.checkpointing.enabled else "--no-grad-ckpt"]
+
+
+def _value(name: str, value: float) -> str:
+    if name.endswith("_bytes"):
+        return format_bytes(value)
+    if name.endswith("_bytes_per_s"):
+        return f"{value / 1e9:,.1f} GB/s"
+    return f"{1e6 * value:.1f} µs" if name.endswith("_s") else f"{value:.3f}"
+
+
+def document(fits: Sequence[Fit], runs: Sequence[ObservedRun], path: Path) -> dict[str, Any]:
+    """Returns the same as JSON-ready data."""
+    return {
+        "schema": 1,
+        "file": str(path),
+        "gpus": {
+            one.gpu: {
+                "constants": [asdict(item) for item in one.constants],
+                "source": one.source,
+                "next_run": _advised(next_run(_own(runs, one), one)),
+                "runs": [_compared(one.compared(run)) for run in _own(runs, one)],
+            }
+            for one in fits
+        },
+        "left_out": {run.observed.name: list(run.left_out) for run in runs if run.left_out},
+        "measurements": {run.observed.name: to_data(run.measurement) for run in runs if run.measurement is not None},
+    }
+
+
+def _own(runs: Sequence[ObservedRun], one: Fit) -> list[Observed]:
+    """Returns the runs with the GPU of a fit."""
+    return [run.observed for run in runs if run.observed.workload.cluster.gpu.name == one.gpu]
+
+
+def _advised(advice: NextRun | None) -> dict[str, Any] | None:
+    if advice is None:
+        return None
+    model = advice.run.workload.model.name
+    return {"model": model, "options": _options(advice), "step_error_now": advice.now, "step_error_after": advice.after}
+
+
+def _compared(item: Compared) -> dict[str, Any]:
+    return {
+        "run": item.run.name,
+        "step_s": item.run.step_s,
+        "planned_step_s": [estimate.speed and estimate.speed.step_s for estimate in (item.before, item.after)],
+        "device_bytes": _device_bytes(item.run),
+        "planned_device_bytes": [_planned_bytes(estimate) for estimate in (item.before, item.after)],
+    }
 
 
 def calibrate(run_dirs: Sequence[Path], output: Path | None, *, dry_run: bool, as_json: bool) -> None:
@@ -40,11 +182,11 @@ def calibrate(run_dirs: Sequence[Path], output: Path | None, *, dry_run: bool, a
 
 
 def _read(run_dirs: Sequence[Path], present: Calibration) -> list[ObservedRun]:
-    """Returns what the runs measured. Raises InvalidConfig with the problems of all of them together."""
+    """Returns the measurements of the runs. Raises InvalidConfig with the problems of all of them together."""
     runs, problems = [], []
     for path in dict.fromkeys(path.resolve() for path in run_dirs):
         try:
-            runs.append(read_shared(path, present) if path.is_file() else read_run(folder_of(path), present))
+            runs.append(read_shared(path, present) if path.is_file() else observed(read(folder_of(path)), present))
         except InvalidConfig as error:
             problems.append(error)
     if problems:
@@ -55,11 +197,11 @@ def _read(run_dirs: Sequence[Path], present: Calibration) -> list[ObservedRun]:
 
 def _without_unknown_speed(run: ObservedRun) -> ObservedRun:
     """Returns the run without its time if plans predict none for its GPU."""
-    observed = run.observed
-    if observed.step_s is None or assess(observed.workload, observed.configuration).speed is not None:
+    known = run.observed
+    if known.step_s is None or assess(known.workload, known.configuration).speed is not None:
         return run
-    why = f"its step time: the speed of {observed.workload.cluster.gpu.name} is unknown"
-    return replace(run, observed=replace(observed, step_s=None), left_out=(*run.left_out, why))
+    why = f"its step time: the speed of {known.workload.cluster.gpu.name} is unknown"
+    return replace(run, observed=replace(known, step_s=None), left_out=(*run.left_out, why))
 
 
 def keep(run_dirs: Sequence[Path]) -> bool:
@@ -80,12 +222,12 @@ def _save(fits: Sequence[Fit], present: Calibration, path: Path) -> None:
 
 
 def _fits(runs: Sequence[ObservedRun]) -> list[Fit]:
-    """Returns what the runs say, by kind of GPU."""
+    """Fits the runs of each kind of GPU."""
     return [_fit(runs, gpu) for gpu in dict.fromkeys(run.observed.workload.cluster.gpu.name for run in runs)]
 
 
 def _fit(runs: Sequence[ObservedRun], gpu: str) -> Fit:
-    """Returns what the runs with one kind of GPU say."""
+    """Fits the runs with one kind of GPU."""
     with_gpu = [run for run in runs if run.observed.workload.cluster.gpu.name == gpu]
     own = [run.observed for run in with_gpu]
     sizes = sorted({run.workload.cluster.num_gpus for run in own})

@@ -13,14 +13,13 @@ from pathlib import Path
 from dstrain.cli.console import answer, answer_json, say, say_lines, talk
 from dstrain.cli.output.doctor import grouped, network_document, printable
 from dstrain.config.edits.lock import planned_cluster
-from dstrain.doctor.finding import count_text
-from dstrain.doctor.network_judge import expected, findings, gpu_of
-from dstrain.doctor.network_measure import Answer, Site, measure
+from dstrain.doctor.network_measure import Answer, Site, expected, findings, gpu_of, measure
 from dstrain.errors import DstrainError
 from dstrain.facts import probe
 from dstrain.facts.cluster import machines, measured_links
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.this_machine import trains_on_cpu
+from dstrain.findings import signs_text
 from dstrain.job.file import JobFile
 
 
@@ -39,7 +38,7 @@ def examine(file: JobFile | None, hostfile: Path | None, *, saves: bool, as_json
         answer_json(network_document(measurement, link, network_findings, kept))
     else:
         answer(printable("\n".join(grouped(network_findings, verbose=True))))
-    say(count_text(network_findings))
+    say(signs_text(network_findings))
     if saves:
         _say_kept(kept, site, hostfile)
 

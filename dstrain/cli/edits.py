@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.cli.console import answer, answer_json, say, say_unread_links
-from dstrain.cli.output.conflicts import shown
-from dstrain.cli.output.effects import effect_text
+from dstrain.cli.output.edits import effect_text, shown
 from dstrain.config.document import dotted
 from dstrain.config.edits.lock import LOCK, read_lock, standing
-from dstrain.config.edits.manual_edits import document as manual_document
-from dstrain.config.edits.manual_edits import manual_edits
+from dstrain.config.edits.regenerate import document as manual_document
+from dstrain.config.edits.regenerate import manual_edits
 from dstrain.errors import InvalidConfig
 from dstrain.launch.prepare.edit_effects import Effects, Measured, effects
 from dstrain.units import counted

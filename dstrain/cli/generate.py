@@ -1,4 +1,4 @@
-"""What `dstrain gen-config` does: plans, keeps hand edits, and writes the files with their record."""
+"""Carries out `dstrain gen-config`: plans, keeps hand edits, and writes the files with their record."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ import click
 
 from dstrain import __version__
 from dstrain.choices import Attention
-from dstrain.cli.console import answer, answer_json, say, say_lines
+from dstrain.cli.console import answer, answer_json, check_page, say, say_lines, write_page
 from dstrain.cli.options import data_lengths, remembered
 from dstrain.cli.options.question import PlanInputs, plan_inputs, uses_last
 from dstrain.cli.options.remembered import ResolvedOptions
 from dstrain.cli.options.typed import spelled, typed
-from dstrain.cli.output import conflicts, page, plan_page
+from dstrain.cli.output import edits, plan_page
 from dstrain.cli.output.generated import diff, edited_lines, next_lines, other_lines
-from dstrain.cli.output.plan import estimate_document, plan_document, plan_lines
-from dstrain.cli.output.run_time import data_lines
+from dstrain.cli.output.plan import data_lines, estimate_document, plan_document, plan_lines
 from dstrain.cli.types import OnConflict
 from dstrain.config.document import dotted
 from dstrain.config.edits import edit
@@ -51,7 +50,7 @@ def generate(
 ) -> None:
     """Plans with the options of `dstrain gen-config`, and writes or shows the files in a folder."""
     _require_usable(options["data"], force=force, on_conflict=on_conflict)
-    decide, verbose, is_written = conflicts.decider(on_conflict), options.pop("verbose"), not dry_run and not as_diff
+    decide, verbose, is_written = edits.decider(on_conflict), options.pop("verbose"), not dry_run and not as_diff
     html = _html(options, is_written=is_written)
     with alone(out / LOCK, "writes into this folder") if is_written else nullcontext():
         before = read_lock(out)
@@ -64,7 +63,7 @@ def generate(
         shown = {**lock.base, **merged.files}
         lines, edited_document = _edited(planned, lock.base, shown)
         if as_json:
-            extra = {"conflicts": conflicts.document(merged.conflicts), "files": shown, **edited_document}
+            extra = {"conflicts": edits.document(merged.conflicts), "files": shown, **edited_document}
             answer_json({**planned.document, **extra, **({"diff": diff(out, shown)} if as_diff else {})})
         elif as_diff:
             answer(diff(out, shown))
@@ -72,6 +71,7 @@ def generate(
             answer(shown["ds_config.json"])
         _refuse_foreign(out, merged)
         if is_written:
+            # an editor may have saved one of them while this planned
             _require_unchanged(out, files)
             _write(out, replace(lock, unsettled=merged.unsettled), before, merged, planned.page)
     if is_written:
@@ -89,7 +89,7 @@ class _Planned:
     """Model, machines and request."""
     plan: Plan
     data: data_lengths.TrainingData
-    """What is known of the training data."""
+    """Facts about the training data."""
     document: dict[str, Any]
     """The plan as JSON."""
     page: tuple[Path, str] | None
@@ -110,7 +110,7 @@ def _html(options: dict[str, Any], *, is_written: bool) -> Path | None:
     if html is not None and not is_written:
         raise click.UsageError("--html writes a page, and --dry-run and --diff write nothing; see dstrain plan --html.")
     if html is not None:
-        page.check(html, "plan")
+        check_page(html, "plan")
     return html
 
 
@@ -128,7 +128,7 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
     if not surveyed.fits:
         ways = data_lengths.ways(asked.options, facts, data, last=last)
         if html is not None:
-            page.write(html, plan_page.page(surveyed, question, ways, name=html.name))
+            write_page(html, plan_page.page(surveyed, question, ways, name=html.name))
         raise does_not_fit(facts.workload, facts.request, surveyed.first, ways)
     trained = data.run_time(facts.workload, surveyed.first)
     say_lines(plan_lines(surveyed, facts.workload, verbose=verbose, data=data_lines(data, trained, facts)))
@@ -146,7 +146,7 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
 def _edited(
     planned: _Planned, generated: Mapping[str, str], files: Mapping[str, str]
 ) -> tuple[list[str], dict[str, Any]]:
-    """Returns what files train whose edits stay, in lines and as JSON; nothing where that is the plan.
+    """Returns the training that files with edits describe, in lines and as JSON; nothing if it is the plan.
 
     `fits` is None in JSON if no plan can be made of them.
     """
@@ -170,7 +170,7 @@ def _edited(
 def _next_lines(
     out: Path, generated: Mapping[str, str], files: Mapping[str, str], planned: _Planned, edited: Mapping[str, Any]
 ) -> list[str]:
-    """Returns what to type next; edits that stay may have errors that `dstrain run` refuses."""
+    """Returns the next command; edits that stay may have errors that `dstrain run` refuses."""
     errors = any(files[name] != text for name, text in generated.items()) and _has_errors(out)
     return next_lines(out, files, planned.asked, planned.plan, **edited, has_errors=errors)
 
@@ -202,7 +202,7 @@ def _still_tuned(asked: ResolvedOptions, before: Lock | None) -> tuple[str, ...]
 
 
 def _files(out: Path, lock: Lock, before: Lock | None, *, reopens: bool) -> list[Standing]:
-    """Returns what is known of each file; `reopens`: earlier conflicts that are open are to be decided now."""
+    """Returns the state of each file; `reopens`: earlier conflicts that are open are to be decided now."""
     there = standing(out, lock.base)
     return [
         Standing(
@@ -235,7 +235,7 @@ def _again(out: Path) -> str:
 
 
 def _require_unchanged(out: Path, files: Sequence[Standing]) -> None:
-    """Raises Conflict where a file was saved since it was read: what was saved is not in what would be written."""
+    """Raises Conflict if a file was saved since it was read: it would be overwritten."""
     there = standing(out, [file.name for file in files])
     changed = [file.shown for file in files if there.get(file.name) != file.yours]
     if changed:
@@ -255,7 +255,7 @@ def _write(out: Path, lock: Lock, before: Lock | None, merged: Regenerated, html
         if name not in lock.unsettled and (out / f"{name}.new").exists():
             say(f"kept: {out / name}.new, which is not as dstrain wrote it")
     if html is not None:
-        page.write(*html)
+        write_page(*html)
 
 
 def _show_conflicts(
@@ -274,7 +274,7 @@ def _show_conflicts(
     cause = [spelled(changed), *(f"without --{name.replace('_', '-')}" for name in gone)]
     if any(cause):
         say(f"because this time it is {', '.join(filter(None, cause))}:")
-    for line in conflicts.table_lines(merged.conflicts):
+    for line in edits.table_lines(merged.conflicts):
         say(line)
     if not merged.open:
         return

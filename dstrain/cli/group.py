@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import click
 
 from dstrain import removed
 from dstrain.errors import did_you_mean
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Group(click.Group):
@@ -47,6 +49,17 @@ class Sectioned(click.Command):
                     formatter.write_dl(rows)
         with formatter.section("Output"):
             formatter.write_dl(list(records.values()))
+
+
+def options(*listed: Callable[[F], F]) -> Callable[[F], F]:
+    """Adds options to a command, in this order."""
+
+    def add(function: F) -> F:
+        for option in reversed(listed):
+            function = option(function)
+        return function
+
+    return add
 
 
 def explained(error: click.ClickException) -> click.ClickException:

@@ -54,7 +54,7 @@ class Verbs(Group):
         """Returns the verb of that name."""
         if cmd_name not in VERBS:
             return None
-        command: click.Command = import_module(f"dstrain.cli.{cmd_name.replace('-', '_')}").command
+        command: click.Command = import_module(f"dstrain.cli.verbs.{cmd_name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _die_of_closed_pipe() -> NoReturn:
-    """Ends as other programs do whose reader is gone, as that of `dstrain plan | head -1`: by SIGPIPE, silently."""
+    """Ends as other programs do whose reader is gone, as after `dstrain plan | head -1`: by SIGPIPE, silently."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.raise_signal(signal.SIGPIPE)
     sys.exit(128 + signal.SIGPIPE)  # the signal was blocked

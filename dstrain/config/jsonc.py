@@ -239,3 +239,12 @@ def parse(text: str, name: str) -> Document:
         problem = f'the key "{key.pointer[-1]}" is repeated (first on line {first})'
         raise SyntaxProblem(problem, place=place_of(text, key.at, name))
     return document
+
+
+def json_pointer(pointer: Pointer) -> str:
+    """Returns a pointer in the form of RFC 6901.
+
+    >>> json_pointer(("zero_optimization", "a/b"))
+    '/zero_optimization/a~1b'
+    """
+    return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in pointer)

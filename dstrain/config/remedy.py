@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,9 @@ from dstrain.choices import Offload
 from dstrain.config.document import REMOVED, Change, lookup
 from dstrain.config.resolve_auto import BATCH_KEYS, GATHERS
 from dstrain.oom import ProposedChange
-from dstrain.plan.configuration import Configuration, flat
+from dstrain.plan.configuration import Configuration, choices, flat
+from dstrain.plan.labels import CHOICE_WORDS
 from dstrain.plan.search.out_of_memory import Fix
-
-_OF_ZERO = frozenset({"zero_stage", "offload"})
-"""Choices that ds_config.json owns; the job owns all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +46,7 @@ def remedy(fix: Fix, current: Configuration, ds_config: Mapping[str, Any], *, mo
     """
     after = fix.estimate.configuration
     values = flat(after)
-    keys = [name for name in fix.levers - _OF_ZERO if name in values]
+    keys = [name for name in fix.levers if not choices()[name].is_of_zero]  # the job has all but those of ZeRO
     if "micro_batch" in keys:
         keys.append("grad_accum")
     if "grad_ckpt_every_n_layers" in keys and "grad_ckpt" in keys and values["grad_ckpt_every_n_layers"] == 1:
@@ -71,20 +69,11 @@ def _text(value: Any) -> str:
     return json.dumps(value) if isinstance(value, bool) else str(value)
 
 
-def _words(fix: Fix, after: Configuration) -> Iterator[str]:
-    """Yields the changed choices in words."""
-    if "micro_batch" in fix.levers:
-        yield f"micro-batch {after.batch.micro_batch} × {after.step.grad_accum} accumulated"
-    if fix.levers & {"grad_ckpt", "grad_ckpt_every_n_layers", "activation_offload", "tiled_mlp"}:
-        yield after.checkpointing.words
-    if "loss" in fix.levers:
-        yield f"{after.kernels.loss} loss"
-    if "zero_stage" in fix.levers:
-        yield f"ZeRO-{after.zero.stage}"
-    if "offload" in fix.levers:
-        yield after.zero.offload.words
-    if "seq_len" in fix.levers:
-        yield f"{after.batch.seq_len} tokens"
+def _words(fix: Fix, after: Configuration) -> dict[str, None]:
+    """Returns the changed choices in words; several of recomputation have the same."""
+    accumulated = {"micro_batch": f" × {after.step.grad_accum} accumulated"}
+    changed = (name for name in CHOICE_WORDS if name in fix.levers)
+    return dict.fromkeys(CHOICE_WORDS[name](after) + accumulated.get(name, "") for name in changed)
 
 
 def _zero_values(

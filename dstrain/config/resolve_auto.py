@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import Optimizer
 from dstrain.config.jsonc import Pointer
-from dstrain.plan.estimate import BF16_STATES, auto_sizes
+from dstrain.plan.configuration import BF16_STATES, choices
+from dstrain.plan.estimate import auto_sizes
 
 if TYPE_CHECKING:
     from dstrain.facts.model.model_facts import ModelFacts
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
 _PRECISIONS = ("bf16", "fp16")
 GATHERS = "stage3_gather_16bit_weights_on_model_save"
 """Key of `zero_optimization`: accelerate gathers weights by it under ZeRO-3 and from tensor-parallel ranks."""
-BATCH_KEYS: Mapping[str, str] = MappingProxyType(
-    {"train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "grad_accum"}
+REPEATED_KEYS: Mapping[str, str] = MappingProxyType(
+    {key: name for name, choice in choices().items() for key in choice.repeated}
 )
 """Keys of ds_config.json that repeat choices of the job, unless they are "auto" → the job's key."""
+BATCH_KEYS: Mapping[str, str] = MappingProxyType({key: name for key, name in REPEATED_KEYS.items() if "." not in key})
+"""The keys of the batch among them."""
 JOB_KEYS: Mapping[Pointer, str] = MappingProxyType(
     {
         **{(key,): name for key, name in BATCH_KEYS.items()},
@@ -97,20 +100,13 @@ def filled(job: Job, model: ModelFacts | None, *, num_ranks: int | None) -> dict
 
     Source: Transformers 5.23 integrations/deepspeed.py: trainer_config_process, trainer_config_finalize.
     """
-    values: dict[Pointer, Any] = {
-        ("train_micro_batch_size_per_gpu",): job.micro_batch,
-        ("gradient_accumulation_steps",): job.grad_accum,
-        ("gradient_clipping",): job.max_grad_norm,
-        ("bf16", "enabled"): job.precision == "bf16",
-        ("fp16", "enabled"): job.precision == "fp16",
-        ("optimizer", "params", "lr"): job.learning_rate,
-        ("optimizer", "params", "betas"): [job.adam_beta1, job.adam_beta2],
-        ("optimizer", "params", "weight_decay"): job.weight_decay,
-        ("optimizer", "params", "eps"): job.adam_epsilon,
-        ("scheduler", "params", "warmup_min_lr"): 0,
-        ("scheduler", "params", "warmup_max_lr"): job.learning_rate,
-    }
-    if num_ranks is not None:
+    values: dict[Pointer, Any] = {pointer: getattr(job, key) for pointer, key in JOB_KEYS.items()}
+    values |= {(section, "enabled"): job.precision == section for section in _PRECISIONS}
+    values[("optimizer", "params", "betas")] = [job.adam_beta1, job.adam_beta2]
+    values[("scheduler", "params", "warmup_min_lr")] = 0
+    if num_ranks is None:
+        del values[("train_batch_size",)]
+    else:
         values[("train_batch_size",)] = job.samples_per_step(num_ranks)
     if model is not None:
         values |= {("zero_optimization", key): size for key, size in auto_sizes(model.hidden_size).items()}

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.doctor.facts import Facts, Question
-from dstrain.doctor.probes import gpus, machine, network, online, software, toolchain
+from dstrain.doctor.probes import gpus, machine, network
 from dstrain.doctor.run_probes import all_at_once
 from dstrain.facts import attention_kernels
 from dstrain.records import from_data, to_data
@@ -27,16 +27,16 @@ LIMIT_S = 3.6
 Look = Callable[[Question, Mapping[str, str]], Any]
 LOOKS: Mapping[str, Look] = MappingProxyType(
     {
-        "software": software.look,
+        "software": machine.look_software,
         "attention": lambda question, environment: attention_kernels.of_this_machine(environment),
-        "toolchain": toolchain.look,
+        "toolchain": machine.look_toolchain,
         "gpus": gpus.look,
         "kernel_log": gpus.look_kernel_log,
         "topology": gpus.look_topology,
-        "network": network.look,
+        "network": network.look_network,
         "limits": machine.look_limits,
         "space": machine.look_space,
-        "online": online.look,
+        "online": network.look_online,
     }
 )
 """Subject → its probe, which fills the field of `Facts` of that name."""

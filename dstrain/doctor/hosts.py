@@ -13,17 +13,17 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from dstrain.doctor.checks.all import findings
-from dstrain.doctor.checks.attention import chosen
 from dstrain.doctor.checks.network import interface
+from dstrain.doctor.checks.software import chosen
 from dstrain.doctor.facts import Facts
-from dstrain.doctor.finding import Finding, Notes
 from dstrain.doctor.requirements import Needs, on_host, question
 from dstrain.doctor.run_probes import all_at_once
 from dstrain.errors import InvalidConfig
-from dstrain.facts import network_interface
+from dstrain.facts import network
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.this_machine import names as machine_names
 from dstrain.facts.this_machine import usual_versions, version_problems
+from dstrain.findings import Finding, Notes
 from dstrain.launch import remote
 from dstrain.launch.environment import python_path
 from dstrain.launch.remote import Obstacle, Refusal
@@ -74,7 +74,7 @@ def own_names(limit_s: float = 1.5) -> frozenset[str]:
     names = all_at_once({"names": machine_names}, limit_s)["names"].value
     if isinstance(names, frozenset):
         return names
-    addresses = [address for card in network_interface.interfaces() for address in card.addresses]
+    addresses = [address for card in network.interfaces() for address in card.addresses]
     return frozenset([socket.gethostname(), socket.gethostname().partition(".")[0], *addresses])
 
 
@@ -103,7 +103,7 @@ def judged(answers: Sequence[Answer], needs: Needs) -> dict[str, list[Finding]]:
 def unfit(answers: Sequence[Answer], needs: Needs) -> dict[str, list[str]]:
     """Returns by host what makes it unfit for a run with the others, in words."""
     by_host = judged(answers, needs)
-    return {host: [finding.what for finding in own if finding.is_unfit] for host, own in by_host.items()}
+    return {host: [finding.problem for finding in own if finding.is_unfit] for host, own in by_host.items()}
 
 
 def interfaces(answers: Sequence[Answer]) -> dict[str, str | None]:
@@ -119,10 +119,10 @@ def interfaces(answers: Sequence[Answer]) -> dict[str, str | None]:
 def _interface_findings(answers: Sequence[Answer], needs: Needs) -> list[Finding]:
     """Returns the interface that `dstrain run` selects for NCCL and Gloo, or why it selects none."""
     notes, names = Notes("network"), interfaces(answers)
-    problem = network_interface.disagreement(names)
-    if problem is not None and not {network_interface.NCCL, network_interface.GLOO} <= needs.environment.keys():
+    problem = network.disagreement(names)
+    if problem is not None and not {network.NCCL, network.GLOO} <= needs.environment.keys():
         notes.warn(*problem)
-    variables = network_interface.environment_of(names, needs.environment)
+    variables = network.environment_of(names, needs.environment)
     if variables:
         notes.ok("dstrain run sets " + " ".join(f"{name}={value}" for name, value in variables.items()))
     return notes.findings

@@ -1,4 +1,4 @@
-"""Measures the network with DeepSpeed's launcher on every host, supervised by the agents as in a run."""
+"""Measures the network with DeepSpeed's launcher on every host, and compares the rate with the link's figure."""
 
 from __future__ import annotations
 
@@ -16,26 +16,31 @@ from pathlib import Path
 
 from dstrain.doctor.hosts import own_names
 from dstrain.errors import DstrainError, EnvironmentProblem
-from dstrain.facts import ports
+from dstrain.facts.cluster import gpus
+from dstrain.facts.cluster.cluster import Cluster, Origin, link_assumed_between_nodes
+from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.cluster.network_measurement import Network
+from dstrain.facts.cluster.links import Link, link
+from dstrain.facts.cluster.measured_links import Network
+from dstrain.facts.network import wanted_port
 from dstrain.facts.this_machine import is_this_machine, visible_devices
+from dstrain.findings import Finding, Notes
 from dstrain.heartbeat import Phase
 from dstrain.launch import environment, remote
 from dstrain.launch.command import chosen_devices, master
 from dstrain.launch.environment import python_path
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.failure.report import explain
-from dstrain.launch.nodes import connection, handshake
+from dstrain.launch.nodes import connection
+from dstrain.launch.nodes.connection import LaunchSpec, Node, check_hosts, new_mark, per_node
 from dstrain.launch.nodes.coordinator import Coordinator
-from dstrain.launch.nodes.layout import Node, check_hosts, per_node
 from dstrain.launch.nodes.protocol import Hello
-from dstrain.launch.nodes.spec import LaunchSpec, new_mark
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.timeouts import Timeouts
 from dstrain.paths import python
 from dstrain.records import from_data
 from dstrain.rundir import RunDir
+from dstrain.units import format_bytes, format_rate
 
 MODULE = "dstrain.train.network_benchmark"
 """The program of every rank."""
@@ -162,7 +167,7 @@ def _spec(site: Site, here: Sequence[bool], run_dir: RunDir) -> LaunchSpec:
     path = python_path(os.environ)
     exported = environment.exports(own, path)
     local = environment.launcher_environment(os.environ, exported, secrets)
-    port, named = ports.wanted_port(None, os.environ)
+    port, named = wanted_port(None, os.environ)
     return LaunchSpec(
         nodes=per_node(site.hosts, commands(site, here, run_dir, port), here),
         run_dir=run_dir,
@@ -204,8 +209,8 @@ def interface_variables(
     Raises EnvironmentProblem if the hosts cannot run together; they need no file system in common.
     """
     alone = {node: replace(hello, shares_run_dir=True) for node, hello in hellos.items()}
-    handshake.require_compatible(alone, run_dir, spec.master_port, on_cpu=site.on_cpu)
-    return handshake.own_interfaces(hellos, spec.exports.keys())
+    connection.require_compatible(alone, run_dir, spec.master_port, on_cpu=site.on_cpu)
+    return connection.own_interfaces(hellos, spec.exports.keys())
 
 
 def result(outcome: Outcome, listener: Listener, site: Site, run_dir: RunDir) -> Network:
@@ -228,3 +233,102 @@ def _clear(folder: Path, hellos: Mapping[Node, Hello], names: frozenset[str]) ->
         command = ["rm", "-rf", str(folder)]
         with ThreadPoolExecutor(max_workers=min(64, len(hosts))) as pool:
             list(pool.map(lambda host: remote.ask(host, command, names, timeout_s=_REMOVE_S), hosts))
+
+
+FAR_BELOW = 0.5
+"""Share of a link's figure below which something is wrong: collectives reach 0.7 to 0.9 of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """The link that limits the measured all-reduce: between hosts, for each GPU, or inside the only host."""
+
+    link: Link
+    is_assumed: bool
+    """Whether no plan names the link."""
+
+
+def gpu_of(network: Network) -> Gpu:
+    """Returns the GPU that took part."""
+    return gpus.gpu(gpus.CPU) if network.gpu is None else gpus.from_nvml(network.gpu, network.gpu_memory_mib)
+
+
+def expected(network: Network, planned: Cluster | None) -> Expected:
+    """Returns the link of the plan for these GPUs, else a typical server's."""
+    gpu = gpu_of(network)
+    if len(network.hosts) == 1:
+        return Expected(link=link(gpu.link), is_assumed=False)
+    if planned is not None and planned.gpu.name == gpu.name and planned.inter_link_origin is Origin.GIVEN:
+        return Expected(link=planned.inter_link, is_assumed=False)
+    return Expected(link=link_assumed_between_nodes(gpu), is_assumed=True)
+
+
+def findings(network: Network, expected: Expected) -> list[Finding]:
+    """Returns the table of times, and the bandwidth against the link's figure."""
+    notes = Notes("network")
+    notes.ok(f"{_where(network)}: all-reduce", table=table(network))
+    # a ring crosses between two hosts on the adapters of all their GPUs
+    if len(network.hosts) > 1:
+        rate = network.bus_bytes_per_s / min(network.slots)
+        measured = f"between hosts {format_rate(rate)} for each {'GPU' if network.backend == 'nccl' else 'rank'}"
+    else:
+        rate = network.bus_bytes_per_s
+        measured = f"inside the host {format_rate(rate)}"
+    share = rate / expected.link.bytes_per_s
+    assumed = "assumed " if expected.is_assumed else ""
+    text = f"{measured}, {percent(share)} of {assumed}{expected.link.name} ({format_rate(expected.link.bytes_per_s)})"
+    # gloo inside one host is a matter of the CPU, not of a link
+    if share >= FAR_BELOW or (network.backend == "gloo" and len(network.hosts) == 1):
+        notes.ok(text)
+    else:
+        notes.warn(text, _fix(network, expected))
+    return notes.findings
+
+
+def _fix(network: Network, expected: Expected) -> str:
+    """Returns commands that find out why the network is far slower than its link."""
+    if len(network.hosts) == 1:
+        return "nvidia-smi topo -m; nvidia-smi nvlink --status; unset NCCL_P2P_DISABLE"
+    if network.backend == "gloo":
+        tries = ["ethtool NAME; ip link show NAME  (speed, MTU); export GLOO_SOCKET_IFNAME=OTHER"]
+    else:
+        tries = [
+            "unset NCCL_IB_DISABLE; ibstat (rate, errors); export NCCL_IB_HCA=mlx5, to use all adapters",
+            "NCCL_DEBUG=INFO dstrain doctor --network  shows which transports NCCL uses",
+        ]
+    if expected.is_assumed:
+        tries.append("or, if it is another link: dstrain gen-config --interconnect NAME")
+    return "; ".join(tries)
+
+
+def _where(network: Network) -> str:
+    """Names the hosts and their ranks."""
+    slots = sorted(set(network.slots))
+    per_host = "-".join(map(str, slots[:1] + slots[-1:] if len(slots) > 1 else slots))
+    ranks = f"{per_host} {'GPU' if network.backend == 'nccl' else 'rank'}{'s' if slots[-1] > 1 else ''}"
+    count = len(network.hosts)
+    place = f"{count} hosts of {ranks}" if count > 1 else f"{ranks} of {network.hosts[0]}"
+    return f"{place}, {'NCCL' if network.backend == 'nccl' else 'Gloo'}"
+
+
+def table(network: Network) -> list[str]:
+    """Returns time and bus bandwidth by size, one line each."""
+    rows = [("size", "time", "bus bandwidth")]
+    for timing in network.timings:
+        rows.append((format_bytes(timing.num_bytes), _ms(timing.seconds), format_rate(timing.bus_bytes_per_s)))
+    lines = [f"{size:>9}{seconds:>12}{rate:>15}" for size, seconds, rate in rows]
+    return [*lines, f"the smallest one takes {_ms(network.latency_s)}"]
+
+
+def _ms(seconds: float) -> str:
+    digits = 3 if seconds < 1e-3 else 2 if seconds < 0.1 else 0
+    return f"{seconds * 1e3:.{digits}f} ms"
+
+
+def percent(share: float) -> str:
+    """Returns a share in percent, with one more digit below 10 %.
+
+    >>> percent(0.84), percent(0.0096)
+    ('84 %', '1.0 %')
+    """
+    return f"{share * 100:.{0 if share >= 0.0995 else 1}f} %"

@@ -1,28 +1,38 @@
-"""Requirements of a run on its machines."""
+"""Derives the needs of a run on its machines, from the estimate that lint and run make."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import Hub, Interval, SinkName
+from dstrain.config import jsonc
 from dstrain.doctor.facts import Question
+from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.facts import probe
 from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.facts.cluster.machines import hosts_of, placeholders
 from dstrain.facts.data.datafile import found
 from dstrain.facts.deepspeed_ops import needed_ops
-from dstrain.facts.ds_config import ZERO, section
-from dstrain.facts.ports import DEFAULT_PORT
-from dstrain.facts.this_machine import ACCELERATOR
-from dstrain.job.file import is_local
+from dstrain.facts.ds_config import nvme_path
+from dstrain.facts.network import DEFAULT_PORT
+from dstrain.facts.this_machine import trains_on_cpu
+from dstrain.findings import Finding, Notes, errors
+from dstrain.job.file import JobFile, is_local
 from dstrain.job.schema import Job
 from dstrain.launch.environment import is_forwarded, is_secret
+from dstrain.paths import shown
 from dstrain.rundir import RunDir
+from dstrain.units import counted
 
 if TYPE_CHECKING:
+    from dstrain.config.lint.rule import Subject
     from dstrain.launch.prepare.attention import Wish
     from dstrain.launch.prepare.prepare import PreparedRun
     from dstrain.plan.estimate_records import Estimate
@@ -96,7 +106,7 @@ def bare(environment: Mapping[str, str], hosts: Hosts | None = None, *, is_quick
     """Returns the needs of every run."""
     return Needs(
         is_quick=is_quick,
-        on_cpu=environment.get(ACCELERATOR) == "cpu",
+        on_cpu=trains_on_cpu(environment),
         hosts=hosts,
         environment=_without_secrets(environment),
     )
@@ -113,12 +123,12 @@ def of_job(
     wish: Wish | None = None,
     is_quick: bool = False,
 ) -> Needs:
-    """Returns the needs of a job; `estimate` belongs to its configuration, if it has one."""
-    merged = {**environment, **job.env}
-    on_cpu = merged.get(ACCELERATOR) == "cpu"
+    """Returns the needs of a job, without RAM and disk if its hosts are not known yet; `estimate` belongs to its
+    configuration, if it has one."""
+    on_cpu, has_hosts = trains_on_cpu(environment, job.env), hosts is not None or job.hostfile is None
+    estimate = estimate if has_hosts else None
     memory = estimate.memory if estimate else None
-    folders = {"output": job.output_dir}
-    nvme = _nvme_path(ds_config)
+    folders = {"output": job.output_dir, "nvme": nvme_path(ds_config)}
     return Needs(
         has_job=True,
         is_quick=is_quick,
@@ -133,12 +143,12 @@ def of_job(
         checkpoint_bytes=estimate.saved_bytes(only_model=job.save_only_model) if estimate else None,
         num_checkpoints=_num_checkpoints(job),
         nvme_bytes=memory.nvme_bytes_per_node if memory else 0,
-        folders=folders | ({"nvme": nvme} if nvme else {}),
-        paths=tuple(name for name in _read_by_ranks(job) if is_local(name)),
+        folders={name: folder for name, folder in folders.items() if folder is not None and has_hosts},
+        paths=tuple(name for name in _read_by_ranks(job) if is_local(name) and has_hosts),
         hubs=() if all(map(is_local, _read_by_ranks(job))) else (HUBS[job.hub],),
         wants_swanlab=SinkName.SWANLAB in job.monitor.sinks,
         swanlab_mode=job.monitor.mode,
-        environment=_without_secrets(merged),
+        environment=_without_secrets({**environment, **job.env}),
     )
 
 
@@ -203,15 +213,76 @@ def _num_checkpoints(job: Job) -> int | None:
     return min(counts) if counts else None
 
 
-def _nvme_path(ds_config: Mapping[str, Any]) -> str | None:
-    """Returns the NVMe folder of offloaded states."""
-    zero = section(ds_config, ZERO)
-    for offload in (section(zero, key) for key in ("offload_optimizer", "offload_param")):
-        path = offload.get("nvme_path") if offload.get("device") == "nvme" else None
-        if isinstance(path, str):
-            return path
-    return None
-
-
 def _read_by_ranks(job: Job) -> list[str]:
     return [job.model, *(path for data in job.data_paths for path in found(data))]
+
+
+def queried_hosts(file: JobFile) -> tuple[Hosts | None, list[Finding]]:
+    """Returns the hosts of a job; None if it names none, or if they cannot be queried yet."""
+    notes, name = Notes("job"), file.job.hostfile
+    if name is None:
+        return None, []
+    try:
+        hosts = hosts_of(file)
+    except InvalidConfig as error:
+        notes.bad(error.problem.replace("\n", "; "), error.hint)
+        return None, notes.findings
+    if unnamed := placeholders(hosts):
+        notes.warn(f"{unnamed[0].problem}, so only this machine is checked", "dstrain hostfile write 'gpu[01-02]:8'")
+        return None, notes.findings
+    return hosts, []
+
+
+def first_needs(file: JobFile, hosts: Hosts | None, *, is_quick: bool = False) -> Needs:
+    """Returns the needs of a job that are known without its model: enough to query the machines."""
+    config: dict[str, Any] = {}
+    with suppress(DstrainError):
+        value = jsonc.read(probe.read_text(Path(file.job.ds_config)), file.job.ds_config).value
+        config = value if isinstance(value, dict) else {}
+    return of_job(file.job, os.environ, hosts, config, None, is_quick=is_quick)
+
+
+def all_needs(file: JobFile, hosts: Hosts | None) -> tuple[Needs, list[Finding]]:
+    """Returns the needs of a job with its estimate, and findings that say why there is none.
+
+    May query the hub for the model, without a time limit.
+    """
+    from dstrain.launch.prepare.lint_job import lint_job  # brings the planner, a quarter of a second
+
+    notes, name = Notes("job"), shown(file.job.ds_config)
+    try:
+        linted = lint_job(file, Path(file.job.ds_config))
+    except DstrainError as error:
+        notes.bad(error.problem.replace("\n", "; "), error.hint)
+        return first_needs(file, hosts), notes.findings
+    count = len(errors(linted.findings))
+    if count or linted.subject is None:
+        notes.bad(f"{name} has {counted(count, 'error')}", f"dstrain lint {name}")
+        return first_needs(file, hosts), notes.findings
+    estimate, config = linted.subject.estimate, linted.subject.config
+    if estimate is None:
+        notes.warn(f"no estimate of RAM and disk: the model {shown(file.job.model)} is not known", no_estimate(file))
+    family = linted.subject.model.model_type if linted.subject.model else None
+    wish = _wish(linted.subject)
+    return of_job(file.job, os.environ, hosts, config, estimate, model_type=family, wish=wish), notes.findings
+
+
+def _wish(subject: Subject) -> Wish | None:
+    """Returns the attention that a job asks for; None if its machines are unknown."""
+    from dstrain.launch.prepare.attention import wish_of
+
+    if subject.cluster is None:
+        return None
+    return wish_of(subject)
+
+
+def no_estimate(file: JobFile) -> str:
+    """Returns the fix for an unknown model."""
+    return f"hf download {file.job.model} config.json; or name a local folder"
+
+
+def late(file: JobFile, limit_s: float) -> list[Finding]:
+    """Returns the finding for an estimate that took longer than `limit_s`."""
+    notes = Notes("job")
+    notes.warn(f"no estimate of RAM and disk within {limit_s:g} s: the hub does not answer", no_estimate(file))
+    return notes.findings

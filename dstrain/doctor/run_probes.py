@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,11 @@ class Seen:
     """Why nothing was found."""
 
 
-def all_at_once(looks: Mapping[str, Callable[[], Any]], limit_s: float) -> dict[str, Seen]:
-    """Returns the result of every probe within `limit_s`; slower ones are abandoned.
+def all_at_once(
+    looks: Mapping[str, Callable[[], Any]], limit_s: float, *, awaited: Collection[str] = ()
+) -> dict[str, Seen]:
+    """Returns the result of every probe within `limit_s`; slower ones are abandoned, unless they are `awaited` since
+    they have time limits of their own.
 
     Each runs in a daemon thread, since neither name resolution nor a hanging driver can be interrupted.
     """
@@ -35,8 +38,8 @@ def all_at_once(looks: Mapping[str, Callable[[], Any]], limit_s: float) -> dict[
     end = time.monotonic() + limit_s
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+    for name, thread in zip(looks, threads, strict=True):
+        thread.join(None if name in awaited else max(0.0, end - time.monotonic()))
     late = Seen(problem=f"no answer within {limit_s:g} s")
     return {name: results.get(name, late) for name in looks}
 

@@ -59,10 +59,6 @@ KERNELS = (
 """The best first. Sources: Transformers 5.23 modeling_flash_attention_utils.py: FLASH_ATTENTION_COMPATIBILITY_MATRIX,
 FLASH_ATTN_KERNEL_FALLBACK and FLASH_ATTN_KERNEL_VERSIONS, utils/import_utils.py: is_flash_attn_2_available;
 flash-attention's README: 3 is for Hopper, 4 for Hopper and Blackwell."""
-SINKS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa"})
-"""Families with sinks, for which Transformers takes FlashAttention-3 of the hub whatever version is asked for; it has
-no gradients for them. Sources: Transformers 5.23 models/*/modeling_*.py: _compatible_flash_implementations;
-kernels-community vllm-flash-attn3/torch-ext/vllm_flash_attn3/flash_attn_interface.py: FlashAttnVarlenFunc.backward."""
 OF = MappingProxyType({kernel.attn: kernel for kernel in KERNELS})
 """Kernels by the name of the implementation."""
 

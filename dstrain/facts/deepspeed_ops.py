@@ -15,9 +15,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from dstrain.child_process import open_files
 from dstrain.facts.caches import user_cache
 from dstrain.facts.ds_config import ZERO, section
-from dstrain.open_files import open_files
+from dstrain.units import format_seconds
 
 OPS: Mapping[str, str] = MappingProxyType(
     {
@@ -138,6 +139,12 @@ class Lock:
     """Seconds since the last write in its folder."""
     is_built: bool
     """Whether the extension is built; the lock was then taken to load it."""
+
+    @property
+    def held(self) -> str:
+        """The fault, in words."""
+        idle = f", and its folder has not changed for {format_seconds(self.idle_s)}" if self.is_stale else ""
+        return f"{self.path} is held by no visible process{idle}"
 
     @property
     def cure(self) -> str:

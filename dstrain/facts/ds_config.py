@@ -55,3 +55,10 @@ def offload_device(config: Mapping[str, Any], name: str) -> str:
     if stage == 3 or device == "none":
         return device
     return "cpu" if name == "offload_optimizer" and stage > 0 else "none"
+
+
+def nvme_path(config: Mapping[str, Any]) -> str | None:
+    """Returns the NVMe folder of offloaded states; None if nothing is offloaded to NVMe."""
+    offloads = [section(section(config, ZERO), name) for name in OLD_OFFLOADS]
+    paths = (offload.get("nvme_path") for offload in offloads if offload.get("device") == "nvme")
+    return next((path for path in paths if isinstance(path, str)), None)

@@ -150,6 +150,7 @@ def read_model(
     """
     alias = aliases.resolve(name)
     path = _existing(name)
+    # an output folder that has the name of a known model is not meant
     if path is not None and (alias is None or path.is_file() or (path / "config.json").is_file()):
         return _read_local(path, way)
     if alias is not None:

@@ -7,6 +7,7 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 
 import psutil
 
@@ -48,8 +49,9 @@ def version_problems(versions: Mapping[str, str | None], usual: Mapping[str, str
     ]
 
 
+@cache
 def names() -> frozenset[str]:
-    """Returns the names and addresses under which a hostfile may mean this machine."""
+    """Returns the names and addresses under which a hostfile may mean this machine; a name server is asked once."""
     host = socket.gethostname()
     known = {host, host.partition(".")[0], socket.getfqdn()}
     for addresses in psutil.net_if_addrs().values():

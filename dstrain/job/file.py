@@ -1,11 +1,12 @@
-"""Reads a job file: applies overrides, makes paths absolute, and records the place of each value."""
+"""Reads a job file: accepts other tools' key names, applies overrides, makes paths absolute, and records places."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,19 @@ from dstrain.job.code_variables import refuse_code
 from dstrain.job.data_source import with_paths
 from dstrain.job.model_changes import shape_of_adapter
 from dstrain.job.schema import Job
-from dstrain.job.synonyms import SYNONYMS
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Keys, Locator, from_data, to_data
 from dstrain.removed import JOB
 
 TEXTS = frozenset({"env"})
 """Keys whose values are mappings of text: `4` is "4"."""
+
+
+@cache
+def synonyms() -> Mapping[str, str]:
+    """Returns the names of keys in other tools → ours."""
+    table = tomllib.loads(Path(__file__).with_name("synonyms.toml").read_text(encoding="utf-8"))
+    return {name: key for key, names in table.items() for name in names.split()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +80,7 @@ def job_of(data: dict[str, Any], locate_in_file: Locator, folder: Path, override
                 return Place(file=f"--set {'.'.join(map(str, option))}")
         return locate_in_file(keys)
 
-    job = _absolute(from_data(Job, data, locate=locate, synonyms=SYNONYMS, removed=JOB), folder, locate)
+    job = _absolute(from_data(Job, data, locate=locate, synonyms=synonyms, removed=JOB), folder, locate)
     _require_patterns(job, locate)
     return JobFile(job=_with_shape(job, data, locate), locate=locate)
 
@@ -146,6 +153,7 @@ def _absolute(job: Job, folder: Path, locate: Locator) -> Job:
         return path if looks_local(name) or _exists(Path(path)) else name
 
     def template(text: str) -> str:
+        # a template itself, not the name of a file
         if "{" in text or "\n" in text:
             return text
         try:

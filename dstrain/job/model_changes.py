@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from dstrain.choices import RopeType
 from dstrain.errors import InvalidConfig
@@ -36,8 +36,8 @@ class Lora:
     """Rank of the two adapter matrices."""
     alpha: Positive = 32
     """Scale: the adapter's output is multiplied by alpha / rank."""
-    dropout: Ratio = 0.0
-    """Dropout before the adapter, 0…1; any value above 0 costs 3 bytes per input element of each adapted layer."""
+    dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Dropout before the adapter, below 1; any value above 0 costs 3 bytes per input element of each adapted layer."""
     targets: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter, or `all-linear` (all linear layers except the head; in MoE models, attention)."""
     target_parameters: tuple[str, ...] = ()

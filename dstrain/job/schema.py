@@ -17,6 +17,7 @@ from dstrain.choices import (
     Column,
     CompileBackend,
     DataFormat,
+    DpoLoss,
     Hub,
     Interval,
     LossKernel,
@@ -34,13 +35,28 @@ from dstrain.choices import (
 from dstrain.job.data_source import DataSource, Positive, PositiveFloat, Sources, listed
 from dstrain.job.model_changes import Lora, Ratio, RopeScaling
 from dstrain.job.monitor import HealthLimits, HealthRule, Monitor, Samples
-from dstrain.job.task_losses import Dpo
 from dstrain.records import type_config
 
 Beta = Annotated[float, Ge(0), Lt(1)]
 NonNegative = Annotated[float, Ge(0)]
 Steps = Positive | Annotated[float, Gt(0), Lt(1)]
 """A number of optimizer steps, or a share of the run's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dpo:
+    """The loss of `task: dpo`, by TRL's names."""
+
+    __pydantic_config__ = type_config
+
+    beta: PositiveFloat = 0.1
+    """How closely the model keeps to the reference, which is the model before training; `ipo` calls it tau."""
+    loss_type: DpoLoss = DpoLoss.SIGMOID
+    """`sigmoid`, `hinge`, `ipo` or `robust`."""
+    label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
+    """Share of pairs whose preference is wrong, for `robust`."""
+    sft_weight: NonNegative = 0.0
+    """Weight of the chosen answer's own loss per token, which is added: `rpo_alpha` of ms-swift."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,9 +68,9 @@ class Job:
     model: str
     """A local folder, or a model id on the hub."""
     output_dir: str
-    """The run directory: metrics, checkpoints, the final model."""
+    """The run directory, relative to the job file: metrics, checkpoints, the final model."""
     task: Task = Task.SFT
-    """`sft` (conversations), `pretrain` (texts) or `dpo` (pairs of answers)."""
+    """Training task: `sft` (conversations), `pretrain` (texts) or `dpo` (pairs of answers)."""
     dpo: Dpo = field(default_factory=Dpo)
     """The loss, for `dpo`."""
     data: Sources | None = None
@@ -91,19 +107,19 @@ class Job:
     """Whether code from the model's repository may run."""
 
     method: Method = Method.FULL
-    """`full`, `lora` or `qlora`."""
+    """Trained parameters: all (`full`), or an adapter (`lora`), of a model in 4 bits (`qlora`)."""
     lora: Lora = field(default_factory=Lora)
     """The adapter, for `lora` and `qlora`."""
     adapter: str | None = None
     """Folder of a saved adapter to continue from, whose rank, alpha and targets hold; default: a new one."""
     precision: Precision = Precision.BF16
-    """`bf16`, `fp16` or `fp32`; saved models keep the dtype of the base model."""
+    """Dtype of forward and backward, `bf16`, `fp16` or `fp32`; saved models keep the base model's dtype."""
     attn: Attention = Attention.SDPA
     """The attention implementation, by Transformers' names; `auto` is the best one that every node has."""
-    seq_len: Positive = 2048
+    seq_len: Positive = 4096
     """Maximum length of a sample in tokens; the log counts longer samples."""
     rope_scaling: RopeScaling | None = None
-    """Stretches the model's positions to a longer `seq_len`, in its config.json too: `rope_type` and `factor`."""
+    """Stretches the model's positions to a longer `seq_len`, in its config.json too; a job gives type and factor."""
     packing: bool = False
     """Whether short samples share rows of `seq_len` tokens; refused for models that cannot isolate them."""
     loss_on: LossOn = LossOn.ANSWER

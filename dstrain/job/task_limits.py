@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -29,9 +30,10 @@ def shown(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskLimit:
-    """A key of a job whose values are limited in some tasks."""
+    """A key of a job whose values are limited by its task, or by another feature that it uses."""
 
     key: str
+    """Dotted, if it is in a section."""
     values: tuple[Any, ...]
     """The supported values; the first one works always."""
     why: str
@@ -40,6 +42,12 @@ class TaskLimit:
     """The task."""
     advice: str | None = None
     """The remedy, if another key has to change; default: to write `instead`."""
+    refuses: Callable[[Any], bool] | None = None
+    """Whether a value is not supported, if `values` are only examples."""
+
+    def is_exceeded(self, value: Any) -> bool:
+        """Returns whether a value is not supported."""
+        return value not in self.values if self.refuses is None else self.refuses(value)
 
     def problem(self, subject: str, value: Any) -> str:
         """Returns the problem with a value; `subject` names the feature that does not support it, with its verb."""
@@ -61,12 +69,17 @@ class TaskLimit:
         return self.advice or f"write {self.instead}"
 
 
+_OF_SFT = (DataFormat.AUTO, DataFormat.MESSAGES, DataFormat.ALPACA, DataFormat.TEXT)
+_NO_DPO = (Task.SFT, Task.PRETRAIN)
+PARTS: Mapping[str, bool] = MappingProxyType(
+    {field.name: bool(field.default) for field in fields(Job) if field.name.startswith("freeze_")}
+)
+"""Keys of a job that freeze parts of a vision-language model → their defaults."""
+
+# fmt: off
 LIMITS = (
-    TaskLimit(
-        key="loss",
-        values=(LossKernel.CHUNKED, LossKernel.FULL),
-        why="it needs a sum for each answer, and the fused loss has one for all tokens",
-    ),
+    TaskLimit(key="loss", values=(LossKernel.CHUNKED, LossKernel.FULL),
+              why="it needs a sum for each answer, and the fused loss has one for all tokens"),
     TaskLimit(key="packing", values=(False,), why="each answer has a row of its own"),
     TaskLimit(key="sp", values=(1,), why="an answer cannot be split between ranks"),
     TaskLimit(key="tp", values=(1,), why="ranks that share weights were not tried with its loss"),
@@ -74,101 +87,62 @@ LIMITS = (
     TaskLimit(key="router_aux_loss_coef", values=(None, 0.0), why="its loss has no place for that of routers"),
     TaskLimit(key="loss_on", values=(LossOn.ANSWER, LossOn.LAST), why="only the last answer counts"),
     TaskLimit(key="data_format", values=(DataFormat.AUTO, DataFormat.PREFERENCE), why="it trains on pairs of answers"),
-    TaskLimit(
-        key="data_format",
-        values=(DataFormat.AUTO, DataFormat.TEXT),
-        why="it trains on texts",
-        task=Task.PRETRAIN,
-    ),
-    TaskLimit(
-        key="data_format",
-        values=(DataFormat.AUTO, DataFormat.MESSAGES, DataFormat.ALPACA, DataFormat.TEXT),
-        why="it has one answer for each question",
-        task=Task.SFT,
-    ),
+    TaskLimit(key="data_format", values=(DataFormat.AUTO, DataFormat.TEXT), why="it trains on texts",
+              task=Task.PRETRAIN),
+    TaskLimit(key="data_format", values=_OF_SFT, why="it has one answer for each question", task=Task.SFT),
 )
 """Settings that tasks do not support; the first six keys are choices of the planner as well."""
-
 WITH_MEDIA = (
     TaskLimit(key="samples", values=(None,), why="generation was not tried with them"),
-    TaskLimit(key="sp", values=(1,), why="they are not shared by ranks"),
-    TaskLimit(key="tp", values=(1,), why="it was not tried with them"),
+    TaskLimit(key="sp", values=(1,),
+              why="sequence parallelism replaces the vision tower's attention too, which has no position ids"),
+    TaskLimit(key="tp", values=(1,), why="tensor parallelism was not tried with images"),
 )
-"""What data with images or videos do not support yet."""
+"""Settings that data with images or videos do not support yet; the planner's rules about degrees are made of them."""
 _UNKNOWN_POSITIONS = TaskLimit(
-    key="packing", values=(False,), why="in packed rows, their positions are not known of this model's family"
-)
-PARTS: Mapping[str, bool] = MappingProxyType(
-    {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
-)
-"""Keys of a job that freeze parts of a vision-language model → their defaults."""
+    key="packing", values=(False,), why="in packed rows, their positions are not known of this model's family")
 WITH_ADAPTERS = tuple(
     TaskLimit(key=key, values=(value,), why="adapters are those of the language model, and all else is frozen")
-    for key, value in PARTS.items()
-)
+    for key, value in PARTS.items())
 """Settings that adapters do not support yet."""
 BY_NAME = tuple(
-    TaskLimit(key=key, values=((),), why="an adapter freezes all of the model") for key in ("freeze", "train_only")
-)
+    TaskLimit(key=key, values=((),), why="an adapter freezes all of the model") for key in ("freeze", "train_only"))
 """Settings without meaning for adapters."""
 FROZEN_EMBEDDING = TaskLimit(
-    key="new_tokens",
-    values=((),),
+    key="new_tokens", values=((),),
     why="their embeddings stay as they are unless lora: modules_to_save has embed_tokens (and an untied lm_head)",
-    advice="add embed_tokens, and an untied lm_head, to lora: modules_to_save",
-)
+    advice="add embed_tokens, and an untied lm_head, to lora: modules_to_save")
 """Settings that adapters do not support while they freeze the embedding."""
 UNDROPPED = TaskLimit(
-    key="lora.dropout",
-    values=(0.0,),
-    why="the adapters of experts are added to weights, so that no input can be dropped",
-)
+    key="lora.dropout", values=(0.0,),
+    why="the adapters of experts are added to weights, so that no input can be dropped")
 """Limits of adapters of experts. Source: peft 0.21 tuners/lora/layer.py: ParamWrapper.update_layer."""
 WITH_NEW_TOKENS = (TaskLimit(key="tp", values=(1,), why="parts of an embedding with new rows were not tried"),)
 """Settings that new tokens do not support yet."""
-
-
 WITH_STREAMING = (
-    TaskLimit(
-        key="task",
-        values=(Task.SFT, Task.PRETRAIN),
-        why="losses of whole answers were not tried in a stream",
-        advice="remove streaming",
-    ),
+    TaskLimit(key="task", values=_NO_DPO, why="losses of whole answers were not tried in a stream",
+              advice="remove streaming"),
     TaskLimit(key="sp", values=(1,), why="ranks that share the rows of a stream were not tried"),
     TaskLimit(key="tp", values=(1,), why="ranks that share the rows of a stream were not tried"),
     TaskLimit(key="ep", values=(1,), why="ranks that share experts were not tried in a stream"),
     TaskLimit(key="eval_strategy", values=(Interval.STEPS,), why="a stream has no epochs"),
     TaskLimit(key="save_strategy", values=(Interval.STEPS,), why="a stream has no epochs"),
+    TaskLimit(key="max_steps", values=(1000,), why="the number of rows is not known, so epochs do not end a run",
+              refuses=lambda steps: steps is None),
+    TaskLimit(key="val_split", values=(1000,), why="the number of rows is not known; give a number of samples",
+              refuses=lambda split: split is not None and (split < 1 or split % 1 != 0)),
+    TaskLimit(key="max_samples", values=(None,), why="max_steps ends the run"),
 )
 """Settings that streaming does not support."""
 WITH_SAMPLES = (
-    TaskLimit(
-        key="task",
-        values=(Task.SFT, Task.PRETRAIN),
-        why="generation was not tried with its loss",
-        advice="remove samples",
-    ),
+    TaskLimit(key="task", values=_NO_DPO, why="generation was not tried with its loss", advice="remove samples"),
     TaskLimit(key="sp", values=(1,), why="their prompts are not shared by ranks"),
     TaskLimit(key="tp", values=(1,), why="generation was not tried with shared weights"),
     TaskLimit(key="ep", values=(1,), why="generation was not tried with shared experts"),
     TaskLimit(key="torch_compile", values=(False,), why="each length of a text would compile the layers again"),
 )
 """Settings that `samples` do not support."""
-_STEPS = TaskLimit(key="max_steps", values=(1000,), why="the number of rows is not known, so epochs do not end a run")
-_HELD_OUT = TaskLimit(key="val_split", values=(1000,), why="the number of rows is not known; give a number of samples")
-_FIRST = TaskLimit(key="max_samples", values=(None,), why="max_steps ends the run")
-
-
-def _broken_by_streaming(job: Job) -> Iterator[tuple[TaskLimit, str]]:
-    yield from _exceeded(job, WITH_STREAMING, "streaming does")
-    if job.max_steps is None:
-        yield _STEPS, _STEPS.problem("streaming does", None)
-    if job.val_split is not None and (job.val_split < 1 or job.val_split % 1):
-        yield _HELD_OUT, _HELD_OUT.problem("streaming does", job.val_split)
-    limited = [source.max_samples for source in job.train_sources if source.max_samples is not None]
-    if limited:
-        yield _FIRST, _FIRST.problem("streaming does", limited[0])
+# fmt: on
 
 
 def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
@@ -177,10 +151,10 @@ def broken(job: Job) -> Iterator[tuple[TaskLimit, str]]:
     if job.method is not Method.FULL:
         embedding = () if "embed_tokens" in job.lora.modules_to_save else (FROZEN_EMBEDDING,)
         yield from _exceeded(job, (*WITH_ADAPTERS, *BY_NAME, *embedding), f"method {job.method} does")
-        if job.lora.target_parameters and job.lora.dropout:
-            yield UNDROPPED, UNDROPPED.problem("target_parameters do", job.lora.dropout)
+        if job.lora.target_parameters:
+            yield from _exceeded(job, (UNDROPPED,), "target_parameters do")
     if job.streaming:
-        yield from _broken_by_streaming(job)
+        yield from _exceeded(job, WITH_STREAMING, "streaming does")
     if job.samples is not None:
         yield from _exceeded(job, WITH_SAMPLES, "samples do")
     if job.new_tokens:
@@ -202,9 +176,16 @@ def limits_of_media(*, packs: bool) -> tuple[TaskLimit, ...]:
 
 def _exceeded(job: Job, limits: Iterable[TaskLimit], subject: str) -> Iterator[tuple[TaskLimit, str]]:
     for limit in limits:
-        value = getattr(job, limit.key)
-        if value not in limit.values:
+        value = _value(job, limit.key)
+        if limit.is_exceeded(value):
             yield limit, limit.problem(subject, value)
+
+
+def _value(job: Job, key: str) -> Any:
+    """Returns the value of a key; of `max_samples`, the first one that a data set has."""
+    if key == "max_samples":
+        return next((source.max_samples for source in job.train_sources if source.max_samples is not None), None)
+    return reduce(getattr, key.split("."), job)
 
 
 def require_for_media(job: Job, columns: Sequence[str], *, packs: bool) -> None:

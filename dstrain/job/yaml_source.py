@@ -118,9 +118,9 @@ def _mark(node: Any, keys: Keys) -> tuple[int, int]:
     for key in keys:
         try:
             if isinstance(node, CommentedMap):
-                mark = node.lc.key(key)
+                mark = node.lc.key(key) or mark  # None of an empty mapping
             elif isinstance(node, CommentedSeq):
-                mark = node.lc.item(key)
+                mark = node.lc.item(key) or mark
             node = node[key]
         except (KeyError, IndexError, TypeError):
             break

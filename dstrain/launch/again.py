@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dstrain.paths import shown
-
-RUN = ("dstrain", "run")
-"""What starts a run whose command line is unknown."""
+from dstrain.rundir import RUN
 
 
 def words_of(typed: Sequence[str], job: Path) -> tuple[str, ...]:

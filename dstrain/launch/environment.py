@@ -12,8 +12,8 @@ from pathlib import Path
 
 import dstrain
 from dstrain.errors import InvalidConfig
+from dstrain.job.code_variables import is_secret as is_secret
 from dstrain.job.code_variables import refuse_code
-from dstrain.job.secret_names import is_secret as is_secret
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.paths import shown, write_atomic
 from dstrain.rundir import RunDir
@@ -35,7 +35,7 @@ STAYING_NAMES = frozenset({"DS_ENV_FILE"})
 RANK_NAMES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
-"""What the launcher sets for each rank; leftovers of another launcher must not be there first."""
+"""Variables that the launcher sets for each rank; leftovers of another launcher must not be there first."""
 
 _LAUNCHER_EXPORTS = ("MLFLOW", "PYTHON", "MV2", "UCX", "NCCL")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -101,7 +101,7 @@ def file_text(texts: Mapping[str, str]) -> str:
 
 
 def expanded(texts: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
-    r"""Returns what a shell whose environment is `own` would make of the texts, one after the other; without a shell.
+    r"""Expands the texts as a shell with the environment `own` does, one after the other; without a shell.
 
     >>> expanded({"A": r"\$1 $B", "PATH": "/x:$PATH"}, {"B": "; id", "PATH": "/bin"})
     {'A': '$1 ; id', 'PATH': '/x:/bin'}
@@ -208,7 +208,7 @@ def _require_one_line(name: str, value: str) -> None:
 
 
 def between_quotes(value: str) -> str:
-    """Returns what must stand between double quotes in a shell for it to be `value` again.
+    """Escapes `value` for double quotes in a shell.
 
     A line break stands outside of them, as `$'\\n'`, so that each text is one line.
     """
@@ -235,7 +235,7 @@ def _user_lines(text: str) -> Iterator[tuple[int, str, str]]:
 
 
 def _user_value(raw: str) -> str:
-    """Returns what stands between double quotes for a value of the user's file; `$NAME` stays as it is."""
+    """Escapes a value of the user's file for double quotes; `$NAME` stays as it is."""
     if _is_quoted(raw, "'"):
         return between_quotes(raw[1:-1])
     text, made, at = raw[1:-1] if _is_quoted(raw, '"') else raw, "", 0

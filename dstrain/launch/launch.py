@@ -5,28 +5,50 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dstrain.config.edits import manual_edits
-from dstrain.config.edits.manual_edits import Edit
+from dstrain.config.edits import regenerate
+from dstrain.config.edits.regenerate import Edit
+from dstrain.config.templates.templates import render_script
 from dstrain.facts.this_machine import is_this_machine
 from dstrain.facts.this_machine import names as machine_names
 from dstrain.heartbeat import SAVE_ON_TERM
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.launch import environment
-from dstrain.launch.command import LaunchSite, launch_hostfile, local, of_node
-from dstrain.launch.cores import binding, is_on_cpu
-from dstrain.launch.nodes.connection import require_program
-from dstrain.launch.nodes.layout import Node, check_hosts, per_node
-from dstrain.launch.nodes.spec import new_mark
+from dstrain.launch.command import LaunchSite, binding, is_on_cpu, launch_hostfile, local, of_node
+from dstrain.launch.environment import RANK_NAMES
+from dstrain.launch.nodes.connection import Node, check_hosts, new_mark, per_node, require_program
 from dstrain.launch.prepare import resume
 from dstrain.launch.prepare.prepare import PreparedRun, cpu_threads, facts_text
-from dstrain.launch.start_script import start_script
 from dstrain.paths import write_atomic
 from dstrain.records import to_json
+from dstrain.rundir import RunDir
+
+
+def start_script(
+    command: Sequence[str],
+    *,
+    run_dir: RunDir,
+    exported: Mapping[str, str],
+    secret_names: Collection[str],
+    is_node_by_node: bool = False,
+) -> str:
+    """Returns the text of `start.sh`; it names the secrets, whose values the ranks read from a file, and holds none.
+
+    `command` starts all ranks or, if `is_node_by_node`, the ranks of the node whose number the script is given.
+    """
+    values = {
+        "run_dir": str(run_dir.path),
+        "exports": sorted(exported.items()),
+        "unset": [*RANK_NAMES, *sorted(secret_names)],
+        "command": list(command),
+        "is_node_by_node": is_node_by_node,
+        "environment_file": str(run_dir.environment),
+    }
+    return render_script("deepspeed.sh.j2", values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +58,7 @@ class Launch:
     prepared: PreparedRun
     """The checked job."""
     by_srun: bool
-    """Whether srun reaches the nodes, those of a SLURM allocation; otherwise ssh does."""
+    """Whether srun reaches the nodes, as in a SLURM allocation; otherwise ssh does."""
     nodes: tuple[Node, ...]
     mark: str
     """The mark of every process of this start."""
@@ -134,7 +156,7 @@ def _job_environment(prepared: PreparedRun, switches: Sequence[str]) -> dict[str
 
 
 def _user_lines(*, is_local: bool) -> str:
-    """Returns what the user's environment files hold, and before it where the tools beside this Python are, such as
+    """Returns the user's environment files, preceded by a PATH line for the tools beside this Python, such as
     ninja: a shell that ssh starts does not know. DeepSpeed reads the files for other nodes only."""
     if is_local:
         return ""
@@ -154,13 +176,13 @@ def write_run_dir(launch: Launch, edits: Sequence[Edit] | None = None) -> None:
     if edits is None:
         place.edits.unlink(missing_ok=True)
     else:
-        listed = manual_edits.document(manual_edits.without_secrets(edits, launch.secrets))
+        listed = regenerate.document(regenerate.without_secrets(edits, launch.secrets))
         write_atomic(place.edits, json.dumps(listed, indent=2, ensure_ascii=False, default=str) + "\n")
     write_start(launch)
 
 
 def write_inputs(prepared: PreparedRun, *, job: Job, hostfile: str, secrets: Mapping[str, str]) -> None:
-    """Writes what ranks read: request, facts, configuration, estimate, hostfile, and secrets with mode 0600."""
+    """Writes the inputs of the ranks: request, facts, configuration, estimate, hostfile, and secrets with mode 0600."""
     place = prepared.run_dir
     place.summary.unlink(missing_ok=True)
     place.oom.unlink(missing_ok=True)
@@ -172,7 +194,7 @@ def write_inputs(prepared: PreparedRun, *, job: Job, hostfile: str, secrets: Map
 
 
 def write_request(prepared: PreparedRun, job: Job) -> None:
-    """Writes what depends on the attention: request, facts and estimate."""
+    """Writes the files that depend on the attention: request, facts and estimate."""
     place = prepared.run_dir
     write_atomic(place.request, to_json(job))
     write_atomic(place.facts, facts_text(prepared))
@@ -183,7 +205,7 @@ def write_request(prepared: PreparedRun, job: Job) -> None:
 
 
 def write_start(launch: Launch) -> None:
-    """Writes what names the port of rank 0."""
+    """Writes the files that name the port of rank 0."""
     place = launch.prepared.run_dir
     script = start_script(
         launch.command,

@@ -21,7 +21,7 @@ from dstrain.launch.timeouts import TIMEOUTS
 _NO_PROGRAM = frozenset({126, 127})
 _SRUN = ("srun", "--overlap", "--kill-on-bad-exit=0", "--wait=0", "--unbuffered", "--cpu-bind=none")
 _NOISE = "Warning: Permanently added"
-"""What ssh prints when it learns a host key."""
+"""Text that ssh prints when it learns a host key."""
 
 
 class Obstacle(Enum):

@@ -13,14 +13,13 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dstrain.job.monitor import HealthAction
-from dstrain.monitor.curves import points
 from dstrain.monitor.expert_loads import ExpertLoads
-from dstrain.monitor.generated import GeneratedText, table
-from dstrain.monitor.health import stopped
+from dstrain.monitor.health import nonfinite
 from dstrain.monitor.health.nonfinite import Finding, check
-from dstrain.monitor.health.watch import Watch
+from dstrain.monitor.health.rules import Watch
 from dstrain.monitor.meter import Meter
-from dstrain.monitor.metrics import Hardware, Reading, scalars, summarize
+from dstrain.monitor.metrics import Hardware, Reading, points, scalars, summarize
+from dstrain.monitor.outcomes import GeneratedText, table
 from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.sinks.sink import Say
@@ -59,6 +58,7 @@ class MetricsCallback(TrainerCallback):
         self._health = health
         self._watch = watch
         self._first_steps = first_steps
+        # only then must ranks agree on an action after each window, which takes a broadcast
         self._acts = any(limits.action is not HealthAction.TELL for limits in watch.limits.values())
         self._must_stop = False
         self._stop: Finding | None = None
@@ -107,6 +107,7 @@ class MetricsCallback(TrainerCallback):
             return
         steps, self._last_step = state.global_step - self._last_step, state.global_step
         reading = self.meter.close()
+        # one gather for both: a second one would be another round trip of all ranks
         rows = self._gather([*reading.numbers(), *self.meter.traffic.numbers()])
         fields = Reading.__slots__
         readings = [Reading(**dict(zip(fields, row, strict=False))) for row in rows]
@@ -185,6 +186,7 @@ class MetricsCallback(TrainerCallback):
         if self._acts:
             action = self._agreed(action)
         control.should_save = control.should_save or action is not HealthAction.TELL
+        # raised at the next step: the checkpoint that the rule asks for is written in between
         self._must_stop = self._must_stop or action is HealthAction.STOP
 
     def on_step_begin(
@@ -193,7 +195,7 @@ class MetricsCallback(TrainerCallback):
         """Ends the run after the checkpoint, if a health rule with `action: stop` is broken. Raises RunFailed."""
         if self._must_stop:
             run_dir = None if self._metrics is None else RunDir(self._metrics.path.parent)
-            raise stopped.error_of(self._stop, run_dir, state.global_step)
+            raise nonfinite.error_of(self._stop, run_dir, state.global_step)
 
     def _agreed(self, action: HealthAction) -> HealthAction:
         """Returns rank 0's action, on all ranks."""
@@ -234,7 +236,7 @@ class MetricsCallback(TrainerCallback):
             return
         if verdict is not None:
             self._write(metrics, {"time_s": round(time.time(), 3), **verdict.to_data()})
-            self._say("\n".join(verdict.lines(self._first_steps.cluster)))
+            self._say("\n".join(verdict.lines(self._first_steps.record.cluster)))
 
     def _findings(self, step: int, logs: dict[str, Any]) -> list[Finding]:
         """Writes findings to `health.jsonl`, and prints those that are new since the last window."""

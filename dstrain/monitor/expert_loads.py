@@ -37,7 +37,7 @@ def _layer(name: str) -> int:
 
 
 class ExpertLoads:
-    """Counts on the device, while the model trains; what a backward pass recomputes counts twice, for all alike."""
+    """Counts on the device, while the model trains; recomputed tokens count twice, for all alike."""
 
     def __init__(self, routers: Sequence[tuple[int, nn.Module]], group: Any) -> None:
         """Watches routers, given with their layers; `group` is a gloo group of all ranks, or None with one rank."""

@@ -2,19 +2,95 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 
 from dstrain.monitor.collectives import Collectives, Span, StreamSpan
-from dstrain.monitor.machine import RunQueue, nvml, power_limit_w, resident_bytes, used_bytes, used_share
 from dstrain.monitor.metrics import Reading
 from dstrain.monitor.traffic import NOTHING, Traffic
 
-_NAN = float("nan")
+UNKNOWN = float("nan")
+"""A measurement that a machine does not give."""
+
+
+class RunQueue:
+    """How long this process's main thread was ready to run while other processes had its CPU."""
+
+    def __init__(self) -> None:
+        """Opens the kernel's counter, if it exists. Source: Linux, Documentation/scheduler/sched-stats.rst."""
+        self._file: int | None = None
+        with suppress(OSError):
+            self._file = os.open("/proc/self/schedstat", os.O_RDONLY)
+
+    def __del__(self) -> None:
+        """Closes the counter."""
+        if self._file is not None:
+            os.close(self._file)
+
+    def wait_s(self) -> float:
+        """Returns the seconds since the process began; 0 if they are not known. It takes a microsecond."""
+        if self._file is None:
+            return 0.0
+        with suppress(OSError, ValueError, IndexError):
+            return int(os.pread(self._file, 64, 0).split()[1]) / 1e9
+        return 0.0
+
+
+def used_bytes() -> float:
+    """Returns the bytes of this GPU that are in use, by all processes; asking does not wait for its kernels."""
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free)
+
+
+def nvml(read: Callable[[], float]) -> float:
+    """Returns NVML's figures; NaN without a GPU, or without an answer."""
+    if torch.cuda.is_available():
+        with suppress(Exception):  # NVML has many errors, and none matters to training
+            return float(read())
+    return UNKNOWN
+
+
+@cache
+def power_limit_w() -> float:
+    """Returns the enforced power limit of this GPU in watts; NaN if it is not known."""
+
+    def read() -> float:
+        import pynvml  # type: ignore[import-untyped]
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties().uuid}")
+        return float(pynvml.nvmlDeviceGetEnforcedPowerLimit(handle)) / 1000
+
+    return nvml(read)
+
+
+def resident_bytes() -> float:
+    """Returns the resident memory of this process; NaN if it is not known."""
+    with suppress(psutil.Error, OSError):
+        return float(psutil.Process().memory_info().rss)
+    return UNKNOWN
+
+
+def ram_bytes() -> int:
+    """Returns the RAM of this machine, of which `used_share` is a share; a container's limit may be lower."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def used_share() -> float:
+    """Returns the share of this machine's RAM that no process could have."""
+    with suppress(psutil.Error, OSError):
+        memory = psutil.virtual_memory()
+        return 1 - memory.available / memory.total
+    return UNKNOWN
+
+
 COUNTS = "dstrain_counts"
 """Key of the counts in a micro-batch; the Trainer removes it."""
 
@@ -180,7 +256,7 @@ class Meter:
                 stalled = sum(span.seconds() or 0.0 for _, span in stalls)
                 passes.append((max(seconds - stalled, 1e-9), positions))
         if not passes:
-            return _NAN, _NAN
+            return UNKNOWN, UNKNOWN
         quarter = len(passes) // 4
         return sorted(s for s, _ in passes)[quarter], sorted(s / positions for s, positions in passes)[quarter]
 
@@ -196,7 +272,7 @@ class Meter:
     def _idle_s(self, own_s: float) -> float:
         """Returns the seconds of the window in which the device had nothing to do but to wait for this process.
 
-        On a GPU, those of forward passes at whose end it had done all that was launched. On a CPU, those in which the
+        On a GPU: in forward passes at whose end it had done all that was launched. On a CPU: while the
         main thread was in a step, in no collective, waited for no data and had no core: for other processes, a disk, a
         lock.
         """
@@ -218,9 +294,9 @@ class Meter:
             squared_tokens=self._squared,
             window_s=window_s,
             wait_s=self._wait_s,
-            peak_bytes=peaks[0] if on_gpu else _NAN,
-            reserved_bytes=peaks[1] if on_gpu else _NAN,
-            outside_bytes=used_bytes() - stats.get("reserved_bytes.all.current", 0) if on_gpu else _NAN,
+            peak_bytes=peaks[0] if on_gpu else UNKNOWN,
+            reserved_bytes=peaks[1] if on_gpu else UNKNOWN,
+            outside_bytes=used_bytes() - stats.get("reserved_bytes.all.current", 0) if on_gpu else UNKNOWN,
             alloc_retries=stats.get("num_alloc_retries", 0),
             gpu_utilization=nvml(lambda: torch.cuda.utilization() / 100),
             gpu_power_w=nvml(lambda: torch.cuda.power_draw() / 1000),
@@ -231,11 +307,11 @@ class Meter:
             targets=self._targets,
             forward_s=forward_s,
             forward_s_per_token=forward_s_per_token,
-            cpu_wait_share=self._cpu_wait_s / self._host_s if self._host_s else _NAN,
+            cpu_wait_share=self._cpu_wait_s / self._host_s if self._host_s else UNKNOWN,
             gpu_clock_mhz=nvml(torch.cuda.clock_rate),
             gpu_power_limit_w=power_limit_w(),
             own_s=own_s,
-            queued_s=_NAN if on_gpu else self._run_queue.wait_s() - self._queued_s,
+            queued_s=UNKNOWN if on_gpu else self._run_queue.wait_s() - self._queued_s,
             host_s=self._idle_s(own_s),
             other_s=self._other_s(),
             aside_s=self._aside_s,

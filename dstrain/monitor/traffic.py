@@ -105,6 +105,7 @@ def communication(
         "comm_s": mean,
         "comm_share": mean / max(step_s, 1e-9),
         "comm_s_by_rank": by_rank,
+        # rank 0 stands for all: each calls the same collectives, in its own groups
         "comm_bytes": sum(own.num_bytes) / steps,
         "comm_calls": sum(own.calls) / steps,
     }
@@ -120,7 +121,7 @@ def _bus(own: Traffic, ranks: Sequence[Sequence[float]], expected: Expected | No
     """Returns the bus bandwidth of large messages, and what it is of the plan's links; nothing without such messages.
 
     The last rank to enter a collective waits for nobody, so its time is the transfer's. A collective that runs
-    beside computation may end long before anybody waits for it: the upper quartile is that of those that do not.
+    beside computation may end long before anybody waits for it: the upper quartile belongs to calls that do not.
     """
     rates, shares = [], []
     for message, seconds in _fastest(own, ranks):

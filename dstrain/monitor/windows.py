@@ -1,4 +1,4 @@
-"""Reads what a run measured from the lines of `metrics.jsonl` (pure): its windows, those whose time counts, seconds of
+"""Reads the measurements of a run from lines of `metrics.jsonl` (pure): its windows, which of them count, seconds of
 a step, memory of each rank. Anything that is no number is none."""
 
 from __future__ import annotations
@@ -154,12 +154,26 @@ def _token_s(window: Line) -> float | None:
     return (1 - (number(window.get("padding_share")) or 0.0)) / rate if rate else None
 
 
+def of_ranks(window: Line, name: str) -> list[float]:
+    """Returns a metric of each rank; empty unless all are known."""
+    values = window.get(name)
+    numbers = [number(value) for value in values] if isinstance(values, list) else []
+    return [value for value in numbers if value is not None] if None not in numbers else []
+
+
+def by_rank(windows: Sequence[Line], name: str) -> list[tuple[float, ...]]:
+    """Returns the values of a metric of each rank, from the windows that know all ranks; empty if none does.
+
+    >>> by_rank([{"peak_bytes_by_rank": [5, 6]}, {"peak_bytes_by_rank": [7, 6]}], "peak_bytes_by_rank")
+    [(5.0, 7.0), (6.0, 6.0)]
+    """
+    known = [values for window in windows if (values := of_ranks(window, name))]
+    return list(zip(*(values for values in known if len(values) == len(known[-1])), strict=True))
+
+
 def peaks_by_rank(windows: Sequence[Line]) -> tuple[float, ...]:
     """Returns the largest peak of each rank over all windows; empty if it was not measured, as on a CPU."""
-    listed = [peaks for window in windows if isinstance(peaks := window.get("peak_bytes_by_rank"), list)]
-    known = [numbers for peaks in listed if None not in (numbers := [number(peak) for peak in peaks])]
-    same = [numbers for numbers in known if len(numbers) == len(known[-1])]
-    return tuple(max(float(peak or 0) for peak in of_rank) for of_rank in zip(*same, strict=True))
+    return tuple(map(max, by_rank(windows, "peak_bytes_by_rank")))
 
 
 def states_by_rank(data: Mapping[str, Any]) -> tuple[Mapping[str, int], ...]:
@@ -173,7 +187,7 @@ def states_by_rank(data: Mapping[str, Any]) -> tuple[Mapping[str, int], ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMeasurement:
-    """What one rank measured; None for what a CPU does not have."""
+    """Measurements of one rank; None if a CPU has none."""
 
     __pydantic_config__ = type_config
 
@@ -189,7 +203,7 @@ class RankMeasurement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What a run measured. The time of windows that warm up does not count (`windows.settled`), their memory does."""
+    """Measurements of a run. The time of windows that warm up does not count (`windows.settled`), their memory does."""
 
     __pydantic_config__ = type_config
 
@@ -216,7 +230,7 @@ class Measurement:
 
 
 def measurement(lines: Sequence[Mapping[str, Any]]) -> Measurement:
-    """Returns what the logged steps of a run measured.
+    """Returns the measurements of the logged steps of a run.
 
     >>> lines = [{"step": n, "tokens": 8, "tokens_per_s": 4.0, "step_s": 2.0, "padding_share": 0.0} for n in (1, 2, 3)]
     >>> found = measurement(lines)
@@ -236,6 +250,7 @@ def measurement(lines: Sequence[Mapping[str, Any]]) -> Measurement:
         step_s=median(times) if times else None,
         error_ratio=_error_ratio(times),
         tokens_per_s=median(rates) if rates else None,
+        # memory and tokens count from the first window on: warming up changes times alone
         tokens_per_step=max((float(line["tokens"]) / _kept(line) / _steps(line) for line in windows), default=0.0),
         data_wait_share=median(shares) if shares else 0.0,
         alloc_retries=retries[-1] - retries[0] if retries else 0.0,
@@ -249,7 +264,7 @@ NOISE = 2.0
 
 
 def is_slower(one: Measurement, other: Measurement) -> bool:
-    """Returns whether the median step of a run is slower than that of another by more than the scatter within both.
+    """Returns whether a run's median step is slower than another's by more than the scatter within both.
 
     >>> lines = [{"step": n, "tokens": 8, "tokens_per_s": 4.0, "step_s": 2.0} for n in (1, 2, 3)]
     >>> slow = [{**line, "step_s": 2.1} for line in lines]
@@ -268,7 +283,7 @@ def _kept(line: Mapping[str, Any]) -> float:
 
 
 def _steps(line: Mapping[str, Any]) -> float:
-    """Returns the steps of a window: its seconds over those of a step."""
+    """Returns the steps of a window: its seconds over a step's."""
     return max(1.0, float(line["tokens"]) / float(line["tokens_per_s"]) / float(line["step_s"]))
 
 
@@ -280,22 +295,19 @@ def _error_ratio(times: Sequence[float]) -> float:
     return 1.2533 * 1.4826 * median(abs(time - middle) for time in times) / middle / math.sqrt(len(times))
 
 
-def _ranks(windows: Sequence[Mapping[str, Any]]) -> tuple[RankMeasurement, ...]:
-    count = max((len(line.get("data_wait_s_by_rank") or ()) for line in windows), default=0)
-
-    def values(key: str, rank: int) -> list[float]:
-        rows = [line.get(key) or () for line in windows]
-        return [float(row[rank]) for row in rows if len(row) > rank and row[rank] is not None]
-
-    def most(key: str, rank: int) -> int | None:
-        return round(max(values(key, rank))) if values(key, rank) else None
-
+def _ranks(windows: Sequence[Line]) -> tuple[RankMeasurement, ...]:
+    memory = [list(map(max, by_rank(windows, f"{name}_by_rank"))) for name in _MEMORY]
     return tuple(
         RankMeasurement(
-            peak_bytes=most("peak_bytes_by_rank", rank),
-            reserved_bytes=most("reserved_bytes_by_rank", rank),
-            outside_bytes=most("outside_bytes_by_rank", rank),
-            data_wait_s=median(waits) if (waits := values("data_wait_s_by_rank", rank)) else None,
+            **{
+                name: round(of_all[rank]) if rank < len(of_all) else None
+                for name, of_all in zip(_MEMORY, memory, strict=True)
+            },
+            data_wait_s=median(waits),
         )
-        for rank in range(count)
+        for rank, waits in enumerate(by_rank(windows, "data_wait_s_by_rank"))
     )
+
+
+_MEMORY = ("peak_bytes", "reserved_bytes", "outside_bytes")
+"""Measurements of a rank of which the largest counts."""

@@ -2,19 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from typing import Any, get_type_hints
 
-from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, StateDtypes, Task
+from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, Task
 from dstrain.job.model_changes import Lora, RopeScaling
 from dstrain.plan.training_code import TrainingCode
 
+BF16_STATES = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
+"""Keys of `bf16` that, together, keep what steps the optimizer in bf16."""
 
-def _named(name: str, default: Any) -> Any:
-    """Returns a field that requests, jobs and JSON know by another name."""
-    return field(default=default, metadata={"name": name})
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Where a choice of `Configuration` lives."""
+
+    part: str = ""
+    """The field of `Configuration` that has it; empty: `Configuration` itself."""
+    field: str = ""
+    """Its name there."""
+    keys: tuple[str, ...] = ()
+    """Keys of ds_config.json from which the planner reads it."""
+    repeated: tuple[str, ...] = ()
+    """Keys of ds_config.json that repeat it, although job.yaml holds it."""
+    is_speed: bool = False
+    """Whether it changes the speed of a step and not what the step trains on, beyond rounding."""
+    is_tuned: bool = False
+    """Whether `dstrain tune` may make it otherwise in the files of a job."""
+    values: tuple[Any, ...] = ()
+    """The values that plans compare, those that need most memory first; empty: they depend on the rest."""
+    follows: str = ""
+    """The choice of which it is a detail: it is neutral when that one changes."""
+    least_stage: int = 0
+    """The stage of ZeRO below which it is neutral."""
+
+    @property
+    def is_of_zero(self) -> bool:
+        """Whether ds_config.json alone holds it."""
+        return self.part == "zero"
+
+    def of(self, configuration: Configuration) -> Any:
+        """Returns its value."""
+        return getattr(getattr(configuration, self.part) if self.part else configuration, self.field)
+
+
+def _choice(default: Any, name: str = "", **facts: Any) -> Any:
+    """Returns the field of a choice, with the name that requests, jobs and JSON know it by if it is another."""
+    if isinstance(default, bool):
+        facts.setdefault("values", (False, True))
+    return field(default=default, metadata={"name": name, "choice": Choice(**facts)})
+
+
+def _of_zero(default: Any, *keys: str, name: str = "", **facts: Any) -> Any:
+    """Returns the field of a choice that the section `zero_optimization` holds."""
+    return _choice(default, name, keys=tuple(f"zero_optimization.{key}" for key in keys), **facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,20 +68,13 @@ class TrainedModel:
     """Trained parameters: all, or an adapter."""
     lora: Lora = field(default_factory=Lora)
     """The adapter, for LoRA and QLoRA."""
-    precision: Precision = Precision.BF16
+    precision: Precision = _choice(Precision.BF16, repeated=("bf16.enabled", "fp16.enabled"))
     """Dtype of forward and backward."""
-    state_dtypes: StateDtypes = StateDtypes.MIXED
-    """Which copies of a parameter exist, and so whether DeepSpeed or PyTorch's own sharding holds them."""
 
     @property
     def is_full(self) -> bool:
         """Whether every weight trains, not an adapter."""
         return self.method is Method.FULL
-
-    @property
-    def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed holds the states, not PyTorch's own sharding."""
-        return self.state_dtypes is StateDtypes.MIXED
 
     @property
     def item(self) -> int:
@@ -54,7 +90,7 @@ class MicroBatch:
     """Longest sample in tokens."""
     rope_scaling: RopeScaling | None = None
     """How positions reach that length, beyond the model's own; costs neither memory nor time."""
-    micro_batch: int = 1
+    micro_batch: int = _choice(1, repeated=("train_micro_batch_size_per_gpu",), is_speed=True, is_tuned=True)
     """Samples of one forward pass of one GPU."""
     task: Task = Task.SFT
     """Training task, which decides how many sequences a sample has."""
@@ -88,10 +124,12 @@ class MicroBatch:
 class OptimizerStep:
     """How gradients become new weights."""
 
-    optimizer: Optimizer = Optimizer.ADAMW
-    grad_accum: int = 1
+    optimizer: Optimizer = _choice(Optimizer.ADAMW, keys=("optimizer.type", *(f"bf16.{name}" for name in BF16_STATES)))
+    grad_accum: int = _choice(
+        1, repeated=("gradient_accumulation_steps",), is_speed=True, is_tuned=True, follows="micro_batch"
+    )
     """Micro-batches of one optimizer step."""
-    grad_accum_dtype: Precision | None = None
+    grad_accum_dtype: Precision | None = _choice(None, keys=("data_types.grad_accum_dtype",))
     """Dtype in which DeepSpeed accumulates gradients; None: the gradients' own."""
 
 
@@ -99,15 +137,15 @@ class OptimizerStep:
 class Kernels:
     """The implementations of a layer's parts."""
 
-    attn: Attention = Attention.SDPA
+    attn: Attention = _choice(Attention.SDPA, is_speed=True)
     """Attention implementation."""
     liger: bool = False
     """Whether Liger's kernels replace norms, rotary embedding and gated MLP, as far as it has them for the family."""
-    loss: LossKernel = LossKernel.FULL
+    loss: LossKernel = _choice(LossKernel.FULL, is_speed=True, values=tuple(LossKernel))
     """How the loss is computed."""
     router_loss: bool = False
     """Whether the loss that balances experts is computed; families without one ignore it."""
-    torch_compile: bool = False
+    torch_compile: bool = _choice(False, is_tuned=True)
     """Whether torch.compile compiles the decoder layers; the plan counts neither its gain nor its memory."""
 
 
@@ -115,27 +153,21 @@ class Kernels:
 class Checkpointing:
     """Which activations are recomputed in the backward pass."""
 
-    enabled: bool = _named("grad_ckpt", False)
+    enabled: bool = _choice(False, "grad_ckpt", is_speed=True, is_tuned=True)
     """Whether layers keep their input alone."""
-    every_n_layers: int = _named("grad_ckpt_every_n_layers", 1)
+    every_n_layers: int = _choice(
+        1, "grad_ckpt_every_n_layers", is_speed=True, is_tuned=True, values=(4, 2, 1), follows="grad_ckpt"
+    )
     """Every n-th layer does so, from the first one on; the others keep what the backward pass needs."""
-    offload: bool = _named("activation_offload", False)
+    offload: bool = _choice(False, "activation_offload", is_speed=True, is_tuned=True, follows="grad_ckpt")
     """Whether these inputs wait in host RAM."""
-    tiled_mlp: bool = False
+    tiled_mlp: bool = _choice(False, is_speed=True, is_tuned=True)
     """Whether MLPs are computed for a part of the tokens at a time, and again for each part in the backward pass."""
 
     @property
     def period(self) -> int:
         """Layers after which the pattern of recomputed layers repeats."""
         return self.every_n_layers if self.enabled else 1
-
-    @property
-    def words(self) -> str:
-        """The choice in words, such as `checkpointing of every 2 layers`."""
-        every = "" if self.every_n_layers == 1 else f" of every {self.every_n_layers} layers"
-        where = " with inputs in RAM" if self.offload else ""
-        words = f"checkpointing{every}{where}" if self.enabled else "no checkpointing"
-        return f"{words}, tiled MLPs" if self.tiled_mlp else words
 
     def recomputes(self, layer: int) -> bool:
         """Returns whether a layer is recomputed. Source: Transformers 5.23 PreTrainedModel._set_gradient_checkpointing.
@@ -154,11 +186,11 @@ class Checkpointing:
 class Parallel:
     """Ranks that share the work on one sample."""
 
-    sp: int = 1
+    sp: int = _choice(1, is_speed=True, is_tuned=True)
     """Ulysses sequence-parallel ranks: each has 1/sp of a sequence and, inside attention, of the heads."""
-    tp: int = 1
+    tp: int = _choice(1, repeated=("tensor_parallel.autotp_size",), is_speed=True)
     """AutoTP tensor-parallel ranks: each has 1/tp of every sharded weight."""
-    ep: int = 1
+    ep: int = _choice(1, repeated=("expert_parallel.autoep_size",), is_speed=True)
     """AutoEP expert-parallel ranks: each has 1/ep of the experts, and trains on samples of its own."""
 
 
@@ -169,31 +201,40 @@ class Zero:
     Source: deepspeed 0.19.8 runtime/zero/config.py and offload_config.py; overlap_comm is true by default under ZeRO-3.
     """
 
-    stage: int = _named("zero_stage", 0)
+    stage: int = _of_zero(0, "stage", name="zero_stage", is_speed=True, is_tuned=True, values=(0, 1, 2, 3))
     """ZeRO stage, 0…3."""
-    offload: Offload = Offload.NONE
+    offload: Offload = _of_zero(
+        Offload.NONE,
+        "offload_optimizer.device",
+        "offload_param.device",
+        is_speed=True,
+        is_tuned=True,
+        values=tuple(Offload),
+    )
     """States kept outside GPU memory."""
-    offload_ratio: float = 1.0
+    offload_ratio: float = _of_zero(
+        1.0, "offload_optimizer.ratio", is_speed=True, is_tuned=True, follows="offload", least_stage=3
+    )
     """Share of the optimizer's sub-groups that is offloaded, 0…1 (ZeRO-3 only)."""
-    pin_memory: bool = True
+    pin_memory: bool = _of_zero(True, "offload_optimizer.pin_memory")
     """Whether offloaded states are in page-locked memory."""
-    overlap_comm: bool = False
+    overlap_comm: bool = _of_zero(False, "overlap_comm")
     """Whether gradient reduction overlaps the backward pass (twice the bucket)."""
-    reduce_bucket_size: int = 500_000_000
+    reduce_bucket_size: int = _of_zero(500_000_000, "reduce_bucket_size")
     """Elements of gradient reduced at once."""
-    sub_group_size: int = 1_000_000_000
+    sub_group_size: int = _of_zero(1_000_000_000, "sub_group_size")
     """Partitioned elements that ZeRO-3 steps at once."""
-    prefetch_bucket_size: int = 50_000_000
+    prefetch_bucket_size: int = _of_zero(50_000_000, "stage3_prefetch_bucket_size")
     """Elements that ZeRO-3 gathers ahead."""
-    param_persistence_threshold: int = 100_000
+    param_persistence_threshold: int = _of_zero(100_000, "stage3_param_persistence_threshold")
     """Parameters of up to that many elements stay gathered under ZeRO-3."""
-    max_live_parameters: int = 1_000_000_000
+    max_live_parameters: int = _of_zero(1_000_000_000, "stage3_max_live_parameters")
     """Gathered elements above which ZeRO-3 stops prefetching."""
-    max_reuse_distance: int = 1_000_000_000
+    max_reuse_distance: int = _of_zero(1_000_000_000, "stage3_max_reuse_distance")
     """ZeRO-3 keeps a parameter gathered if it is used again within that many elements."""
-    hpz: int = 1
+    hpz: int = _of_zero(1, "zero_hpz_partition_size", is_speed=True, is_tuned=True, least_stage=3)
     """Ranks that share ZeRO++'s secondary copy of the parameters; 1: no such copy."""
-    qwz: bool = False
+    qwz: bool = _of_zero(False, "zero_quantized_weights", is_speed=True, least_stage=3)
     """Whether parameters are gathered in 8 bits (ZeRO++), which rounds them."""
 
     @property
@@ -223,29 +264,15 @@ class Configuration:
     code: TrainingCode = field(default_factory=TrainingCode)
     """How the training code computes."""
 
-    @property
-    def title(self) -> str:
-        """Returns the choice in a few words, such as `ZeRO-3 + optimizer offload, checkpointing, micro-batch 1`."""
-        return ", ".join(self.title_parts)
-
-    @property
-    def title_parts(self) -> list[str]:
-        """Returns the parts of the title: ZeRO and offload, checkpointing, torch.compile, micro-batch."""
-        offload = f" + {self.zero.offload.words}" if self.zero.is_offloaded else ""
-        words = [self.checkpointing.words] if self.checkpointing.enabled or self.checkpointing.tiled_mlp else []
-        words += ["torch.compile"] if self.kernels.torch_compile else []
-        return [f"ZeRO-{self.zero.stage}{offload}", *words, f"micro-batch {self.batch.micro_batch}"]
-
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         """Makes records write a configuration as `flat` has it, and read it back; old ones lack choices."""
         from pydantic_core import core_schema
 
-        kinds = {part: get_type_hints(type(getattr(DEFAULTS, part)) if part else cls) for part, _ in choices().values()}
-        legal = {
-            name: core_schema.typed_dict_field(handler.generate_schema(kinds[part][choice]), required=False)
-            for name, (part, choice) in choices().items()
-        }
+        parts = {choice.part for choice in choices().values()}
+        hints = {part: get_type_hints(type(getattr(DEFAULTS, part)) if part else cls) for part in parts}
+        schemas = {name: handler.generate_schema(hints[at.part][at.field]) for name, at in choices().items()}
+        legal = {name: core_schema.typed_dict_field(schema, required=False) for name, schema in schemas.items()}
         return core_schema.no_info_after_validator_function(
             lambda values: changed(DEFAULTS, **values),
             core_schema.typed_dict_schema(legal, config=core_schema.CoreConfig(strict=True)),
@@ -259,38 +286,68 @@ DEGREES = tuple(degree.name for degree in fields(Parallel))
 
 
 @cache
-def choices() -> Mapping[str, tuple[str, str]]:
-    """Returns every choice by the name that requests, jobs and JSON use → its part, and its name there.
+def choices() -> Mapping[str, Choice]:
+    """Returns every choice by the name that requests, jobs and JSON use.
 
-    >>> choices()["zero_stage"], choices()["expandable_segments"]
-    (('zero', 'stage'), ('', 'expandable_segments'))
+    >>> choices()["zero_stage"].keys, choices()["micro_batch"].repeated
+    (('zero_optimization.stage',), ('train_micro_batch_size_per_gpu',))
     """
-    places: dict[str, tuple[str, str]] = {}
+    found: dict[str, Choice] = {}
     for part in fields(Configuration):
         if part.name == "expandable_segments":
-            places[part.name] = "", part.name
+            found[part.name] = Choice(field=part.name)
         elif part.name != "code":  # nobody chooses it
             for choice in fields(getattr(DEFAULTS, part.name)):
-                places[choice.metadata.get("name", choice.name)] = part.name, choice.name
-    return places
+                known: Choice = choice.metadata.get("choice", Choice())
+                name = choice.metadata.get("name") or choice.name
+                found[name] = replace(known, part=part.name, field=choice.name)
+    return found
 
 
 def changed(configuration: Configuration, **values: Any) -> Configuration:
     """Returns the configuration with some choices made otherwise, by the names of `choices`, or with other parts.
 
-    >>> changed(DEFAULTS, zero_stage=3, micro_batch=2).title
-    'ZeRO-3, micro-batch 2'
+    >>> changed(DEFAULTS, zero_stage=3, micro_batch=2).zero.stage
+    3
     """
     by_part: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
-        part, choice = choices().get(name, ("", name))
-        by_part.setdefault(part, {})[choice] = value
+        choice = choices().get(name) or Choice(field=name)
+        by_part.setdefault(choice.part, {})[choice.field] = value
     own = by_part.pop("", {})
     parts = {part: replace(getattr(configuration, part), **chosen) for part, chosen in by_part.items()}
     return replace(configuration, **parts, **own)
 
 
+def changes(configuration: Configuration, name: str, values: Iterable[Any] | None = None) -> Iterator[Configuration]:
+    """Yields the configuration with each other value of a choice, or with each of `values`.
+
+    Details of the choice are then neutral, and so is everything that the stage of ZeRO lacks; the samples of a step
+    stay.
+
+    >>> [other.zero.stage for other in changes(DEFAULTS, "zero_stage")]
+    [1, 2, 3]
+    >>> [(c.batch.micro_batch, c.step.grad_accum) for c in changes(changed(DEFAULTS, grad_accum=4), "micro_batch")]
+    [(2, 2), (4, 1)]
+    """
+    samples = configuration.batch.micro_batch * configuration.step.grad_accum
+    if values is None:
+        values = range(1, samples + 1) if name == "micro_batch" else choices()[name].values
+    for value in values:
+        made = {name: value}
+        for detail, choice in choices().items():
+            if choice.follows == name or (name == "zero_stage" and value < choice.least_stage):
+                made[detail] = choice.of(DEFAULTS)
+        if name == "micro_batch":
+            if samples % value:
+                continue
+            made["grad_accum"] = samples // value
+        other = changed(configuration, **made)
+        if other != configuration:
+            yield other
+
+
 def flat(configuration: Configuration) -> dict[str, Any]:
     """Returns every choice as data, by the names of `choices`."""
     data = asdict(configuration)
-    return {name: (data[part] if part else data)[choice] for name, (part, choice) in choices().items()}
+    return {name: (data[choice.part] if choice.part else data)[choice.field] for name, choice in choices().items()}

@@ -13,9 +13,9 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.ds_config import OLD_OFFLOADS, ZERO, offload_device
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import DEFAULTS, Configuration, OptimizerStep, Zero
+from dstrain.plan.configuration import BF16_STATES, DEFAULTS, Choice, Configuration, OptimizerStep, Zero, choices
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.memory.memory import memory
+from dstrain.plan.memory.memory import Memory, memory
 from dstrain.plan.memory.params import trained
 from dstrain.plan.memory.peak import Detail
 from dstrain.plan.named_parts import require_targets
@@ -45,11 +45,17 @@ def assess(
 ) -> Estimate:
     """Estimates the memory and speed of a configuration, and whether it fits.
 
-    A search asks first for quick estimates, in which closed forms stand for the engine's and the allocator's bytes.
+    A search asks first for quick estimates, in which a closed form stands for the allocator's replay.
     """
+    usable_gpu = round(usable_gpu_ratio * workload.cluster.gpu.memory_bytes)
+    return estimate_of(
+        workload, configuration, memory(workload, configuration, detail=detail, usable_bytes=usable_gpu), usable_gpu
+    )
+
+
+def estimate_of(workload: Workload, configuration: Configuration, needs: Memory, usable_gpu: int) -> Estimate:
+    """Returns the estimate of a configuration whose memory is known."""
     model, cluster = workload.model, workload.cluster
-    usable_gpu = round(usable_gpu_ratio * cluster.gpu.memory_bytes)
-    needs = memory(workload, configuration, detail=detail, usable_bytes=usable_gpu)
     known = speed(workload, configuration)
     usable_host = round(USABLE_HOST_RATIO * cluster.host_memory_bytes)
     return Estimate(
@@ -92,8 +98,6 @@ def estimate(workload: Workload, request: Request, ds_config: Mapping[str, Any])
     return assess(workload, effective(workload.model, request, ds_config))
 
 
-BF16_STATES = ("bf16_master_weights_and_grads", "bf16_optimizer_states")
-"""Keys of `bf16` that, together, keep what steps the optimizer in bf16."""
 OPTIMIZER_TYPES: Mapping[str, Optimizer] = MappingProxyType(
     {
         "adam": Optimizer.ADAMW,
@@ -154,38 +158,31 @@ def auto_sizes(hidden_size: int) -> Mapping[str, int]:
     }
 
 
-_SIZES = (
-    *("reduce_bucket_size", "sub_group_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"),
-    *("stage3_max_live_parameters", "stage3_max_reuse_distance"),
-)
-"""Keys of sizes in elements; without `stage3_`, which the engine takes too, they are fields of `Zero`."""
-
-
 def _zero(model: ModelFacts, section: Mapping[str, Any]) -> Zero:
     """Returns ZeRO's settings from the section `zero_optimization`."""
     stage = _within("zero_optimization.stage", int(section.get("stage", 0)), 0, 3)
     auto = auto_sizes(model.hidden_size)
-    optimizer = section.get("offload_optimizer") or {}
-    overlaps = section.get("overlap_comm")
-    ratio = _within("offload_optimizer.ratio", float(optimizer.get("ratio", 1.0)), 0, 1) if stage == 3 else 1.0
-    hpz = int(section.get("zero_hpz_partition_size", 1)) if stage == 3 else 1
+    single = [choice for choice in choices().values() if choice.is_of_zero and len(choice.keys) == 1]
+    settings = {choice.field: _setting(choice, section, auto) for choice in single if choice.least_stage <= stage}
+    settings |= {"stage": stage, "offload": _offload({ZERO: section}), "hpz": max(1, settings.get("hpz", 1))}
+    if section.get("overlap_comm") is None:  # DeepSpeed's default depends on the stage
+        settings["overlap_comm"] = stage == 3
+    return Zero(**settings)
 
-    def number(key: str) -> int:
-        name = key.removeprefix("stage3_")
-        default: int = getattr(DEFAULTS.zero, name)
-        value = section.get(key, section.get(name, default))
-        return auto.get(key, default) if value == "auto" else round(_within(key, float(value), 0, _LARGEST))
 
-    return Zero(
-        stage=stage,
-        offload=_offload({ZERO: section}),
-        offload_ratio=ratio,
-        hpz=max(1, _within("zero_hpz_partition_size", hpz, 0, _LARGEST)),
-        qwz=stage == 3 and section.get("zero_quantized_weights") is True,
-        overlap_comm=stage == 3 if overlaps is None else bool(overlaps),
-        pin_memory=bool(optimizer.get("pin_memory", True)),
-        **{key.removeprefix("stage3_"): number(key) for key in _SIZES},
-    )
+def _setting(choice: Choice, section: Mapping[str, Any], auto: Mapping[str, int]) -> Any:
+    """Returns a setting of ZeRO with one key, which the engine knows without `stage3_` too."""
+    default, path = choice.of(DEFAULTS), choice.keys[0].removeprefix(f"{ZERO}.")
+    outer, _, key = path.rpartition(".")
+    inner = (section.get(outer) or {}) if outer else section
+    value = inner.get(key, inner.get(key.removeprefix("stage3_"), default))
+    if isinstance(default, bool):
+        return bool(value)
+    if value == "auto":
+        return auto.get(key, default)
+    if isinstance(default, float):
+        return _within(path, float(value), 0, 1)
+    return round(_within(path, float(value), 0, _LARGEST))
 
 
 def _within(name: str, value: N, least: float, most: float) -> N:
@@ -249,4 +246,4 @@ def supported_precision(cluster: Cluster) -> Precision:
     """Returns the precision a GPU trains in: bf16 if supported, fp16 before Ampere, fp32 on a CPU."""
     if cluster.gpu.has_bf16:
         return Precision.BF16
-    return Precision.FP16 if cluster.gpu.fp16_flops_per_s > 0 else Precision.FP32
+    return Precision.FP16 if cluster.gpu.lacks_bf16 else Precision.FP32

@@ -2,11 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
 from dstrain.choices import Offload, Optimizer, Precision
 from dstrain.plan.configuration import Configuration
 from dstrain.units import counted
 
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The words for one mechanism of a configuration."""
+
+    long: str
+    """In a sentence: `checkpointing of every 2 layers`."""
+    short: str
+    """In a table: `ckpt/2`."""
+    is_title: bool = False
+    """Whether even the title names it."""
+
+
+def _checkpointing(c: Configuration) -> str:
+    chosen = c.checkpointing
+    every = "" if chosen.every_n_layers == 1 else f" of every {chosen.every_n_layers} layers"
+    where = " with inputs in RAM" if chosen.offload else ""
+    words = f"checkpointing{every}{where}" if chosen.enabled else "no checkpointing"
+    return f"{words}, tiled MLPs" if chosen.tiled_mlp else words
+
+
+CHOICE_WORDS: Mapping[str, Callable[[Configuration], str]] = MappingProxyType(
+    {
+        "micro_batch": lambda c: f"micro-batch {c.batch.micro_batch}",
+        **dict.fromkeys(("grad_ckpt", "grad_ckpt_every_n_layers", "activation_offload", "tiled_mlp"), _checkpointing),
+        "loss": lambda c: f"{c.kernels.loss} loss",
+        "zero_stage": lambda c: f"ZeRO-{c.zero.stage}",
+        "offload": lambda c: c.zero.offload.words,
+        "hpz": lambda c: f"hpZ {c.zero.hpz}" if c.zero.hpz > 1 else "no hpZ",
+        "seq_len": lambda c: f"{c.batch.seq_len} tokens",
+    }
+)
+"""Choices that plans compare → the words for one, in a configuration."""
 _OFFLOADED = {Offload.OPTIMIZER: "+opt", Offload.PARAMS: "+params", Offload.NVME: "+nvme"}
+
+
+def mechanisms_in(c: Configuration) -> Iterator[Words]:
+    """Yields the words for each mechanism of a configuration, and its micro-batch."""
+    zero, recomputed, parallel = c.zero, c.checkpointing, c.parallel
+    share = "" if zero.offload_ratio == 1 or not zero.is_offloaded else f"{100 * zero.offload_ratio:.0f}"
+    offload = f" + {zero.offload.words}{f' of {share} %' if share else ''}" if zero.is_offloaded else ""
+    marks = f"{_OFFLOADED.get(zero.offload, '')}{f'{share}%' if share else ''}"
+    yield Words(f"ZeRO-{zero.stage}{offload}", f"ZeRO-{zero.stage}{marks}", is_title=True)
+    if recomputed.enabled or recomputed.tiled_mlp:
+        layers = "ckpt" if recomputed.period == 1 else f"ckpt/{recomputed.period}"
+        short = [f"{layers}{'+ram' if recomputed.offload else ''}"] if recomputed.enabled else []
+        short += ["tiled"] if recomputed.tiled_mlp else []
+        yield Words(_checkpointing(c), " ".join(short), is_title=True)
+    if c.kernels.torch_compile:
+        yield Words("torch.compile", "compiled", is_title=True)
+    yield Words(CHOICE_WORDS["micro_batch"](c), f"{c.batch.micro_batch}×{c.step.grad_accum}", is_title=True)
+    for name, degree in (("SP", parallel.sp), ("TP", parallel.tp), ("EP", parallel.ep), ("hpZ", zero.hpz)):
+        if degree > 1:
+            yield Words(f"{name} {degree}", f"{name.lower()}{degree}")
+    if zero.qwz:
+        yield Words("qwZ", "qwz")
+    if c.kernels.liger:
+        yield Words("Liger", "liger")
+    if zero.is_offloaded and not zero.pin_memory:
+        yield Words("pageable memory", "pageable")
+
+
+def title_parts(configuration: Configuration) -> list[str]:
+    """Returns the parts of the title: ZeRO and offload, checkpointing, torch.compile, micro-batch."""
+    return [words.long for words in mechanisms_in(configuration) if words.is_title]
+
+
+def title(configuration: Configuration) -> str:
+    """Returns a configuration in a few words, such as `ZeRO-3 + optimizer offload, checkpointing, micro-batch 1`."""
+    return ", ".join(title_parts(configuration))
 
 
 def label(configuration: Configuration) -> str:
@@ -16,20 +89,11 @@ def label(configuration: Configuration) -> str:
     >>> label(changed(DEFAULTS, zero_stage=3, grad_ckpt=True, sp=4, hpz=8))
     'ZeRO-3, checkpointing, micro-batch 1, SP 4, hpZ 8'
     """
-    zero, words = configuration.zero, configuration.title_parts
-    if zero.is_offloaded and zero.offload_ratio != 1:
-        words[0] += f" of {100 * zero.offload_ratio:.0f} %"
-    words += [f"{name} {value}" for name, value in _degrees(configuration) if value > 1]
-    words += ["qwZ"] if zero.qwz else []
-    words += ["Liger"] if configuration.kernels.liger else []
-    if zero.is_offloaded and not zero.pin_memory:
-        words.append("pageable memory")
-    return ", ".join(words)
+    return ", ".join(words.long for words in mechanisms_in(configuration))
 
 
 def short_label(configuration: Configuration) -> str:
-    """Returns the title as it stands in a table: micro-batch × accumulation after the mechanisms; every mechanism that
-    `label` names has its mark.
+    """Returns the label as it stands in a table, with micro-batch × accumulation.
 
     >>> from dstrain.plan.configuration import DEFAULTS, changed
     >>> short_label(changed(DEFAULTS, zero_stage=3, offload=Offload.OPTIMIZER, grad_ckpt=True, grad_accum=4, tp=2))
@@ -39,25 +103,7 @@ def short_label(configuration: Configuration) -> str:
     >>> short_label(changed(DEFAULTS, grad_ckpt=True, grad_ckpt_every_n_layers=2))
     'ZeRO-0 ckpt/2 1×1'
     """
-    zero, checkpointing = configuration.zero, configuration.checkpointing
-    share = "" if zero.offload_ratio == 1 else f"{100 * zero.offload_ratio:.0f}%"
-    words = [f"ZeRO-{zero.stage}{_OFFLOADED.get(zero.offload, '')}{share}"]
-    words += ["ckpt" if checkpointing.period == 1 else f"ckpt/{checkpointing.period}"] if checkpointing.enabled else []
-    words[-1] += "+ram" if checkpointing.offload else ""
-    words += ["tiled"] if checkpointing.tiled_mlp else []
-    words += ["compiled"] if configuration.kernels.torch_compile else []
-    words.append(f"{configuration.batch.micro_batch}×{configuration.step.grad_accum}")
-    words += [f"{name.lower()}{value}" for name, value in _degrees(configuration) if value > 1]
-    words += ["liger"] if configuration.kernels.liger else []
-    words += ["qwz"] if zero.qwz else []
-    words += ["pageable"] if zero.is_offloaded and not zero.pin_memory else []
-    return " ".join(words)
-
-
-def _degrees(configuration: Configuration) -> tuple[tuple[str, int], ...]:
-    """Returns the degrees of parallelism with their names."""
-    parallel = configuration.parallel
-    return ("SP", parallel.sp), ("TP", parallel.tp), ("EP", parallel.ep), ("hpZ", configuration.zero.hpz)
+    return " ".join(words.short for words in mechanisms_in(configuration))
 
 
 OPTIMIZER_WORDS = {

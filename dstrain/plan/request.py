@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated
 
+from annotated_types import Ge, Gt, Le
+
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, Task
-from dstrain.errors import InvalidConfig
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora, RopeScaling
-from dstrain.plan.configuration import DEFAULTS, DEGREES, Configuration, changed, choices
-from dstrain.records import type_config
+from dstrain.plan.configuration import DEFAULTS, Configuration, changed, choices
+from dstrain.records import require_in_range, type_config
 
 
 class LrScaling(StrEnum):
@@ -22,93 +23,68 @@ class LrScaling(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
-    """How `dstrain plan` asks for a field."""
+class Unset:
+    """Describes the effect of a field that a request does not set."""
 
-    help: str
-    """What the field is."""
-    unset: str = "chosen"
-    """What a request without it leads to."""
-    range: tuple[int, ...] = ()
-    """The least and perhaps the largest number."""
-    choices: tuple[StrEnum, ...] = ()
-    """The values that may be asked for, if not all."""
+    words: str = "chosen"
+
+
+CHOSEN = Unset()
+"""The planner chooses."""
+Count = Annotated[int | None, Gt(0)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The user's request to the planner. Raises InvalidConfig if a number is out of range."""
+    """The user's request to the planner: its fields are options of the commands that plan.
+
+    Keys of a job have their docstrings in `Job`, and their defaults where the planner does not choose them. Raises
+    InvalidConfig if a number is out of range.
+    """
 
     __pydantic_config__ = type_config
 
-    method: Annotated[Method, Option("Trained parameters.")] = Method.FULL
+    method: Method = Method.FULL
     lora: Lora = field(default_factory=Lora)
-    """The adapter, for LoRA and QLoRA."""
-    task: Annotated[Task, Option("Training task.")] = Task.SFT
-    seq_len: Annotated[int | None, Option("Longest sample in tokens.", unset="4096, or the model's limit")] = None
-    rope_scaling: Annotated[
-        RopeScaling | RopeType | None,
-        Option("Positions beyond the model's length.", unset="yarn if the model's makers document it"),
-    ] = None
-    global_batch: Annotated[int | None, Option("Samples of one optimizer step over all GPUs.", unset="about 64")] = None
-    lr_scaling: Annotated[
-        LrScaling | None, Option("Let the learning rate follow the global batch.", unset="it stays")
-    ] = None
-    micro_batch: Annotated[int | None, Option("Samples (pairs) of one forward of one GPU.")] = None
-    grad_accum: Annotated[int | None, Option("Micro-batches of one optimizer step.")] = None
-    zero_stage: Annotated[int | None, Option("ZeRO stage.", range=(0, 3))] = None
-    offload: Annotated[Offload | None, Option("States to keep outside GPU memory.")] = None
-    grad_ckpt: Annotated[bool | None, Option("Recompute activations.")] = None
-    grad_ckpt_every_n_layers: Annotated[
-        int | None, Option("With checkpointing, recompute one layer of every N.", range=(1,))
-    ] = None
-    tiled_mlp: Annotated[
-        bool | None, Option("Compute MLPs for a part of the tokens at a time.", unset="chosen for long rows")
-    ] = None
-    offload_ratio: Annotated[
-        float | None, Option("With ZeRO-3, the share of an offloaded optimizer that leaves the GPU; 1: all of it.")
-    ] = None
-    hpz: Annotated[
-        int | None, Option("GPUs of a node that share a second copy of ZeRO-3's parameters; 1: no copy.")
-    ] = None
-    qwz: Annotated[bool, Option("Let ZeRO-3 gather parameters in 8 bits (ZeRO++), which rounds them.")] = False
-    precision: Annotated[Precision | None, Option("Dtype of forward and backward.", unset="by the GPU")] = None
-    attn: Annotated[Attention | None, Option("Attention implementation.", unset="auto, planned as sdpa")] = None
-    packing: Annotated[bool | None, Option("Let short samples share rows.", unset="by the data, else not")] = None
-    optimizer: Annotated[
-        Optimizer,
-        Option("Optimizer.", choices=(Optimizer.ADAMW, Optimizer.ADAMW_8BIT, Optimizer.ADAMW_BF16, Optimizer.MUON)),
-    ] = Optimizer.ADAMW
-    sp: Annotated[int | None, Option("Ulysses sequence-parallel ranks.")] = None
-    tp: Annotated[int | None, Option("AutoTP tensor-parallel ranks.")] = 1
-    ep: Annotated[int | None, Option("AutoEP expert-parallel ranks.")] = None
-    liger: Annotated[bool, Option("Run norms, rotary embedding and MLPs on Liger's Triton kernels.")] = False
-    torch_compile: Annotated[
-        bool, Option("Let torch.compile compile the layers; the plan does not count its gain.")
-    ] = False
-    loss: Annotated[
-        LossKernel | None, Option("How the loss is computed.", unset="with the least memory: fused, chunked or full")
-    ] = None
+    task: Task = Task.SFT
+    seq_len: Annotated[Count, Unset(f"{DEFAULTS.batch.seq_len}, or the model's limit")] = None
+    rope_scaling: Annotated[RopeScaling | RopeType | None, Unset("yarn if the model's makers document it")] = None
+    global_batch: Annotated[Count, Unset("about 64")] = None
+    """Samples of one optimizer step over all GPUs."""
+    lr_scaling: Annotated[LrScaling | None, Unset("it stays")] = None
+    """Let the learning rate follow the global batch."""
+    micro_batch: Annotated[Count, CHOSEN] = None
+    grad_accum: Annotated[Count, CHOSEN] = None
+    zero_stage: Annotated[int | None, Ge(0), Le(3), CHOSEN] = None
+    """ZeRO stage."""
+    offload: Annotated[Offload | None, CHOSEN] = None
+    """States to keep outside GPU memory."""
+    offload_ratio: Annotated[float | None, Gt(0), Le(1), CHOSEN] = None
+    """With ZeRO-3, the share of an offloaded optimizer that leaves the GPU; 1: all of it."""
+    hpz: Annotated[Count, CHOSEN] = None
+    """GPUs of a node that share a second copy of ZeRO-3's parameters; 1: no copy."""
+    qwz: bool = False
+    """Let ZeRO-3 gather parameters in 8 bits (ZeRO++), which rounds them."""
+    grad_ckpt: Annotated[bool | None, CHOSEN] = None
+    grad_ckpt_every_n_layers: Annotated[Count, CHOSEN] = None
+    activation_offload: Annotated[bool | None, Unset("if states are offloaded")] = None
+    tiled_mlp: Annotated[bool | None, Unset("chosen for long rows")] = None
+    loss: Annotated[LossKernel | None, Unset("with the least memory: fused, chunked or full")] = None
+    attn: Annotated[Attention | None, Unset("auto, planned as sdpa")] = None
+    sp: Annotated[Count, CHOSEN] = None
+    tp: Count = 1
+    ep: Annotated[Count, CHOSEN] = None
+    precision: Annotated[Precision | None, Unset("by the GPU")] = None
+    packing: Annotated[bool | None, Unset("by the data, else not")] = None
+    optimizer: Optimizer = Optimizer.ADAMW
+    liger: bool = False
+    torch_compile: bool = False
     router_loss: bool | None = None
     """Whether the loss that balances experts is computed; None: where the model's config.json asks for it."""
-    activation_offload: Annotated[
-        bool | None, Option("Offload checkpointed activations to host RAM.", unset="if states are offloaded")
-    ] = None
-    image_patches: Annotated[int, Option("Vision patches of the images and videos of a sample.")] = 0
+    image_patches: Annotated[int, Ge(0)] = 0
 
     def __post_init__(self) -> None:
-        counts = ("seq_len", "global_batch", "micro_batch", "grad_accum", "grad_ckpt_every_n_layers", "hpz", *DEGREES)
-        for name in counts:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                option = "--" + name.replace("_", "-")
-                raise InvalidConfig(f"{option} is {value}", hint=f"Write {option} with a number of 1 or more.")
-        if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
-            raise InvalidConfig(f"--zero-stage is {self.zero_stage}", hint="ZeRO has the stages 0, 1, 2 and 3.")
-        if self.offload_ratio is not None and not 0 < self.offload_ratio <= 1:
-            raise InvalidConfig(f"--offload-ratio is {self.offload_ratio:g}", hint="Write a share above 0, up to 1.")
-        if self.image_patches < 0:
-            raise InvalidConfig(f"--image-patches is {self.image_patches}", hint="Write 0 or more.")
+        require_in_range(self)
 
     @property
     def configuration(self) -> Configuration:
@@ -137,3 +113,7 @@ class Request:
         given = (self.zero_stage, self.micro_batch, self.grad_ckpt)
         is_offload_known = self.offload is not None or self.zero_stage == 0
         return is_offload_known and all(value is not None for value in given)
+
+
+SPEED = tuple(name for name in Request.__dataclass_fields__ if name in choices() and choices()[name].is_speed)
+"""Fields that change the speed of a step and not what it trains on, beyond rounding."""

@@ -13,7 +13,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.data.best_fit import best_fit
 from dstrain.facts.data.lengths import Lengths
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.vision_towers import PACKS_IMAGES
+from dstrain.facts.model.traits import traits
 from dstrain.facts.workload import Workload
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import limits_of_media
@@ -65,8 +65,8 @@ class RunTime:
     padded_ratio: float
     """Tokens of rows of one sample each, with padding and waiting, over the tokens of this run's rows."""
     packed_ratio: float
-    """Tokens of the rows of this run, with padding and waiting, over those of rows that samples share, or would if they
-    can."""
+    """Tokens of the rows of this run, with padding and waiting, over the tokens of rows that samples share, or would
+    if they can."""
     packed_steps: int
     """Optimizer steps of such rows."""
     seconds: float | None
@@ -113,7 +113,7 @@ def for_media(request: Request, model: ModelFacts) -> Request:
 
     Raises InvalidConfig if it asks for one.
     """
-    limits = limits_of_media(packs=model.model_type in PACKS_IMAGES)
+    limits = limits_of_media(packs=traits(model.model_type).packs_images)
     for limit in (limit for limit in limits if hasattr(request, limit.key)):  # others are no choice of a plan
         asked = getattr(request, limit.key)
         if asked is None:
@@ -126,7 +126,7 @@ def for_media(request: Request, model: ModelFacts) -> Request:
 
 def _keeps_apart(model: ModelFacts, lengths: Lengths) -> bool:
     """Returns whether a family is known to keep the samples of a row apart, and their images if they have any."""
-    return has_layer_code(model) and (not lengths.has_media or model.model_type in PACKS_IMAGES)
+    return has_layer_code(model) and (not lengths.has_media or traits(model.model_type).packs_images)
 
 
 def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job, *, eval_samples: int = 0) -> RunTime:
@@ -143,6 +143,7 @@ def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job,
     ranks = data_parallel_ranks(workload.cluster, c)
     longest = _largest_micro_batch(items, c.batch.micro_batch, ranks)
     step_s = _step_s(workload, estimate, longest)
+    # the end of a run is always evaluated
     evaluations = max(_times(job.eval_strategy, job.eval_steps, steps, per_epoch), 1) + job.eval_on_start
     evaluated = eval_samples * rows / lengths.num_samples / c.batch.micro_batch / ranks
     evaluation_s = evaluations * math.ceil(evaluated) * _forward_share(workload, c) * (step_s or 0.0)

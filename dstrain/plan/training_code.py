@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.choices import Method
-from dstrain.plan.memory.layers.kernels import PLAIN, FusedParts
+from dstrain.facts.model.traits import PLAIN, FusedParts
 from dstrain.plan.speed.kernel_costs import Cost
 
 
@@ -23,12 +23,26 @@ def needs_reentrant(method: Method, zero_stage: int) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLoop:
-    """What calling one expert after the other costs the CPU, which launches nothing ahead."""
+    """CPU cost of calling one expert after the other, launching nothing ahead."""
 
     kernels: tuple[float, float]
     """Kernels of one expert, forward and backward."""
     modules: int
     """Linears of one expert, each a module that ZeRO-3 gathers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """An engine that holds and shares the states in DeepSpeed's place."""
+
+    step_bytes: Callable[..., float]
+    """From configuration, work, parameters that this rank steps, and ranks that share the states, to the bytes that
+    optimizer and sharding move on the GPU in a step."""
+    units: Callable[..., tuple[float, tuple[float, float], float]]
+    """From work and stage to the units that are gathered, the CPU seconds that each adds to a forward and to a backward
+    pass, and the seconds by which the GPU waits for all of them in a pass."""
+    cpu_step_ratio: float
+    """DRAM traffic of an optimizer's step on the CPU over that with fp32 states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +53,15 @@ class TrainingCode:
     """Whether a recomputation ends as soon as all that was saved exists again."""
     is_reentrant: bool = False
     """Whether checkpointing computes whole layers again, whatever is trained."""
-    has_peft: bool = True
-    """Whether adapters are PEFT's: fp32 unless DeepSpeed casts them. Others have the training precision."""
+    sharding: Sharding | None = None
+    """The engine that shares the states; None: DeepSpeed."""
+    collectives: Callable[..., Any] | None = None
+    """From configuration, the parameters that the same ranks share (`collectives.Part`) and work, to their collectives;
+    None: DeepSpeed's."""
+    is_autocast: bool = False
+    """Whether inputs and trained parameters are cast to the training precision for each use."""
+    has_fp32_adapters: bool = False
+    """Whether adapters stay in fp32, as PEFT makes them; DeepSpeed casts them with the model."""
     splits_packed_rows: bool = True
     """Whether SDPA is called for each of the samples that share a row; else it gets a mask of them."""
     attends_at_once: bool = True
@@ -48,7 +69,7 @@ class TrainingCode:
     skips_packed_masks: bool = False
     """Whether that mask costs no time, as kernels skip what it hides."""
     masks_padding: bool = False
-    """Whether rows of a micro-batch come with a mask of their padding, which dstrain's ranks drop where it is last."""
+    """Whether rows of a micro-batch come with a mask of their padding, which dstrain's ranks drop if it is last."""
     inputs_in_flight: int = 0
     """Offloaded inputs of layers that are still on the GPU: copied on a stream of their own, or needed first."""
     families_that_repeat_keys: tuple[str, ...] = ()
@@ -57,8 +78,6 @@ class TrainingCode:
     """Whether 4-bit linears keep their input."""
     has_fp32_residual: bool = False
     """Whether norms, and so the residual stream between 4-bit linears, are fp32."""
-    has_linear_experts: bool = False
-    """Whether each expert is made of linears of its own, which 4 bits can hold."""
     expert_loop: ExpertLoop | None = None
     """The loop over experts; None: grouped matrix products."""
     mixtral: Callable[..., Any] | None = None
@@ -69,19 +88,12 @@ class TrainingCode:
     tile_rows: Callable[[int, int, int], int] | None = None
     """From rows, hidden size and vocabulary to the tokens whose logits a fused loss has at a time."""
     loss_bytes_per_logit: float = 0.0
-    """Bytes that the plain loss moves for each logit beyond those of Transformers 5."""
+    """Bytes that the plain loss moves for each logit beyond Transformers 5's."""
     attention_speed: float = 1.0
-    """Speed of its flash attention over that of FlashAttention-2."""
-    fuses_step: bool = False
-    """Whether AdamW without DeepSpeed is the fused one; the foreach one has temporaries as large as the parameters."""
-    scale_bytes: float = 0.0
-    """Bytes by which the scales of a 4-bit weight exceed those that are quantised too."""
+    """Speed of its flash attention over FlashAttention-2's."""
     has_early_states: bool = True
-    """Whether AdamW's states are allocated before the first step, as train/optimizer_states.py does, not in it."""
-    broadcast_ranks: int | None = None
-    """Ranks that share the optimizer states and broadcast what each has updated, one after the other; None: all ranks
-    share the states and gather at once."""
+    """Whether AdamW's states are allocated before the first step, as train/memory.py does, not in it."""
     fused: FusedParts = PLAIN
     """Parts that run on fused kernels without Liger."""
     adapter_costs: tuple[Cost, Cost] | None = None
-    """Costs of the adapters' inputs and outputs if their products are fused into those of the linears."""
+    """Costs of the adapters' inputs and outputs if their products are fused into the linears' products."""

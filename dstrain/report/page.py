@@ -2,29 +2,236 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
-from itertools import islice
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby, islice
 from typing import Any
 
 from dstrain import __version__
-from dstrain.launch.run.state import GONE, Stage
-from dstrain.monitor.comparison import Part, Quantity
-from dstrain.monitor.comparison_text import NAMES, figure, measured_text, name_of, off_text
-from dstrain.monitor.expert_balance import COLUMNS
+from dstrain.findings import printable
+from dstrain.monitor.comparison import NAMES, Part, Quantity, figure, measured_text, name_of, off_text
+from dstrain.monitor.expert_balance import COLUMNS, LoadMap, shade
 from dstrain.monitor.windows import counted, series
 from dstrain.oom import Part as Held
 from dstrain.paths import shown
 from dstrain.plan.labels import label
-from dstrain.report import out_of_memory as oom
-from dstrain.report import table as report_table
 from dstrain.report import text
-from dstrain.report.curves import plot
-from dstrain.report.heat_map import LEGEND, heat_map
 from dstrain.report.html import CHINESE as PLAN_CHINESE
 from dstrain.report.html import render
 from dstrain.report.report import UNKNOWN, Report
+from dstrain.rundir import GONE, Stage
 from dstrain.units import format_bytes, format_seconds
+
+MOST_POINTS = 800
+"""Points of a curve; longer ones keep the lowest and the highest of each stretch."""
+_LOG_RATIO = 20
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
+_TICKS = 4
+"""Gaps between the ticks of an axis, about."""
+_MARGIN = 0.05
+"""Share of the height that is free above and below a curve."""
+
+_LARGEST = 1e300
+"""The ends of an axis at most, whose length is finite; values beyond them are outside the plot."""
+_LARGEST_EXPONENT = 307
+"""Of a power of ten that a float holds five times."""
+
+Pairs = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One curve."""
+
+    kind: str
+    """Its class in the style sheet, such as `train`, `eval` or `planned`."""
+    points: str
+    """For a polyline: x and y in percent, y from the top."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """A value on an axis, or a mark."""
+
+    at: float
+    """Its place in percent, from the left or from the top."""
+    text: str
+    kind: str = ""
+    """Its class in the style sheet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """Curves over the same steps."""
+
+    lines: tuple[Line, ...]
+    x_ticks: tuple[Tick, ...]
+    y_ticks: tuple[Tick, ...]
+    marks: tuple[Tick, ...]
+    """Steps with something to tell."""
+    is_logarithmic: bool
+
+
+def plot(
+    curves: Sequence[tuple[str, Pairs]],
+    *,
+    form: Callable[[float], str],
+    marks: Sequence[tuple[float, str, str]] = (),
+    from_zero: bool = False,
+) -> Plot | None:
+    """Returns the plot of curves, each a class with (step, value), or None without a point.
+
+    `marks` are (step, class, text). The axis begins at 0 `from_zero`; else it is logarithmic if positive values span
+    more than a factor of 20.
+
+    >>> found = plot([("train", [(1, 2.0), (3, 1.0)])], form=str, marks=[(2, "warning", "spike")])
+    >>> found.lines[0].points, found.marks[0].at
+    ('0.00,4.55 100.00,95.45', 50.0)
+    """
+    values = [value for _, pairs in curves for _, value in pairs]
+    if not values:
+        return None
+    steps = [step for _, pairs in curves for step, _ in pairs]
+    # a single step would have no width
+    first, last = min(steps), max(max(steps), min(steps) + 1)
+    scale, low, high = _bounds(values, from_zero=from_zero)
+
+    def x(step: float) -> float:
+        return 100 * (step - first) / (last - first)
+
+    def y(value: float) -> float:
+        return 100 * (high - scale(value)) / (high - low)
+
+    def place(pair: tuple[float, float]) -> str:
+        return f"{x(pair[0]):.2f},{y(pair[1]):.2f}"
+
+    ticks = _decades(low, high) if scale is math.log10 else _round_values(low, high)
+    return Plot(
+        lines=tuple(Line(kind=kind, points=" ".join(map(place, thinned(pairs)))) for kind, pairs in curves),
+        x_ticks=tuple(Tick(at=x(step), text=f"{step:,.0f}") for step in _round_values(first, last) if step % 1 == 0),
+        y_ticks=tuple(Tick(at=y(value), text=form(value)) for value in ticks),
+        marks=tuple(Tick(at=x(step), text=text, kind=kind) for step, kind, text in marks if first <= step <= last),
+        is_logarithmic=scale is math.log10,
+    )
+
+
+def _bounds(values: Sequence[float], *, from_zero: bool) -> tuple[Callable[[float], float], float, float]:
+    """Returns the scale of an axis, `math.log10` or `float`, and its ends on it."""
+    is_logarithmic = not from_zero and min(values) > 0 and max(values) / min(values) > _LOG_RATIO
+    scale: Callable[[float], float] = math.log10 if is_logarithmic else float
+    low, high = (max(-_LARGEST, min(scale(value), _LARGEST)) for value in (min(values), max(values)))
+    margin = _MARGIN * (high - low) or max(abs(high) * _MARGIN, 1e-9)
+    return scale, 0.0 if from_zero else low - margin, high + margin
+
+
+def thinned(pairs: Pairs) -> Pairs:
+    """Returns at most about `MOST_POINTS` of the points, the lowest and the highest of each stretch among them.
+
+    >>> len(thinned([(step, step % 7) for step in range(10_000)])) <= MOST_POINTS
+    True
+    """
+    if len(pairs) <= MOST_POINTS:
+        return [*pairs, *pairs] if len(pairs) == 1 else pairs  # a line of no length is drawn as a dot
+    size = math.ceil(2 * len(pairs) / MOST_POINTS)
+    kept: list[tuple[float, float]] = []
+    for at in range(0, len(pairs), size):
+        stretch = pairs[at : at + size]
+        ends = {min(stretch, key=lambda pair: pair[1]), max(stretch, key=lambda pair: pair[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def _round_values(low: float, high: float) -> list[float]:
+    """Returns round values between two bounds, about as many as an axis has ticks.
+
+    >>> _round_values(0.13, 1.9)
+    [0.5, 1.0, 1.5]
+    """
+    raw = (high - low) / _TICKS
+    power = 10 ** math.floor(math.log10(raw))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
+    return [round(number * step, 12) for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    """Returns powers of ten between two exponents, and twice and five times them if they are few.
+
+    >>> _decades(-0.5, 1.1), _decades(0, 40)
+    ([0.5, 1.0, 2.0, 5.0, 10.0], [1.0, 10000000000.0, 1e+20, 1e+30, 1e+40])
+    """
+    stride = max(1, math.ceil((high - low) / (2 * _TICKS)) if high - low < 3 * _TICKS else round((high - low) / _TICKS))
+    exponents = range(math.floor(low), min(math.ceil(high), _LARGEST_EXPONENT) + 1, stride)
+    factors = (1,) if high - low > 3 else (1, 2, 5)
+    values = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+    return [value for value in values if low <= math.log10(value) <= high]
+
+
+LEGEND = ("0", "< ¼", "¼ – ½", "½ – 0.8", "0.8 – 1.25", "1.25 – 2", "2 – 4", "> 4")
+"""Loads of each shade of `expert_balance`."""
+_MOST_TICKS = 8
+_ROW_REM = 0.75
+"""Height of a row, if that keeps the map between these two heights."""
+_LEAST_REM, _MOST_REM = 3.0, 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeatMap:
+    """Cells of one color, axes, and the same in words."""
+
+    width: int
+    """Cells of a row."""
+    height: int
+    """Rows."""
+    height_rem: float
+    """Height on the page."""
+    paths: tuple[tuple[int, str], ...]
+    """Color, as an index of `LEGEND`, and the path of an SVG that fills all of its cells."""
+    x_ticks: tuple[Tick, ...]
+    """Numbers of experts."""
+    y_ticks: tuple[Tick, ...]
+    """Numbers of layers."""
+    text: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def heat_map(loads: LoadMap) -> HeatMap:
+    """Returns the picture of a map, a row for each layer with experts.
+
+    >>> found = heat_map(LoadMap(step=8, layers=(1, 2), loads=((1.0, 1.1), (2.5, 0.0))))
+    >>> found.paths
+    ((0, 'M1 1h1v1h-1z'), (4, 'M0 0h2v1h-2z'), (6, 'M0 1h1v1h-1z'))
+    """
+    paths: dict[int, list[str]] = {}
+    # one path for each color and one piece for each run of equal cells: thousands of experts stay a small page
+    for row, of_layer in enumerate(loads.loads):
+        start = 0
+        for color, cells in groupby(map(shade, of_layer)):
+            count = sum(1 for _ in cells)
+            paths.setdefault(color, []).append(f"M{start} {row}h{count}v1h-{count}z")
+            start += count
+    width, height = max(map(len, loads.loads)), len(loads.loads)
+    return HeatMap(
+        width=width,
+        height=height,
+        height_rem=min(max(_ROW_REM * height, _LEAST_REM), _MOST_REM),
+        paths=tuple((color, "".join(parts)) for color, parts in sorted(paths.items())),
+        x_ticks=_ticks(range(width)),
+        y_ticks=_ticks(loads.layers),
+        text=loads.text,
+        columns=COLUMNS,
+        rows=loads.rows,
+    )
+
+
+def _ticks(numbers: Sequence[int]) -> tuple[Tick, ...]:
+    """Returns the numbers of some cells, at their middle."""
+    step = 1
+    while len(numbers) > step * _MOST_TICKS:
+        step *= 2
+    return tuple(Tick(at=100 * (at + 0.5) / len(numbers), text=str(numbers[at])) for at in range(0, len(numbers), step))
+
 
 MOST_RANKS = 16
 """Ranks with a bar of their own; of more, those with the largest bars."""
@@ -52,7 +259,7 @@ CHINESE: Mapping[str, str] = {
     Part.TRAINING: "计算与通信", Part.PARAMS: "参数", Part.GRADS: "梯度",
     Part.OPTIMIZER: "优化器状态", Part.TRANSIENT: "激活、logits 与缓冲区",
     Held.PARAMS: "参数", Held.GRADS: "梯度", Held.OPTIMIZER: "优化器状态", Held.OTHER: "激活、logits 与缓冲区",
-    Held.CACHED: "PyTorch 缓存", Held.OUTSIDE: "PyTorch 之外", oom.TOTAL: "合计",
+    Held.CACHED: "PyTorch 缓存", Held.OUTSIDE: "PyTorch 之外", text.TOTAL: "合计",
     **dict(zip(COLUMNS, ("层", "标准差 / 平均", "最忙 / 平均", "最忙专家", "多样性", "无 token 的专家"), strict=True)),
     Stage.STARTING: "启动中", Stage.RUNNING: "训练中", Stage.ENDED: "已结束", Stage.SAVED: "已保存并退出",
     Stage.FAILED: "失败", Stage.STOPPED: "已停止", GONE: "进程消失", UNKNOWN: "状态未知",
@@ -66,7 +273,7 @@ def page(reports: Sequence[Report]) -> str:
     data = {
         "version": __version__,
         "title": ", ".join(one.recorded.run_dir.path.name for one in reports),
-        "table": report_table.table(reports) if len(reports) > 1 else [],
+        "table": text.side_by_side(reports) if len(reports) > 1 else [],
         "runs": [_run(one) for one in reports],
         "chinese": {str(key): name for key, name in CHINESE.items()},
         "colors": {str(part): color for part, color in zip(_PARTS, ("p0", "p1", "p2", "p5"), strict=True)},
@@ -143,15 +350,15 @@ def _out_of_memory(report: Report) -> dict[str, Any] | None:
     record = report.recorded.out_of_memory
     if record is None:
         return None
-    command, resumes = oom.command_of(report.recorded.state), bool(report.checkpoints)
+    command, resumes = text.command_of(report.recorded.state), bool(report.checkpoints)
     return {
         "where": record.where,
         "measured": record.measured.words if record.measured is not None else "",
-        "rows": oom.rows(record),
+        "rows": text.memory_rows(record),
         "peak": record.predicted.peak_instant if record.predicted else "",
-        "tensors": [oom.largest_text(one) for one in record.predicted.largest] if record.predicted else [],
+        "tensors": [text.largest_text(one) for one in record.predicted.largest] if record.predicted else [],
         "blocks": [f"{one.count} × {format_bytes(one.size_bytes)}" for one in record.largest],
-        "fixes": [(oom.change_text(one), one.typed(resumes=resumes, command=command)) for one in record.fixes],
+        "fixes": [(printable(one.text), one.typed(resumes=resumes, command=command)) for one in record.fixes],
     }
 
 
@@ -179,6 +386,7 @@ def _plots(report: Report) -> Iterator[tuple[Any, dict[str, str]]]:
     ranks = len(report.recorded.peaks) or len(report.recorded.states)
     curves: list[tuple[str, Any]] = [("train", rates)]
     if planned is not None and ranks and rates:
+        # planned for a GPU, drawn for all ranks
         curves.append(("planned", [(step, planned * ranks) for step, _ in (rates[0], rates[-1])]))
     losses, norms = [("train", report.losses), ("eval", report.evaluations)], [("train", series(windows, "grad_norm"))]
     loads = [("train", series(windows, "expert_load_cv"))]

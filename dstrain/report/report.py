@@ -11,12 +11,12 @@ from statistics import median
 from typing import Any
 
 from dstrain.config import jsonc
+from dstrain.config.lint.rule import Subject
 from dstrain.config.lint.rules import releases
-from dstrain.config.lint.subject import Subject
-from dstrain.errors import Place
+from dstrain.errors import DstrainError, Place
 from dstrain.job.file import JobFile
 from dstrain.job.monitor import HealthAction
-from dstrain.launch.run.state import GONE, LIVING, Stage
+from dstrain.launch.run import state
 from dstrain.monitor.comparison import (
     Comparison,
     Difference,
@@ -26,12 +26,49 @@ from dstrain.monitor.comparison import (
     middle,
     step_parts,
 )
-from dstrain.monitor.health.stopped import stop_in
+from dstrain.monitor.health.nonfinite import stop_in
+from dstrain.monitor.run_record import RunRecord
 from dstrain.monitor.traffic import NAMES, Kind, kinds_of
 from dstrain.monitor.windows import Line, counted, number, series
-from dstrain.records import flat, to_data
-from dstrain.report.first_steps import FirstVerdict, first_verdict
-from dstrain.report.recorded import Recorded
+from dstrain.records import flat, from_data, to_data
+from dstrain.rundir import GONE, LIVING, Stage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstVerdict:
+    """Verdict of the last start's first steps on the plan."""
+
+    step: int
+    cause: Difference | None
+    """The part that differed by more than the range of the plan."""
+    setting: str
+    """The line to change; empty if there is none."""
+    gain: str
+    """Its gain."""
+    note: str
+    """The note if there is no advice."""
+
+
+def first_verdict(line: Line | None) -> FirstVerdict | None:
+    """Returns the verdict of the first steps; None without one that can be read."""
+    if line is None:
+        return None
+    cause, advice = line.get("cause"), line.get("advice")
+    change = advice if isinstance(advice, dict) else {}
+    try:
+        difference = from_data(Difference, cause, locate=lambda place: "/".join(map(str, place))) if cause else None
+    except DstrainError:  # of another dstrain
+        return None
+    texts = [text if isinstance(text, str) else "" for text in (change.get("setting"), change.get("gain"))]
+    note = line.get("note")
+    return FirstVerdict(
+        step=line["step"],
+        cause=difference,
+        setting=texts[0],
+        gain=texts[1],
+        note=note if isinstance(note, str) else "",
+    )
+
 
 UNKNOWN = "unknown"
 """Stage of a run that `dstrain run` did not start."""
@@ -80,7 +117,7 @@ class Advised:
 class Report:
     """The report of one run."""
 
-    recorded: Recorded
+    recorded: RunRecord
     """Files it was made from."""
     stage: str
     """A stage of `dstrain status`, or `unknown`."""
@@ -137,16 +174,18 @@ class Report:
         return series(self.recorded.evaluations, "eval_loss")
 
 
-def report(recorded: Recorded, *, now: float) -> Report:
+def report(recorded: RunRecord, *, now: float) -> Report:
     """Returns the report of what a run recorded; `now` is in seconds since the epoch."""
     run, windows = recorded.state, recorded.windows
+    is_alive = run is not None and state.is_alive(run, recorded.run_dir)
     last = max((line["step"] for line in (*windows, *recorded.evaluations)), default=0)
     newest = recorded.run_dir.newest_checkpoint()
     advisories = _advisories(recorded)
     return Report(
         recorded=recorded,
-        stage=_stage(recorded),
-        seconds=None if run is None else max(0.0, (now if recorded.is_alive else run.beat) - run.began),
+        stage=_stage(recorded, is_alive=is_alive),
+        # of a run that is gone, the last heartbeat is the end that is known
+        seconds=None if run is None else max(0.0, (now if is_alive else run.beat) - run.began),
         step=int(number(recorded.summary.get("steps")) or last),
         total_steps=_total_steps(recorded),
         comparisons=comparisons(recorded),
@@ -161,19 +200,20 @@ def report(recorded: Recorded, *, now: float) -> Report:
         restarts=_restarts(recorded),
         advisories=advisories,
         checkpoints=tuple(step for step, _ in recorded.run_dir.whole_checkpoints()),
-        damaged=() if recorded.is_alive else newest.skipped,
+        # a run that trains may be writing the newest one
+        damaged=() if is_alive else newest.skipped,
         missing=(*recorded.unread, *_missing(recorded, advisories)),
     )
 
 
-def _stage(recorded: Recorded) -> str:
+def _stage(recorded: RunRecord, *, is_alive: bool) -> str:
     run = recorded.state
     if run is None:
         return Stage.ENDED.value if recorded.summary else UNKNOWN
-    return GONE if run.stage in LIVING and not recorded.is_alive else run.stage.value
+    return GONE if run.stage in LIVING and not is_alive else run.stage.value
 
 
-def _total_steps(recorded: Recorded) -> int | None:
+def _total_steps(recorded: RunRecord) -> int | None:
     """Returns the steps of the job: given, or from the share of its epochs that is done."""
     job = recorded.job
     if job is None:
@@ -227,7 +267,7 @@ def quarters(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(float(median(values[first:last])) for first, last in pairwise(borders))
 
 
-def _restarts(recorded: Recorded) -> tuple[Restart, ...]:
+def _restarts(recorded: RunRecord) -> tuple[Restart, ...]:
     """Returns the starts after the first one: by `dstrain run` with their cause, then by hand."""
     own = [
         Restart(from_step=line["from_step"], cause=line["cause"], change=line["change"], time_s=line["time_s"])
@@ -238,7 +278,7 @@ def _restarts(recorded: Recorded) -> tuple[Restart, ...]:
     return (*own, *hand)
 
 
-def _advisories(recorded: Recorded) -> tuple[Advised, ...] | None:
+def _advisories(recorded: RunRecord) -> tuple[Advised, ...] | None:
     """Returns the known faults of the releases that trained, as lint finds them; None if they cannot be looked up."""
     if "deepspeed" not in recorded.versions or recorded.ds_config is None:
         return None
@@ -258,7 +298,7 @@ def _advisories(recorded: Recorded) -> tuple[Advised, ...] | None:
     )
 
 
-def _missing(recorded: Recorded, advisories: object) -> list[str]:
+def _missing(recorded: RunRecord, advisories: object) -> list[str]:
     """Returns the figures that a run lacks, and why."""
     estimate, cluster = recorded.estimate, recorded.cluster
     on_cpu = cluster is not None and cluster.gpu.is_cpu
@@ -283,7 +323,7 @@ def _missing(recorded: Recorded, advisories: object) -> list[str]:
     return found
 
 
-def settings(recorded: Recorded) -> dict[str, Any]:
+def settings(recorded: RunRecord) -> dict[str, Any]:
     """Returns the settings of a run by dotted key: the job's, and the engine's under `ds_config.`."""
     job = {} if recorded.job is None else to_data(recorded.job)
     return flat({**job, "ds_config": recorded.ds_config or {}})
@@ -299,3 +339,36 @@ def differing(reports: Sequence[Report]) -> dict[str, tuple[Any, ...]]:
 
 _OWN = frozenset({"output_dir", "resume", "monitor.name"})
 """Settings that are of one run and say nothing about another."""
+
+_RECENT = 50
+"""Windows from which the pace is taken: it follows a slowdown, and counts evaluations and checkpoints in between."""
+_SILENT_S = 600.0
+"""Seconds without a logged step after which a run that `dstrain run` did not start is taken for ended."""
+
+
+def seconds_left(report: Report) -> float | None:
+    """Returns the time until the last step at the recent pace, evaluations and checkpoints included; None if the run
+    has ended, or if it is not known, as before the second logged window."""
+    windows = report.recorded.windows[-_RECENT:]
+    if report.total_steps is None or len(windows) < 2 or report.stage not in {*(one.value for one in LIVING), UNKNOWN}:
+        return None
+    first, last = (number(window.get("time_s")) for window in (windows[0], windows[-1]))
+    done = int(windows[-1]["step"])
+    steps = done - int(windows[0]["step"])
+    if first is None or last is None or steps <= 0 or last <= first:
+        return None
+    return max(0, report.total_steps - done) * (last - first) / steps
+
+
+def is_over(report: Report, *, now: float) -> bool:
+    """Returns whether a run has ended; `now` is in seconds since the epoch. One without a record of its stage has ended
+    if it has a summary, or if nothing was logged for ten minutes."""
+    if report.stage != UNKNOWN:
+        return report.stage not in {stage.value for stage in LIVING}
+    return now - (_last_word(report.recorded) or 0.0) > _SILENT_S
+
+
+def _last_word(recorded: RunRecord) -> float | None:
+    """Returns when the last step or evaluation was logged, in seconds since the epoch."""
+    times = [number(line.get("time_s")) for line in (*recorded.windows[-1:], *recorded.evaluations[-1:])]
+    return max((at for at in times if at is not None), default=None)

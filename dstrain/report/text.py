@@ -5,26 +5,109 @@ from __future__ import annotations
 import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from textwrap import shorten
 from typing import Any
 
 from dstrain import units
-from dstrain.config.lint.finding import printable
-from dstrain.launch.run.state import GONE, LIVING
-from dstrain.monitor.best_model import best_model
-from dstrain.monitor.comparison import planned_speed
-from dstrain.monitor.comparison_text import difference_text, split_text, table
-from dstrain.monitor.row_contents import contents_text, trained_contents
+from dstrain.findings import printable
+from dstrain.launch.again import line_of
+from dstrain.monitor.comparison import (
+    NONE,
+    Quantity,
+    difference_text,
+    figure,
+    name_of,
+    off_text,
+    planned_speed,
+    split_text,
+    table,
+)
+from dstrain.monitor.outcomes import best_model
+from dstrain.monitor.run_record import contents_text, trained_contents
 from dstrain.monitor.windows import counted, throughput
+from dstrain.oom import NamedTensors, OutOfMemory
 from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.records import to_data
-from dstrain.report import out_of_memory
-from dstrain.report.report import UNKNOWN, Report, Restart
-from dstrain.units import format_bytes, format_seconds
-from dstrain.wrapping import wrapped
+from dstrain.report.report import UNKNOWN, Report, Restart, differing
+from dstrain.rundir import GONE, LIVING, RUN, State
+from dstrain.units import format_bytes, format_count, format_seconds
+from dstrain.wrapping import aligned, wrapped
+
+TOTAL = "total"
+"""The last row of the table."""
+
+
+def memory_lines(record: OutOfMemory, *, resumes: bool, command: str) -> list[str]:
+    """Returns the block of a report: where, the parts of memory, the largest tensors, and changes that fit.
+
+    `resumes` says whether a checkpoint exists to go on from; `command` starts the run.
+    """
+    head = [f"Out of GPU memory: {record.where}"]
+    head += [f"  {record.measured.words}"] if record.measured is not None else []
+    return [
+        *map(wrapped, head),
+        *_table(record),
+        *_largest(record),
+        *_changes(record, resumes=resumes, command=command),
+    ]
+
+
+def command_of(state: State | None) -> str:
+    """Returns the line that starts a run again, as it was typed if that is known."""
+    return line_of(state.command if state is not None else RUN)
+
+
+def memory_rows(record: OutOfMemory) -> list[tuple[str, str, str]]:
+    """Returns the name of each part, its planned and its measured bytes, and their totals; empty without a plan."""
+    ledger = record.ledger
+    if not ledger:
+        return []
+    planned, measured = [one.predicted_bytes for one in ledger], [one.measured_bytes for one in ledger]
+    known = [size for size in measured if size is not None]
+    total = sum(known) if len(known) == len(ledger) else None
+    names = [*(str(one.part) for one in ledger), TOTAL]
+    sizes = zip([*planned, sum(planned)], [*measured, total], strict=True)
+    return [
+        (name, format_bytes(size), "-" if held is None else format_bytes(held))
+        for name, (size, held) in zip(names, sizes, strict=True)
+    ]
+
+
+def largest_text(one: NamedTensors) -> str:
+    """Returns the number, the size and the name of some tensors."""
+    return printable(f"{one.count} × {format_bytes(one.size_bytes)}  {one.name}")
+
+
+def _table(record: OutOfMemory) -> Iterator[str]:
+    found = [("", "planned", "measured"), *memory_rows(record)]
+    if len(found) == 1:
+        return
+    yield ""
+    yield from (f"  {line}" for line in aligned(found, right={1, 2}))
+
+
+def _largest(record: OutOfMemory) -> Iterator[str]:
+    predicted = record.predicted
+    if predicted is not None and predicted.largest:
+        yield from ("", f"Largest tensors at the planned peak ({printable(predicted.peak_instant)}):")
+        yield from (f"  {largest_text(one)}" for one in predicted.largest)
+    elif predicted is not None:
+        yield from ("", f"Planned peak: {printable(predicted.peak_instant)}; no tensor is listed")
+    if record.largest:
+        yield from ("", "Largest live blocks of the GPU:")
+        yield from (f"  {one.count} × {format_bytes(one.size_bytes)}" for one in record.largest)
+
+
+def _changes(record: OutOfMemory, *, resumes: bool, command: str) -> Iterator[str]:
+    if record.fixes:
+        yield from ("", "Changes that fit, by the plan and by what was measured:")
+    for number, one in enumerate(record.fixes, 1):
+        yield wrapped(f"  {number}. {printable(one.text)}")
+        yield f"     {printable(one.typed(resumes=resumes, command=command))}"  # in one line, to be copied
+
 
 _MOST_MARKS = 5
 _MOST_SAMPLES = 3
@@ -60,11 +143,9 @@ def lines(report: Report) -> list[str]:
     head = [f"{shown(str(recorded.run_dir.path))}: {verdict(report)}"]
     head += [wrapped(printable(recorded.cause), indent="  ")] if recorded.cause else []
     if recorded.out_of_memory is not None:
-        command = out_of_memory.command_of(recorded.state)
-        head += ["", *out_of_memory.lines(recorded.out_of_memory, resumes=bool(report.checkpoints), command=command)]
-    rows = list(_rows(report))
-    width = max(len(name) for name, _ in rows)
-    told = [wrapped(f"{name:<{width}}  {printable(value)}") for name, value in rows]
+        command = command_of(recorded.state)
+        head += ["", *memory_lines(recorded.out_of_memory, resumes=bool(report.checkpoints), command=command)]
+    told = [wrapped(line) for line in aligned([(name, printable(value)) for name, value in _rows(report)])]
     return [*head, "", *table(report.comparisons, recorded.cluster), "", *told]
 
 
@@ -263,3 +344,57 @@ def document(report: Report) -> dict[str, Any]:
         "failure": recorded.failure,
         "start_script": str(recorded.run_dir.start_script) if recorded.run_dir.start_script.exists() else None,
     }
+
+
+_MOST_CHARACTERS = 28
+"""Longest cell."""
+
+
+def side_by_side(reports: Sequence[Report]) -> list[list[str]]:
+    """Returns runs side by side, as rows of cells: the settings that differ, then what came of them."""
+    rows = [["", *(_cell(shown(str(one.recorded.run_dir.path))) for one in reports)]]
+    for key, values in differing(reports).items():
+        rows.append([key, *map(_cell, values)])
+    rows.append(["hand edits", *(_count(one.recorded.edits) for one in reports)])
+    rows.append(["end", *(f"{one.stage}: {one.stopped_by}" if one.stopped_by else one.stage for one in reports)])
+    rows.append(["steps", *(f"{one.step:,}" for one in reports)])
+    rows.append(["loss", *(f"{one.losses[-1][1]:.4f}" if one.losses else NONE for one in reports)])
+    best = [min((value for _, value in one.evaluations), default=None) for one in reports]
+    rows.append(["best evaluation", *(NONE if value is None else f"{value:.4f}" for value in best)])
+    for quantity in Quantity:
+        # a row for each quantity that at least one of the runs has measured
+        found = [next((each for each in one.comparisons if each.quantity is quantity), None) for one in reports]
+        if any(each is not None for each in found):
+            cells = [NONE if each is None else figure(quantity, each.measured) for each in found]
+            offs = [off_text(each).split(" (")[0] if each is not None else "" for each in found]
+            rows.append(
+                [
+                    name_of(quantity, reports[0].recorded.cluster),
+                    *(f"{c} ({o})" if o else c for c, o in zip(cells, offs, strict=True)),
+                ]
+            )
+    tokens = [one.recorded.windows[-1].get("tokens_seen") if one.recorded.windows else None for one in reports]
+    rows.append(["tokens", *(format_count(seen) if isinstance(seen, int) else NONE for seen in tokens)])
+    rows.append(["health", *(", ".join(mark.rule for mark in one.marks) or "good" for one in reports)])
+    rows.append(["restarts", *(str(len(one.restarts)) for one in reports)])
+    return rows
+
+
+def side_by_side_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns rows of cells as text, with cut cells; the end of a key says more than its beginning."""
+    rows = [[_cell(row[0]), *row[1:]] for row in rows]
+    cut = [
+        [printable(c if len(c) <= _MOST_CHARACTERS else f"{c[: _MOST_CHARACTERS - 1]}…") for c in row] for row in rows
+    ]
+    return aligned(cut)
+
+
+def _cell(value: object) -> str:
+    """Returns the value of a setting; a path by its end, which differs."""
+    if isinstance(value, str):
+        return value if len(value) <= _MOST_CHARACTERS else f"…{value[1 - _MOST_CHARACTERS :]}"
+    return NONE if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _count(edits: Sequence[Any] | None) -> str:
+    return NONE if edits is None else str(len(edits))

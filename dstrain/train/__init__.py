@@ -1,1 +1,1 @@
-"""What every rank runs: the Hugging Face Trainer entrypoint and the tools around its checkpoints."""
+"""The program of every rank: the Hugging Face Trainer, and the tools around its checkpoints."""

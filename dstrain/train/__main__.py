@@ -10,24 +10,96 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dstrain.errors import DstrainError
 from dstrain.garbage import without_garbage_collection
 from dstrain.heartbeat import SAVE_ON_TERM, Phase, Sender
 from dstrain.monitor.metrics import without_nonfinite
+from dstrain.monitor.mode import decide_mode, has_login
 from dstrain.monitor.signals import leave_on_sigterm
 from dstrain.monitor.sinks.jsonl import JsonlFile
-from dstrain.monitor.sinks.sink import End
+from dstrain.monitor.sinks.registry import Guarded, open_sinks
+from dstrain.monitor.sinks.sink import End, Setup
 from dstrain.paths import ignore_empty, prefer_own_programs, write_atomic
+from dstrain.records import to_data
 from dstrain.rundir import RunDir
 from dstrain.train import rank as ranks
 from dstrain.train import rope_scaling
-from dstrain.train.checkpoints.checkpoints import Resume, choose
-from dstrain.train.checkpoints.node_storage import number_of, start_of
+from dstrain.train.checkpoints.checkpoints import Resume, choose, number_of, start_of
 from dstrain.train.checkpoints.verify import Verification
-from dstrain.train.monitoring import Monitoring, monitoring_of
-from dstrain.train.rank import Leaving, Rank
-from dstrain.train.run_inputs import Inputs, read
+from dstrain.train.rank import Inputs, Leaving, Rank, read
+
+if TYPE_CHECKING:
+    from dstrain.monitor.verdict import FirstSteps
+
+
+class Monitoring(NamedTuple):
+    """Sinks and comparison with the plan, on rank 0."""
+
+    sinks: Sequence[Guarded]
+    first_steps: FirstSteps | None
+
+    def finish(self, inputs: Inputs, end: End, error: str | None) -> None:
+        """Closes the sinks, with the report of a run that was not stopped: that leaves seconds."""
+        if self.first_steps is not None and end is not End.ABORTED:
+            from dstrain.monitor.end_report import report_to  # loads the planner
+
+            report_to(self.sinks, inputs.run_dir, how=str(end))
+        for sink in self.sinks:
+            sink.finish(end, error)
+
+
+def monitoring_of(inputs: Inputs, rank: Rank, *, is_resumed: bool) -> Monitoring:
+    """Opens the sinks of a run on rank 0; other ranks have none."""
+    if not rank.is_first:
+        return Monitoring([], None)
+    from dstrain.monitor.run_record import read
+    from dstrain.monitor.verdict import FirstSteps  # loads the planner, which the other ranks do not need
+
+    first_steps = FirstSteps(record=read(inputs.run_dir))
+    return Monitoring(_sinks(inputs, rank, first_steps, is_resumed=is_resumed), first_steps)
+
+
+def _sinks(inputs: Inputs, rank: Rank, first_steps: FirstSteps, *, is_resumed: bool) -> list[Guarded]:
+    """Returns the opened sinks of rank 0."""
+    from dstrain.monitor.end_report import filterable, run_card, without_secrets  # loads the planner
+
+    job = inputs.job
+    card = run_card(
+        job,
+        inputs.ds_config,
+        num_ranks=rank.world_size,
+        model=inputs.model,
+        cluster=inputs.cluster,
+        estimate=first_steps.record.estimate,
+    )
+    job_data = {name: value for name, value in to_data(job).items() if name != "env"}  # env may hold secrets
+    config = {**card.config, "job": job_data, "ds_config": inputs.ds_config, "ranks": rank.world_size}
+    setup = Setup(
+        project=job.monitor.project,
+        name=card.name,
+        description=card.description,
+        tags=card.tags,
+        mode=decide_mode(job.monitor.mode, os.environ, logged_in=has_login(Path.home())),
+        run_dir=inputs.run_dir.path,
+        config=filterable(without_secrets(config | _edits(inputs.run_dir))),
+        is_resumed=is_resumed,
+    )
+    return open_sinks(job.monitor.sinks, setup, rank.say)
+
+
+def _edits(run_dir: RunDir) -> dict[str, Any]:
+    """Returns the hand edits by file and key, for the sinks; nothing if they are not known."""
+    try:
+        edits = json.loads(run_dir.edits.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    by_file: dict[str, Any] = {}
+    for edit in edits:
+        values = {name: edit[name] for name in ("base", "yours") if name in edit}
+        by_file.setdefault(edit["file"], {})[edit["key"]] = values
+    return {"edits": by_file}
 
 
 def main(run_dir: Path) -> None:
@@ -88,10 +160,10 @@ def _report(error: BaseException, run_dir: RunDir, rank: Rank) -> None:
     traceback.print_exception(error)
     sys.stderr.flush()
     if "dstrain.train.setup" in sys.modules:
-        from dstrain.train import out_of_memory
+        from dstrain.train import memory
 
         try:
-            out_of_memory.record(error, run_dir, rank.index)
+            memory.record(error, run_dir, rank.index)
         except Exception:  # of a structure of the engine that is unknown; the sinks must finish all the same
             traceback.print_exc()
 
@@ -105,7 +177,7 @@ def _train(
 ) -> bool:
     """Imports everything slow and trains; returns whether it saved a checkpoint and left early, as requested."""
     with without_garbage_collection():
-        from dstrain.train.checkpoints.save_and_exit import LeavingCallback
+        from dstrain.train.parts.saving import LeavingCallback
         from dstrain.train.setup import TrainingSetup
 
     started = time.monotonic()

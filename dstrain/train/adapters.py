@@ -1,7 +1,8 @@
-"""Adapters around a model: new ones, and the weights of one to continue from."""
+"""Puts adapters around a model, loads the weights of earlier ones, and freezes the parts that a job does not train."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,15 +10,17 @@ import torch
 from torch.nn import Linear
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.model import parts
+from dstrain.facts.model import traits
+from dstrain.facts.model.traits import Part, part_of
 from dstrain.job.model_changes import ALL_EXPERTS, Lora, read_adapter, shape_of_adapter
 from dstrain.job.schema import Job
-from dstrain.plan.named_parts import unknown_experts
+from dstrain.plan import named_parts
+from dstrain.plan.named_parts import unknown, unknown_experts
 from dstrain.train.checkpoints.saved_model import shape_of
 
 
 def of_job(model: Any, job: Job, *, dtype: torch.dtype | None) -> Any:
-    """Returns the model with the adapter of a job: a new one, or that of the job's `adapter`."""
+    """Returns the model with the adapter of a job: a new one, or the job's `adapter`."""
     adapted = with_adapter(model, job.lora, grad_ckpt=job.grad_ckpt, dtype=dtype)
     if job.adapter is not None:
         load(adapted, Path(job.adapter), job.lora)
@@ -25,7 +28,7 @@ def of_job(model: Any, job: Job, *, dtype: torch.dtype | None) -> Any:
 
 
 def _adapter_targets(lora: Lora, model: Any) -> str | list[str]:
-    """Returns the modules that get an adapter; in a mixture of experts, `all-linear` means those of attention.
+    """Returns the modules that get an adapter; in a mixture of experts, `all-linear` means attention.
 
     PEFT 0.21 would also adapt the experts and their router in families that it rewrites for Transformers 5 (75 times
     the parameters in Qwen3-30B-A3B), without dropout.
@@ -50,8 +53,8 @@ def _adapted_experts(lora: Lora, model: Any) -> list[str] | None:
     Raises InvalidConfig for one that holds no experts, and for a target that PEFT takes for them.
     """
     stacked = _stacked_experts(model)
-    for unknown in unknown_experts(lora, stacked, model.config.model_type):
-        raise InvalidConfig(unknown.problem, hint=unknown.fix)
+    for name in unknown_experts(lora, stacked, model.config.model_type):
+        raise InvalidConfig(name.problem, hint=name.fix)
     ends = {".".join(name.split(".")[-2:]) for name in stacked}
     named = {end for name in lora.target_parameters for end in (ends if name == ALL_EXPERTS else {name})}
     return sorted(named) or None
@@ -69,14 +72,14 @@ def with_adapter(model: Any, lora: Lora, *, grad_ckpt: bool, dtype: torch.dtype 
     """
     from peft import LoraConfig, get_peft_model
 
-    others = "|".join(sorted(parts.VISION | parts.ALIGNER))
+    others = "|".join(sorted(traits.VISION | traits.ALIGNER))
     adapter = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=_adapter_targets(lora, model),
         target_parameters=_adapted_experts(lora, model),
-        exclude_modules=rf".*\.({others})\..*" if parts.has_tower(model.config) else None,
+        exclude_modules=rf".*\.({others})\..*" if traits.has_tower(model.config) else None,
         modules_to_save=list(lora.modules_to_save) or None,
         ensure_weight_tying=bool(lora.modules_to_save) and is_tied(model),
         task_type="CAUSAL_LM",
@@ -170,3 +173,39 @@ def _other_model(folder: Path, problem: str) -> InvalidConfig:
     return InvalidConfig(
         f"adapter: {folder} does not fit the model: {problem}", hint="Name as `model` what it was trained on."
     )
+
+
+def freeze(model: Any, job: Job) -> None:
+    """Freezes the parts of a vision-language model that a job does not train; a language model stays as it is.
+
+    Raises InvalidConfig if a job freezes the whole model.
+    """
+    has_tower = any(part_of(name) is Part.TOWER for name, _ in model.named_parameters())
+    parts = named_parts.frozen_parts(job)
+    if job.freeze_language_model and (not has_tower or len(parts) == len(Part)):
+        raise InvalidConfig("freeze_language_model leaves nothing to train", hint="freeze_language_model: false")
+    freeze_parts(model, parts)
+    _freeze_by_name(model, job)
+
+
+def _freeze_by_name(model: Any, job: Job) -> None:
+    """Freezes the parameters that a job names.
+
+    Raises InvalidConfig for a name that the model does not have, and if nothing is left to train.
+    """
+    for missing in unknown(job, [name for name, _ in model.named_parameters()]):
+        raise InvalidConfig(missing.problem, hint=f"{missing.fix[0].upper()}{missing.fix[1:]}.")
+    for name, parameter in model.named_parameters():
+        if named_parts.is_frozen(name, freeze=job.freeze, train_only=job.train_only):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidConfig("freeze and train_only leave nothing to train", hint="Remove one of the patterns.")
+
+
+def freeze_parts(model: Any, parts: Collection[Part]) -> None:
+    """Freezes parts of a vision-language model; nothing in a language model."""
+    named = [(part_of(name), parameter) for name, parameter in model.named_parameters()]
+    has_tower = any(part is Part.TOWER for part, _ in named)
+    for part, parameter in named:
+        if has_tower and part in parts:
+            parameter.requires_grad_(False)

@@ -1,20 +1,53 @@
-"""Converts a job and its DeepSpeed configuration to Transformers' TrainingArguments."""
+"""Converts a job and its DeepSpeed configuration to the TrainingArguments of the installed Transformers.
+
+Releases differ in names and features, which this module looks for; it compares no version numbers.
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate import ParallelismConfig  # type: ignore[import-untyped]
-from accelerate.utils import DeepSpeedSequenceParallelConfig  # type: ignore[import-untyped]
-from transformers import TrainingArguments
+import accelerate  # type: ignore[import-untyped]
+import transformers
+from accelerate import ParallelismConfig
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.utils.import_utils import is_torch_tf32_available
 
 from dstrain.choices import Interval, Optimizer, Precision
+from dstrain.errors import InvalidConfig
 from dstrain.facts.ds_config import section, zero_stage
 from dstrain.job.schema import Job
 from dstrain.plan.training_code import needs_reentrant
+
+_RENAMED = "activation_checkpointing"
+_BEFORE = "gradient_checkpointing"
+CHECKPOINTING = _RENAMED if _RENAMED in TrainingArguments.__dataclass_fields__ else _BEFORE
+"""Transformers' name of activation checkpointing: of the argument, of its `_kwargs`, and of the `_enable` method."""
+
+_FORMS = {"every_n_layers": "grad_ckpt_every_n_layers", "offload": "activation_offload"}
+"""Parameter of the `_enable` method → the job key that sets it."""
+
+
+def checkpointing_arguments(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the TrainingArguments that recompute activations with these `kwargs`; None recomputes nothing.
+
+    Raises InvalidConfig for a form that this release lacks.
+    """
+    known = inspect.signature(getattr(PreTrainedModel, f"{CHECKPOINTING}_enable")).parameters
+    for name, key in _FORMS.items():
+        if kwargs is not None and name in kwargs and name not in known:
+            problem = f"{key} needs a newer Transformers than {transformers.__version__}"
+            raise InvalidConfig(problem, hint=f"pip install -U transformers, or leave {key} out of job.yaml.")
+    return {CHECKPOINTING: kwargs is not None, f"{CHECKPOINTING}_kwargs": None if kwargs is None else dict(kwargs)}
+
+
+def recompute(model: Any, kwargs: Mapping[str, Any], **options: Any) -> None:
+    """Recomputes the activations of a model; PyTorch takes `kwargs`, Transformers `options`."""
+    enable = getattr(model, f"{CHECKPOINTING}_enable")
+    enable(**{f"{CHECKPOINTING}_kwargs": dict(kwargs)}, **options)
 
 
 def is_deepcompile(ds_config: Mapping[str, Any]) -> bool:
@@ -42,8 +75,7 @@ def training_arguments(job: Job, ds_config: Mapping[str, Any], *, num_ranks: int
         lr_scheduler_type=str(job.lr_scheduler_type),
         bf16=job.precision is Precision.BF16,
         fp16=job.precision is Precision.FP16,
-        activation_checkpointing=job.grad_ckpt,
-        activation_checkpointing_kwargs=checkpointing_kwargs(job, ds_config) if job.grad_ckpt else None,
+        **checkpointing_arguments(checkpointing_kwargs(job, ds_config) if job.grad_ckpt else None),
         eval_strategy=_eval_strategy(job),
         eval_steps=job.eval_steps if job.has_eval else None,
         eval_on_start=job.has_eval and job.eval_on_start,
@@ -67,9 +99,18 @@ def _warmup(job: Job) -> float:
 
 
 def _parallelism(job: Job, num_ranks: int) -> ParallelismConfig | None:
-    """Returns accelerate's configuration of the ranks; None without sequence parallelism."""
+    """Returns accelerate's configuration of the ranks; None without sequence parallelism.
+
+    Raises InvalidConfig for sequence parallelism that this release lacks.
+    """
     if job.sp == 1:
         return None
+    try:
+        # accelerate has it since 1.12; all else works with older ones
+        from accelerate.utils import DeepSpeedSequenceParallelConfig  # type: ignore[import-untyped]
+    except ImportError as error:
+        problem = f"sp: {job.sp} needs accelerate 1.12 or newer, not {accelerate.__version__}"
+        raise InvalidConfig(problem, hint="pip install -U accelerate, or sp: 1.") from error
     handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=str(job.attn))
     return ParallelismConfig(
         sp_backend="deepspeed",

@@ -34,7 +34,7 @@ from transformers import (
 from dstrain.choices import Task
 from dstrain.errors import EnvironmentProblem
 from dstrain.paths import write_atomic
-from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.data.rendering import IGNORED
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -83,7 +83,7 @@ class Demo:
 def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
     """Writes `model`, `train.jsonl` and `eval.jsonl` to the folder; the same bytes every time on the same Python.
 
-    The data are those of a task: conversations, texts, or pairs of answers.
+    The data fit a task: conversations, texts, or pairs of answers.
     """
     pairs = pairs_of_standard_library()
     if len(pairs) < _FEWEST_PAIRS:
@@ -100,6 +100,7 @@ def build(folder: Path, *, num_experts: int = 0, task: Task = Task.SFT) -> Demo:
     tokenizer.save_pretrained(folder / "model")
     model.save_pretrained(folder / "model")
     if task is Task.PRETRAIN:
+        # the loss of guessing each token by its frequency: training that does not beat it has learned nothing
         learned = [row["text"] for row in texts(evaluation)]
     else:
         learned = [sample["messages"][-1]["content"] for sample in evaluation]
@@ -189,7 +190,7 @@ def _documented(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _statements(tree: ast.Module) -> Iterator[ast.AST]:
-    """Yields the module and all its statements, those of an outer block first: none is within an expression."""
+    """Yields the module and all its statements, outer blocks first: none is within an expression."""
     waiting: deque[ast.AST] = deque([tree])
     while waiting:
         node = waiting.popleft()
@@ -254,6 +255,7 @@ def make_model(
         eos_token_id=tokenizer.eos_token_id,
         **(experts if num_experts else {}),
     )
+    # no devices: saving the generators of GPUs would start CUDA
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         return Qwen3MoeForCausalLM(config) if isinstance(config, Qwen3MoeConfig) else Qwen3ForCausalLM(config)

@@ -19,13 +19,13 @@ from dstrain.heartbeat import Phase
 from dstrain.job.monitor import Samples
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
-from dstrain.monitor.generated import GeneratedText
+from dstrain.monitor.outcomes import GeneratedText
 from dstrain.monitor.sinks.jsonl import JsonlFile
-from dstrain.train.data.by_sample import attending_whole_rows
 from dstrain.train.data.collate import without_adapter
-from dstrain.train.data.tokenize import IGNORED
+from dstrain.train.data.isolation import attending_whole_rows
+from dstrain.train.data.rendering import IGNORED
+from dstrain.train.parts.training import Training
 from dstrain.train.rank import of_all_ranks
-from dstrain.train.training import Training
 from dstrain.units import counted, format_seconds
 
 
@@ -36,11 +36,11 @@ class Prompt:
     text: str
     """For people."""
     tokens: tuple[int, ...]
-    """With those of the chat template."""
+    """Includes the tokens of the chat template."""
 
 
 def prompts_of(job: Job, tokenizer: Any, eval_rows: Any) -> list[Prompt]:
-    """Returns the prompts of a job, then those of its first evaluation samples.
+    """Returns the prompts of a job, then the prompts of its first evaluation samples.
 
     `eval_rows`: samples with `input_ids` and `labels`, packed or not; None without evaluation data. Raises
     InvalidConfig for a chat template that refuses a question.
@@ -121,7 +121,7 @@ class SamplesCallback(TrainerCallback):
             return self._text(model, longest, 0, most=min(num_tokens, self._samples.max_new_tokens))
 
     def _generate(self, step: int) -> None:
-        """Generates on all ranks, and writes on rank 0; the time counts apart from that of steps, as evaluations do."""
+        """Generates on all ranks, and writes on rank 0; like evaluations, it takes no time of steps."""
         began = time.monotonic()
         self._trainer.heartbeat.send(step, Phase.EVALUATING)
         with self._metrics.meter.aside():

@@ -1,27 +1,101 @@
-"""The loss of a model: with less memory than Transformers' own, tried on a few tokens, and that of its routers."""
+"""The loss of a model: with less memory than Transformers' own, tried on a few tokens, evaluated, and its routers'."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
 
 from dstrain.choices import LOGITS_PER_TILE, LossKernel
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
-from dstrain.train.data.collate import without_adapter
-from dstrain.train.data.slices import shift
-from dstrain.train.data.tokenize import IGNORED
-from dstrain.train.evaluation import loss_of
+from dstrain.train.data.collate import shift, without_adapter
+from dstrain.train.data.rendering import IGNORED
+
+
+def without_targets(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a row of which no token counts."""
+    return {**row, "labels": [IGNORED] * len(row["labels"])}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """One rank's share of the rows, whole micro-batches and equally many on all ranks.
+
+    ZeRO-3 runs each forward on all ranks, and sequence parallelism expects the size of a micro-batch. A shorter share
+    is filled with rows without targets.
+    """
+
+    rows: Any
+    """All rows: a sequence of samples."""
+    index: int
+    """Index of the share: of the rank, or of its sequence-parallel group."""
+    count: int
+    """Number of shares."""
+    micro_batch: int = 1
+    """Rows of a micro-batch: the share is a multiple of it."""
+    blank: Callable[[Mapping[str, Any]], Mapping[str, Any]] = without_targets
+    """Returns a row without targets, made of another one."""
+
+    def __len__(self) -> int:
+        return math.ceil(len(self.rows) / (self.count * self.micro_batch)) * self.micro_batch
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        """Returns a row of this rank; past the end of the data, the first row without targets."""
+        if index >= len(self):
+            raise IndexError(index)
+        number = index * self.count + self.index
+        if number < len(self.rows):
+            row: Mapping[str, Any] = self.rows[number]
+            return row
+        return self.blank(self.rows[0])
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns the sum of the losses and the number of targets of a micro-batch: (2,), float64.
+
+    `logits`: (batch, seq, vocab); `targets`: (batch, seq). One row at a time, so that only one row's logits exist in
+    float32.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=logits.device)
+    for row, labels in zip(logits, targets, strict=True):
+        losses = cross_entropy(row.float(), labels, ignore_index=IGNORED, reduction="none")
+        totals[0] += losses.double().sum()
+        totals[1] += (labels != IGNORED).sum()
+    return totals
+
+
+def mean_loss(
+    totals_of: Callable[[Mapping[str, Any]], torch.Tensor], batches: Iterable[Mapping[str, Any]], group: Any
+) -> tuple[float, int]:
+    """Returns the mean loss per target over the micro-batches of all ranks, and the number of targets.
+
+    `totals_of` returns the sum of the losses and the number of targets of a micro-batch: (2,), float64. `group` is a
+    gloo group of all ranks; None for a single one. The loss is NaN without targets.
+    """
+    totals = torch.zeros(2, dtype=torch.float64)
+    for batch in batches:
+        counted = totals_of(batch)
+        totals = totals.to(counted.device) + counted
+    totals = totals.cpu()
+    if group is not None:
+        dist.all_reduce(totals, group=group)
+    loss, targets = totals.tolist()
+    return loss / targets if targets else math.nan, int(targets)
+
 
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
 """Settings that scale or bound logits. Source: Transformers 5.23 models gemma2, cohere, granite, falcon_h1."""
 _CHECKED = 1e-2
-"""Largest relative difference between a model's own loss of some tokens and that of their logits."""
+"""Largest relative difference between a model's own loss of some tokens and the loss of their logits."""
 
 
 def replace_loss(model: Any, loss: LossKernel) -> None:
@@ -91,7 +165,7 @@ def chunked_loss(
 ) -> torch.Tensor:
     """Returns the sum over the targets divided by `num_items_in_batch`, by default their number: (), float32.
 
-    `logits`: (batch, seq, vocab); `labels`, or `shift_labels` where they are shifted already: (batch, seq).
+    `logits`: (batch, seq, vocab); `labels`, or `shift_labels` if already shifted: (batch, seq).
     Source: Transformers 5.23 loss/loss_utils.py: ForCausalLMLoss.
     """
     targets = targets_of(labels, shift_labels).reshape(-1).to(logits.device)
@@ -205,7 +279,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradients times that of the sum: (tokens, hidden), (vocab, hidden)."""
+        """Returns the gradients times the sum's own: (tokens, hidden), (vocab, hidden)."""
         made, ctx.grads = ctx.grads, None
         return (*(None if grad is None else grad.mul_(grads[0]) for grad in made), None)
 
@@ -287,7 +361,7 @@ def is_mean_of_logits(engine: Any, inputs: Mapping[str, Any]) -> bool:
 def sums_of(engine: Any, inputs: Mapping[str, Any]) -> torch.Tensor:
     """Returns the sum of the losses, which the model computes, and the number of targets: (2,), float64.
 
-    The loss of a router, which some models add to that of each micro-batch, is left out.
+    The router's loss, which some models add in each micro-batch, is left out.
     """
     targets = targets_of(inputs.get("labels"), inputs.get("shift_labels"))
     config = without_adapter(getattr(engine, "module", engine)).config.get_text_config()
@@ -341,13 +415,13 @@ class RouterLoss:
         is_on = bool(coefficient) if coefficient is not None else bool(getattr(config, "output_router_logits", False))
         self.coefficient = (self._own if coefficient is None else coefficient) if is_on else 0.0
         self.arguments: dict[str, Any] = {} if own is None else {"output_router_logits": is_on}
-        """What the model's forward pass gets."""
+        """Arguments of the model's forward pass."""
 
     def weighed(self, loss: torch.Tensor, outputs: Any, micro_batches: int) -> torch.Tensor:
         """Returns the loss of a micro-batch, (), with the auxiliary loss weighed anew.
 
         `loss` has it times the model's own coefficient and the number of ranks, over which the engine averages;
-        `micro_batches` are those of a rank in a step. Raises InvalidConfig if it would train nothing.
+        `micro_batches`: of a rank in a step. Raises InvalidConfig if it would train nothing.
         """
         auxiliary = getattr(outputs, "aux_loss", None)
         if not isinstance(auxiliary, torch.Tensor):

@@ -1,9 +1,11 @@
-"""Loads the model of a job through Transformers and PEFT."""
+"""Loads the model of a job through Transformers and PEFT, and replaces its kernels, MLPs and loss as the job asks."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,21 +14,134 @@ from transformers import AutoConfig
 from transformers.core_model_loading import Transpose
 from transformers.integrations.deepspeed import deepspeed_config
 from transformers.integrations.mxfp4 import Mxfp4Dequantize
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import set_tqdm_hook
 
-from dstrain.choices import LossKernel, Method, Task
-from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.choices import CompileBackend, LossKernel, Method, Task
+from dstrain.errors import InvalidConfig, not_installed
 from dstrain.facts.ds_config import zero_stage
-from dstrain.facts.model.parts import ALIGNER, VISION, has_tower
+from dstrain.facts.model.families import LIGER
+from dstrain.facts.model.traits import ALIGNER, VISION, has_tower
 from dstrain.job.schema import Job
-from dstrain.train import adapters, model_parts, rope_scaling
+from dstrain.train import adapters, rope_scaling
 from dstrain.train.arguments import is_deepcompile
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
-from dstrain.train.compiled_layers import compile_layers
-from dstrain.train.liger import replace_kernels
+from dstrain.train.data.collate import without_adapter
 from dstrain.train.loss import replace_loss
-from dstrain.train.tiled_mlp import tile_mlps
 from dstrain.train.tokenizer import cannot_load
+from dstrain.train.tracing.anatomy import dissect
+
+_OWN_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+"""The loss stays the job's, which the plan counts: Liger's replaces the forward method of the model, on which
+`loss: fused` rests, or the cross entropy of the whole process."""
+
+
+def replace_kernels(model: Any) -> None:
+    """Makes a model, with or without adapter, compute on Liger's kernels what the planner counts (`LIGER`).
+
+    Transformers' Trainer has a switch that does the same when training starts, over MLPs that are tiled by then, and
+    with an argument of its own for evaluations (Transformers 5.23 trainer.py: use_liger_kernel, skip_logits).
+    Raises InvalidConfig for a model that the installed Liger, or the planner, does not know.
+    """
+    base = without_adapter(model)
+    family, owner = base.config.model_type, type(base).__module__
+    if not owner.startswith("transformers.") or family not in LIGER:
+        raise _refused(f"has no kernels that are planned for {family} of {owner}")
+    from liger_kernel.transformers.monkey_patch import (  # type: ignore[import-not-found]  # an extra
+        MODEL_TYPE_TO_APPLY_LIGER_FN,
+    )
+    from transformers.integrations.liger import apply_liger_kernel
+
+    if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise _refused(f"as it is installed has no kernels for {family}")
+    try:
+        apply_liger_kernel(model, _OWN_LOSS)  # type: ignore[no-untyped-call]
+    except (AttributeError, ImportError, NotImplementedError, TypeError) as error:
+        raise _refused(f"cannot replace the parts of {type(base).__name__}: {error}") from error
+
+
+def _refused(why: str) -> InvalidConfig:
+    return InvalidConfig(f"liger is true, but Liger {why}", hint="liger: false")
+
+
+def compile_layers(model: Any, *, zero_stage: int, backend: str = CompileBackend.INDUCTOR) -> None:
+    """Compiles the forward pass of every decoder layer when it is called first; all layers share the result.
+
+    A layer gets a class of the same name whose `forward` is compiled. Transformers checkpoints around it, and hooks of
+    ZeRO-3, which cannot be compiled, run before and after it: a layer is a leaf module, whose weights are gathered
+    together. DeepSpeed reduces the gradients of a leaf once its input has one, so the first layer's input
+    needs one too. Raises InvalidConfig for layers that are not written for Transformers' checkpoints.
+    Source: transformers 5.23 modeling_layers.py: GradientCheckpointingLayer.__init_subclass__; deepspeed 0.19.8
+    runtime/zero/parameter_offload.py: _register_deepspeed_module, stage3.py: reduce_leaf_module_grads.
+    """
+    from deepspeed.utils import set_z3_leaf_module  # type: ignore[import-untyped]
+
+    anatomy = dissect(model)
+    layers = anatomy.layers
+    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
+        problem = f"layers of {type(without_adapter(model)).__name__} have no forward pass of their own to compile"
+        raise InvalidConfig(f"torch_compile is true, but {problem}", hint="torch_compile: false")
+    kinds = {kind: _compiled(kind, backend) for kind in {type(layer) for layer in layers}}
+    for layer in layers:
+        layer.__class__ = kinds[type(layer)]
+        if zero_stage == 3:
+            set_z3_leaf_module(layer, True)
+    anatomy.embedding.register_forward_hook(_with_gradient)
+
+
+def _compiled(kind: Any, backend: str) -> type:
+    """Returns a class of layers like another one, compiled once for all lengths; its base wraps checkpoints around."""
+    forward = torch.compile(kind.forward.__wrapped__, backend=str(backend), dynamic=True)
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def _with_gradient(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Returns hidden states that have a gradient, in a pass that has any."""
+    return output.requires_grad_() if torch.is_grad_enabled() else output
+
+
+def tile_mlps(model: Any) -> None:
+    """Makes the MLP of every decoder layer compute as many tokens at a time as the hidden states are wide.
+
+    Raises InvalidConfig for a model whose layers have no dense MLP. ZeRO-3 gathers an MLP's weights once for all its
+    tiles. Source: deepspeed 0.19.8 runtime/sequence_parallel/ulysses_sp.py: TiledMLP, which names that size.
+    """
+    from deepspeed.utils import set_z3_leaf_module
+
+    for mlp in _mlps(model):
+        mlp.forward = partial(_tiled, mlp, mlp.forward)
+        set_z3_leaf_module(mlp, True)
+
+
+def _mlps(model: Any) -> Iterator[Any]:
+    layers = getattr(without_adapter(model).get_decoder(), "layers", ())
+    found = [getattr(layer, "mlp", None) for layer in layers]
+    if not found or any(not hasattr(mlp, "down_proj") for mlp in found):
+        problem = f"tiled_mlp is set, but layers of {type(without_adapter(model)).__name__} have no dense MLP"
+        raise InvalidConfig(problem, hint="tiled_mlp: false")
+    yield from found
+
+
+def _tiled(mlp: Any, compute: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    """Returns the output of an MLP for hidden states, both (batch, seq, hidden)."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP  # type: ignore[import-untyped]
+
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        return compute(hidden)  # as before the first adapter: TiledMLP knows gradients of its input only
+    device = hidden.device.type
+    as_now: Callable[[], AbstractContextManager[object]] = nullcontext
+    if device != "meta" and torch.is_autocast_enabled(device):
+        as_now = partial(torch.autocast, device, dtype=torch.get_autocast_dtype(device))
+
+    def of_tile(_: Any, tile: torch.Tensor) -> torch.Tensor:
+        with as_now():  # in the backward pass too
+            return compute(tile)
+
+    width = hidden.shape[-1]
+    trained = [weight for weight in mlp.parameters() if weight.requires_grad]
+    result: torch.Tensor = TiledMLP.apply(of_tile, mlp, hidden, math.ceil(hidden.numel() / width**2), trained)
+    return result
+
 
 _NOT_QUANTIZED = (*(rf"(.*\.)?{name}" for name in sorted(VISION | ALIGNER)), "lm_head")
 """Patterns of the modules of a vision-language model that QLoRA leaves as they are. Source: transformers 5.23
@@ -44,7 +159,7 @@ def load_model(
     """Returns the model in the job's dtype, ready for training; with an adapter for `lora` and `qlora`.
 
     Under ZeRO-3 the TrainingArguments and DeepSpeed's process group must exist already: Transformers then partitions
-    every weight as it loads; otherwise each rank would hold the whole model. `num_tokens` are those of the tokenizer,
+    every weight as it loads; otherwise each rank would hold the whole model. `num_tokens`: of the tokenizer,
     with the new ones of the job. `report` is called with the number of loaded tensors and of all tensors, except under
     ZeRO-3.
     """
@@ -99,7 +214,7 @@ def _prepare(model: Any, job: Job, num_tokens: int) -> None:
         with torch.random.fork_rng(devices=()):  # so that an adapter is drawn alike under every ZeRO stage
             model.resize_token_embeddings(num_tokens)
     model.config.use_cache = False
-    model_parts.freeze(model, job)
+    adapters.freeze(model, job)
 
 
 @contextmanager
@@ -212,9 +327,7 @@ def _quantization(job: Job, config: Any) -> Any:
     A tower and its aligner stay in the job's dtype, as the plan has them; Transformers would quantize them too.
     """
     if find_spec("bitsandbytes") is None:
-        raise EnvironmentProblem(
-            "method: qlora needs bitsandbytes, which is not installed", hint="pip install 'dstrain[qlora]'"
-        )
+        raise not_installed("method: qlora needs", "bitsandbytes", install="pip install 'dstrain[qlora]'")
     from transformers import BitsAndBytesConfig
 
     dtype = DTYPES[job.precision]

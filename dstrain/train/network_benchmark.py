@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts import probe
-from dstrain.facts.cluster.network_measurement import Network, Timing, bus_bytes_per_s
+from dstrain.facts.cluster.measured_links import Network, Timing, bus_bytes_per_s
 from dstrain.records import to_data
 from dstrain.train.rank import from_environment
 from dstrain.units import KIB

@@ -1,9 +1,11 @@
-"""The rank of this process: its index, messages, secrets, signals and environment."""
+"""The rank of this process: its index, messages, secrets, signals, environment, and the files that it reads first."""
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import faulthandler
+import json
 import os
 import signal
 import socket
@@ -15,9 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.deepspeed_ops import OPS, missing_ops, needed_ops, unheld_locks
 from dstrain.facts.ds_config import section
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.heartbeat import SAVE_ON_TERM
+from dstrain.job.schema import Job
+from dstrain.records import from_data, load_json
+from dstrain.rundir import RunDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +155,7 @@ def announce_builds(rank: Rank, ds_config: Mapping[str, Any], environment: Mappi
     for op in missing_ops(needed, environment):
         rank.say(f"building {OPS[op]}: about a minute, once")
     for lock in unheld_locks(needed, environment):  # loading takes the lock too, so a built extension can hang
-        rank.say(f"{lock.path} is held by no visible process; if no other host is building: {lock.cure}")
+        rank.say(f"{lock.held}; if no other host is building: {lock.cure}")
 
 
 def is_port_taken(environment: Mapping[str, str]) -> bool:
@@ -173,3 +181,50 @@ def quieten(*, on_terminal: bool) -> None:
         disable_progress_bar()  # type: ignore[no-untyped-call]
     # DeepSpeed and PEFT use deprecated names of PyTorch and Transformers
     warnings.filterwarnings("ignore", category=FutureWarning)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """The files of a run directory that a rank reads."""
+
+    run_dir: RunDir
+    job: Job
+    ds_config: dict[str, Any]
+    model: ModelFacts | None
+    """None: no MFU is computed."""
+    cluster: Cluster | None
+
+
+def read(run_dir: RunDir) -> Inputs:
+    """Returns the inputs of a run. Raises InvalidConfig if a file is missing or damaged."""
+    job = dataclasses.replace(load_json(Job, run_dir.request), output_dir=str(run_dir.path))
+    if not job.train_sources:
+        raise InvalidConfig(f'{run_dir.request}: "data" is missing')
+    facts = _json(run_dir.facts) if run_dir.facts.exists() else {}
+
+    def fact(kind: Any, name: str) -> Any:
+        if facts.get(name) is None:
+            return None
+        return from_data(
+            kind, facts[name], locate=lambda place: f"{run_dir.facts}: /{name}/{'/'.join(map(str, place))}"
+        )
+
+    return Inputs(
+        run_dir=run_dir,
+        job=job,
+        ds_config=_json(run_dir.ds_config),
+        model=fact(ModelFacts, "model"),
+        cluster=fact(Cluster, "cluster"),
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InvalidConfig(f"{path}: no such file", hint="Create the run directory with `dstrain run`.") from None
+    except ValueError as error:
+        raise InvalidConfig(f"{path}: {error}") from None
+    if not isinstance(data, dict):
+        raise InvalidConfig(f"{path}: not a JSON object")
+    return data

@@ -24,7 +24,7 @@ BESIDE_ADAPTER = (
 
 def scale(config: Any, scaling: RopeScaling | None) -> None:
     """Writes a scaling into a configuration of Transformers 5, which keeps it in `rope_parameters` whatever the name in
-    config.json; of a multimodal model into the text's, with types for layers (Gemma 3) into that of full attention.
+    config.json; of a multimodal model into the text's, with types for layers (Gemma 3) into full attention's.
 
     `max_position_embeddings` becomes the new length, as in the model cards, except for `dynamic`, which computes from
     the original length there. Raises InvalidConfig if the model has other positions, is scaled already, or would not

@@ -4,71 +4,148 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import deepspeed  # type: ignore[import-untyped]
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.distributed_c10d import Store
+from torch.distributed.rendezvous import register_rendezvous_handler, rendezvous
 from transformers import TrainingArguments
 
-from dstrain.choices import Task
+from dstrain.choices import Precision, Task
+from dstrain.errors import EnvironmentProblem
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.heartbeat import Phase, Sender
+from dstrain.heartbeat import MARK, Phase, Sender, run_of
 from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.collectives import Collectives
 from dstrain.monitor.expert_loads import ExpertLoads, routers_of
 from dstrain.monitor.health.history import Facts
-from dstrain.monitor.health.watch import Watch
-from dstrain.monitor.machine import ram_bytes
-from dstrain.monitor.meter import CountingCollator, Meter
+from dstrain.monitor.health.rules import Watch
+from dstrain.monitor.meter import CountingCollator, Meter, ram_bytes
 from dstrain.monitor.metrics import Hardware, hardware
 from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.windows import measurement, throughput
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
-from dstrain.train import job_data
+from dstrain.train import job_data, memory
 from dstrain.train import rank as ranks
 from dstrain.train.adapters import note_on_base
 from dstrain.train.arguments import training_arguments
-from dstrain.train.checkpoints.node_storage import shared
-from dstrain.train.checkpoints.safe_load import load_only_tensors
+from dstrain.train.checkpoints.checkpoints import shared
 from dstrain.train.checkpoints.saved_model import DTYPES, base_config
+from dstrain.train.checkpoints.tensor_files import load_only_tensors
 from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
-from dstrain.train.data.media import MediaReader
-from dstrain.train.data.media_collator import MediaCollator
+from dstrain.train.data.media import MediaCollator, MediaReader
 from dstrain.train.data.prepare import PreparedData
 from dstrain.train.data.stream import StreamCollator
 from dstrain.train.data.streamed import StreamedData
 from dstrain.train.generate import SamplesCallback
-from dstrain.train.measure_states import MeasureCallback
+from dstrain.train.memory import MeasureCallback
 from dstrain.train.model import load_model
-from dstrain.train.objective import Objective, TokenLoss
-from dstrain.train.parallel import Alone, TensorParallel
-from dstrain.train.preferences.dpo import DpoObjective
-from dstrain.train.preferences.objective import PairLoss
+from dstrain.train.parts.objective import Objective, TokenLoss
+from dstrain.train.parts.parallel import Alone, SequenceParallel, TensorParallel
+from dstrain.train.parts.saving import require_weights
+from dstrain.train.preferences.dpo import DpoObjective, PairLoss
 from dstrain.train.preferences.pairs import PairCollator
 from dstrain.train.preflight.checks import Checks
-from dstrain.train.process_group import connect, observed
-from dstrain.train.rank import Rank
-from dstrain.train.run_inputs import Inputs
-from dstrain.train.saving import require_weights
-from dstrain.train.sequence_parallel import SequenceParallel
+from dstrain.train.rank import Inputs, Rank
 from dstrain.train.tokenizer import source_of
 from dstrain.train.trainer import Trainer
 
 if TYPE_CHECKING:
     from dstrain.monitor.verdict import FirstSteps
 
+_SCHEME = "dstrain"
+"""Of the address under which ranks meet: as `env://`, among ranks of one run."""
+
+
+class PortTaken(EnvironmentProblem):
+    """The port of rank 0 belongs to another run."""
+
+
+def meet(url: str, **options: Any) -> Iterator[tuple[Store, int, int]]:
+    """Yields the store of the run, the rank and the number of ranks, as torch's `env://` does.
+
+    Two runs that start at the same time may have chosen one port. A rank that met the other run's rank 0 would wait
+    for its own forever.
+
+    Raises:
+        PortTaken: the store belongs to another run.
+    """
+    mark = run_of(os.environ.get(MARK, ""))
+    for store, rank, world_size in rendezvous(url.replace(_SCHEME, "env", 1), **options):
+        if rank == 0:
+            store.set(_RUN, mark)
+        elif store.get(_RUN).decode() != mark:
+            where = f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+            raise PortTaken(f"another run uses {where}", hint="Start again, with another --master-port.")
+        yield store, rank, world_size
+
+
+_RUN = "dstrain/run"
+register_rendezvous_handler(_SCHEME, meet)  # type: ignore[no-untyped-call]
+
+
+def observed(rank: Rank, job: Job, *, on_gpu: bool) -> Collectives:
+    """Observes the collectives of this rank from now on, unless the job says no.
+
+    Call it before DeepSpeed keeps their functions.
+    """
+    collectives = Collectives(on_gpu=on_gpu)
+    if rank.world_size > 1 and job.monitor.collectives:
+        collectives.install()
+    return collectives
+
+
+def connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], heartbeat: Sender, *, on_gpu: bool) -> Any:
+    """Starts DeepSpeed's process group; returns a gloo group of all ranks, or None for a single one.
+
+    Raises EnvironmentProblem if this node has fewer GPUs than ranks, or if they do not support the job's precision.
+    """
+    accelerator = deepspeed.accelerator.get_accelerator()
+    computes = {Precision.BF16: accelerator.is_bf16_supported, Precision.FP16: accelerator.is_fp16_supported}
+    if job.precision in computes and not computes[job.precision]():
+        other = "fp32" if not on_gpu else "fp16" if job.precision is Precision.BF16 else "bf16"
+        raise EnvironmentProblem(
+            f"precision is {job.precision}, which this {'GPU' if on_gpu else 'CPU'} does not support",
+            hint=f"precision: {other}",
+        )
+    if on_gpu:
+        visible = torch.cuda.device_count()
+        if rank.local_index >= visible:
+            raise EnvironmentProblem(
+                f"local rank {rank.local_index} has no GPU: {visible} are visible on this node",
+                hint=f"Write slots={visible} for this node in the hostfile.",
+            )
+        # before the process group: NCCL takes the current device
+        torch.cuda.set_device(rank.local_index)
+        memory.observe()
+    ranks.announce_builds(rank, ds_config, os.environ, on_gpu=on_gpu)
+    heartbeat.send(0, Phase.CONNECTING)
+    try:
+        if not dist.is_initialized():
+            deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, init_method=f"{_SCHEME}://")
+    except (dist.DistNetworkError, PortTaken) as error:
+        if isinstance(error, PortTaken) or (rank.is_first and ranks.is_port_taken(os.environ)):
+            heartbeat.send(0, Phase.PORT_TAKEN)
+        raise
+    group = None if rank.world_size == 1 else dist.new_group(backend="gloo")
+    heartbeat.send(0, Phase.LOADING)
+    return group
+
 
 @dataclass(kw_only=True)
 class TrainingSetup:
-    """What one rank holds while it trains."""
+    """The objects of one rank while it trains."""
 
     job: Job
     run_dir: RunDir
@@ -78,7 +155,7 @@ class TrainingSetup:
     group: Any
     """A gloo group of all ranks, for small gathers that touch no GPU; None with one rank."""
     collectives: Collectives
-    """Observes those of training."""
+    """Observes the collectives of training."""
     tokenizer: Any
     media_reader: MediaReader | None
     """Reads images and videos; None: the model has no tower."""
@@ -149,6 +226,7 @@ class TrainingSetup:
 
     def trainer(self, sinks: Sequence[Guarded], heartbeat: Sender, first_steps: FirstSteps | None) -> Trainer:
         """Returns the Trainer with its callbacks; `first_steps` compares metrics with the plan, on rank 0."""
+        # before anything loads a checkpoint, DeepSpeed included: a pickle can run code
         load_only_tensors()
         self.metrics = self._metrics(sinks, first_steps)
         trainer = Trainer(
@@ -181,7 +259,7 @@ class TrainingSetup:
         return trainer
 
     def _metrics(self, sinks: Sequence[Guarded], first_steps: FirstSteps | None) -> MetricsCallback:
-        """Returns what measures the run, and on rank 0 writes it."""
+        """Returns the callback that measures the run, and on rank 0 writes the figures."""
         first = self.rank.is_first
         return MetricsCallback(
             Meter(self.collectives),
@@ -197,7 +275,7 @@ class TrainingSetup:
         )
 
     def _checks(self, first_steps: FirstSteps | None) -> Checks:
-        estimate = first_steps.estimate if first_steps is not None else None
+        estimate = first_steps.record.estimate if first_steps is not None else None
         return Checks(
             job=self.job,
             run_dir=self.run_dir,
@@ -210,7 +288,7 @@ class TrainingSetup:
         )
 
     def _facts(self) -> Facts:
-        """Returns what health rules compare with."""
+        """Returns the facts that health rules compare with."""
         on_gpu = torch.cuda.is_available()
         return Facts(
             is_cross_entropy=self.job.task is not Task.DPO,
@@ -230,7 +308,7 @@ class TrainingSetup:
     def _parallel(self) -> Alone:
         """Returns how ranks share the work of a micro-batch."""
         if self.job.ep > 1:
-            from dstrain.train.expert_parallel import ExpertParallel
+            from dstrain.train.parts.expert_parallel import ExpertParallel
 
             return ExpertParallel()
         if self.job.sp > 1:
@@ -291,7 +369,7 @@ def _require_supported(job: Job, ds_config: Mapping[str, Any]) -> None:
 
 
 def _announce(job: Job, rank: Rank, tokenizer: Any) -> None:
-    """Says what is loaded, and whether an adapter names another model than the job."""
+    """Announces the model and adapter, and an adapter that names another model than the job."""
     rank.say(f"loading {job.model}{f' and {job.adapter}' if job.adapter else ''}")
     if job.torch_compile:
         rank.say("torch_compile: the first pass compiles the layers, which takes minutes")
@@ -300,7 +378,7 @@ def _announce(job: Job, rank: Rank, tokenizer: Any) -> None:
 
 
 def _loaded(job: Job, source: str, ds_config: Mapping[str, Any], tokenizer: Any, heartbeat: Sender) -> Any:
-    """Returns the model, and tells how far its weights are."""
+    """Loads the model and reports progress."""
     counted = partial(heartbeat.count, Phase.WEIGHTS)
     model = load_model(job, source, ds_config, num_tokens=len(tokenizer), report=counted)
     heartbeat.send(0, Phase.LOADING)

@@ -8,9 +8,11 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from dstrain.choices import Hub
-from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.errors import InvalidConfig, not_installed
 from dstrain.facts.model.model_files import has_tokenizer
 from dstrain.job.schema import Job
+
+OWN_CODE = "The model has its own code; if you trust it: trust_remote_code: true"
 
 
 def source_of(job: Job) -> str:
@@ -21,10 +23,7 @@ def source_of(job: Job) -> str:
     if job.hub is not Hub.MODELSCOPE or Path(job.model).is_dir():
         return job.model
     if find_spec("modelscope") is None:
-        raise EnvironmentProblem(
-            f'model "{job.model}" is on ModelScope (hub: modelscope), but modelscope is not installed',
-            hint="pip install modelscope",
-        )
+        raise not_installed("hub: modelscope needs", "modelscope", install="pip install 'dstrain[modelscope]'")
     from modelscope import snapshot_download  # type: ignore[import-not-found, unused-ignore]
 
     return str(snapshot_download(job.model))
@@ -54,7 +53,7 @@ def cannot_load(what: str, job: Job, error: Exception) -> InvalidConfig:
     lines = [line for line in str(error).split("\n") if line.strip()]
     hint = None
     if "trust_remote_code" in str(error):
-        hint = "The model has its own code; if you trust it: trust_remote_code: true"
+        hint = OWN_CODE
     elif not Path(job.model).exists():
         hint = "Give a local folder, or an id on a hub that every node can reach."
     return InvalidConfig(

@@ -24,20 +24,18 @@ from dstrain.monitor.meter import COUNTS, Counts, Meter
 from dstrain.oom import Batch
 from dstrain.rundir import RunDir
 from dstrain.train.checkpoints import checkpoints, resume_check, universal_checkpoint
-from dstrain.train.checkpoints.node_storage import Disk
+from dstrain.train.checkpoints.checkpoints import Disk
 from dstrain.train.data.isolation import Trial, packed_masks, sees_padding
 from dstrain.train.data.packing import PackedRows
-from dstrain.train.data.stream import Stream
-from dstrain.train.data.stream_progress import StreamProgress
-from dstrain.train.evaluation import Share
-from dstrain.train.loss import trial
-from dstrain.train.objective import Objective
-from dstrain.train.optimizer_states import allocate_states
-from dstrain.train.parallel import Alone
+from dstrain.train.data.stream import Stream, StreamProgress
+from dstrain.train.loss import Share, trial
+from dstrain.train.memory import allocate_states
+from dstrain.train.parts.objective import Objective
+from dstrain.train.parts.parallel import Alone
+from dstrain.train.parts.saving import Saver
+from dstrain.train.parts.step_watch import StepWatch
 from dstrain.train.preflight.checks import Checks
 from dstrain.train.rank import Rank
-from dstrain.train.saving import Saver
-from dstrain.train.step_watch import StepWatch
 
 _PADDED = 9
 """Tokens of the row on which masks are tried, which has 7 of padding."""
@@ -46,7 +44,7 @@ _PADDED = 9
 class Trainer(transformers.Trainer):
     """The Trainer of one rank.
 
-    It overrides three private methods of Transformers, where no public one is called: `_prepare_for_training`,
+    It overrides three private methods of Transformers that have no public counterpart: `_prepare_for_training`,
     `_maybe_log_save_evaluate` and `_save_checkpoint`.
     """
 
@@ -70,7 +68,7 @@ class Trainer(transformers.Trainer):
         **options: Any,
     ) -> None:
         """`group`: gloo, of all ranks; None with one. `checks` precede the first step. `base` and `extra_files`: see
-        `Saver`. `data_collator` makes whole rows. `options` are those of Transformers' Trainer.
+        `Saver`. `data_collator` makes whole rows. Transformers' Trainer takes `options`.
         """
         super().__init__(data_collator=parallel.collator(data_collator), callbacks=[metrics], **options)
         self.job, self.run_dir, self.rank, self.disk = job, run_dir, rank, disk
@@ -91,7 +89,7 @@ class Trainer(transformers.Trainer):
         objective.attach(self, parallel)
 
     def _progress_of(self, digest: str) -> StreamProgress | None:
-        """Returns what this rank has read of a stream; None of other data, which are as Transformers reads them."""
+        """Returns the progress of this rank in a stream; None for other data, which Transformers reads."""
         data: Any = self.train_dataset
         if not isinstance(data, Stream):
             return None
@@ -105,7 +103,7 @@ class Trainer(transformers.Trainer):
 
     @property
     def first_rows(self) -> Any:
-        """Rows on which the model is tried: those of the data, or the first ones of a stream."""
+        """Rows on which the model is tried: all data, or the first rows of a stream."""
         data: Any = self.train_dataset
         return data.first_rows if isinstance(data, Stream) else data
 
@@ -129,7 +127,7 @@ class Trainer(transformers.Trainer):
         """Returns the micro-batches of this rank, which come to the GPU one by one.
 
         Transformers reads all of a step before the first; accelerate would move them to the GPU, with their pixels.
-        Those of a stream have no end, so that all ranks have as many.
+        Those that a stream yields have no end, so that all ranks have as many.
         """
         data: Any = self.train_dataset
         options: dict[str, Any] = {
@@ -261,7 +259,7 @@ class Trainer(transformers.Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *arguments: Any, **options: Any) -> Any:
         """Trains; a checkpoint of another number of ranks is loaded from its universal copy.
 
-        A stream goes on where the checkpoint was, and at the end the log has what was read.
+        A stream continues from the checkpoint, and the log ends with the samples read.
         """
         checkpoint = Path(resume_from_checkpoint) if isinstance(resume_from_checkpoint, str) else None
         self._is_universal = checkpoint is not None and checkpoints.reads_universal(
@@ -278,7 +276,7 @@ class Trainer(transformers.Trainer):
         return output
 
     def create_optimizer(self, *arguments: Any, **options: Any) -> Any:
-        """Returns the optimizer, whose groups of parameters may be those of some ranks."""
+        """Returns the optimizer, whose groups of parameters may belong to some ranks."""
         optimizer = super().create_optimizer(*arguments, **options)
         self._parallel.part(optimizer)
         return optimizer
@@ -313,7 +311,7 @@ class Trainer(transformers.Trainer):
         return prepared
 
     def _take_rates(self) -> None:
-        """Continues with the job's learning rate, in place of that of the checkpoint, which its schedule brings along.
+        """Continues with the job's learning rate, in place of the rate that the checkpoint's schedule brings along.
 
         Source: torch 2.13 optim/lr_scheduler.py: LambdaLR.load_state_dict
         """
@@ -348,7 +346,7 @@ class Trainer(transformers.Trainer):
                 self.rank.say("this model sees the padding behind a sample: attention gets a mask, which is slower")
 
     def _isolate(self, isolation: Trial) -> None:
-        """Chooses how the samples of a row are kept apart; those of slices are attended one by one already."""
+        """Chooses how the samples of a row are kept apart; slices attend to them one by one already."""
         has_choice = self.job.attn == Attention.SDPA and self.job.sp == 1
         if has_choice and isolation.works_by_sample():
             return

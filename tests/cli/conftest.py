@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -11,11 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 Done = subprocess.CompletedProcess[str]
+Type = Callable[..., Any]
+"""Types a command: the fixture `dstrain`."""
 TIMEOUT_S = 120
 
 
@@ -26,11 +30,20 @@ def lay_traps(folder: Path) -> None:
         (folder / f"{name}.py").write_text(f"raise SystemExit('the folder's own {name}.py was run')\n")
 
 
+def edit(path: Path, old: str, new: str) -> None:
+    """Edits a file as a user does by hand."""
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+
+
 class Server:
     """Types commands to a process that has imported dstrain and forks for each of them."""
 
-    def __init__(self, folder: Path) -> None:
-        line = [sys.executable, "-P", "-m", "tests.cli.fork_server"]
+    def __init__(self, folder: Path, plans: Path) -> None:
+        """Starts the process; it keeps files in a folder of its own, and plans where those of other workers are."""
+        plans.mkdir(exist_ok=True)
+        line = [sys.executable, "-P", "-m", "tests.cli.fork_server", str(plans)]
         environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "CUDA_VISIBLE_DEVICES": ""}
         self.child = subprocess.Popen(
             line, env=environment, text=True, bufsize=1, stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -54,7 +67,7 @@ class Server:
         return done
 
     def run(self, words: tuple[str, ...], cwd: Path, environment: dict[str, str]) -> Done:
-        """Returns what the command printed and how it ended; one that takes two minutes is killed."""
+        """Returns the output and the exit code of a command, which is killed after two minutes."""
         out, err = self.folder / "stdout", self.folder / "stderr"
         for file in (out, err):
             file.write_bytes(b"")
@@ -73,17 +86,18 @@ class Server:
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    server = Server(tmp_path_factory.mktemp("typed"))
+def server(tmp_path_factory: pytest.TempPathFactory, of_all_workers: Path) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("typed"), of_all_workers / "plans")
     yield server
     server.child.communicate()
 
 
 @pytest.fixture
-def dstrain(tmp_path: Path, server: Server) -> Callable[..., Done]:
-    """Returns a function that types a dstrain command in a folder of the test's own, on a machine without GPUs."""
+def dstrain(tmp_path: Path, server: Server) -> Type:
+    """Returns a function that types a command, a line and more words, in a folder of the test's own, without GPUs."""
 
-    def type_(*words: str, cwd: Path = tmp_path, **variables: str) -> Done:
+    def type_(line: str, *more: str, cwd: Path = tmp_path, **variables: str) -> Done:
+        words = (*shlex.split(line), *more)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), **variables}
         if any(name.startswith(("PYTHON", "LC_", "LANG")) for name in variables):  # read when Python starts
             command = [sys.executable, "-P", "-m", "dstrain.cli", *words]

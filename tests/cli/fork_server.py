@@ -8,17 +8,25 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import io
 import json
 import os
+import pickle
 import pkgutil
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from functools import wraps
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import dstrain.cli
 from dstrain.cli.main import cli
+from dstrain.plan import estimate
+from dstrain.plan.search import decide
 from tests.forked import run_and_exit
 
 USUAL = ("--gpus", "16", "--model", "qwen3-32b")
@@ -29,6 +37,34 @@ ASKED = (
     *((verb, ()) for verb in ("lint", "explain")),
 )
 """What most tests ask; dstrain remembers what it has worked out, and imports what a command needs."""
+
+
+def remembered(function: Callable[..., Any], folder: Path) -> Callable[..., Any]:
+    """Returns a pure function that keeps its results in a folder, for all commands of all workers: most of what they
+    compute are plans, and most of their plans are those of other tests."""
+
+    @wraps(function)
+    def answer(*args: Any, **options: Any) -> Any:
+        asked = pickle.dumps((function.__qualname__, args, options))
+        file = folder / hashlib.sha256(asked).hexdigest()
+        if file.exists():
+            return pickle.loads(file.read_bytes())
+        found = function(*args, **options)
+        part = file.with_name(f"{file.name}.{os.getpid()}")
+        part.write_bytes(pickle.dumps(found))
+        part.replace(file)
+        return found
+
+    return answer
+
+
+def remember(function: Callable[..., Any], folder: Path) -> None:
+    """Lets all that has imported a function remember, but the search itself, whose estimates are faster than a file."""
+    answer = remembered(function, folder)
+    for name, module in list(sys.modules.items()):
+        is_search = name.startswith("dstrain.plan.search") and name != function.__module__
+        if name.startswith("dstrain.") and not is_search and getattr(module, function.__name__, None) is function:
+            setattr(module, function.__name__, answer)
 
 
 def become(words: list[str], cwd: str, environment: dict[str, str], stdout: str, stderr: str) -> None:
@@ -76,6 +112,8 @@ def main() -> None:
                 cli.main([verb, *words], prog_name="dstrain", standalone_mode=False)
             except SystemExit as end:
                 raise RuntimeError(f"dstrain {verb} ended with {end.code}:\n{said.getvalue()}") from end
+    for source, name in ((decide, "survey"), (decide, "choice"), (estimate, "assess")):
+        remember(getattr(source, name), Path(sys.argv[1]))
     gc.disable()  # commands are short
     request = serve()
     if request is not None:

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-Type = Callable[..., Any]
-PLAN = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")
+from tests.cli.conftest import Type
+from tests.cli.test_gen_config import PLAN
+
 JOB = "model: qwen3-32b  # ours\noutput_dir: output\nseed: 1\nextra_of_ours: 1\n"
 
 
-def test_the_lock_has_the_texts_and_no_template(dstrain: Type, tmp_path: Path) -> None:
+def test_the_first_generation_lists_what_it_would_change_and_changes_nothing(dstrain: Type, tmp_path: Path) -> None:
+    assert dstrain("gen-config", "--adopt").returncode == 3, "an empty folder"
     (tmp_path / "job.yaml").write_text(JOB)
+    done = dstrain("gen-config", "--adopt", "-n", "--json")
+    assert json.loads(done.stdout)["adopted"] == ["job.yaml"]
+    assert not (tmp_path / ".dstrain").exists()
     done = dstrain("gen-config", "--adopt")
-    assert done.returncode == 0
-    assert "yours stay until you decide" in done.stderr
+    assert (done.returncode, "yours stay until you decide" in done.stderr) == (0, True)
     lock = json.loads((tmp_path / ".dstrain" / "lock.json").read_text())
     assert (lock["base"], lock["template"], lock["inputs"]) == ({"job.yaml": JOB}, None, {})
     assert lock["adopted"] == ["job.yaml"]
-
-
-def test_the_first_generation_lists_what_it_would_change_and_changes_nothing(dstrain: Type, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB)
-    dstrain("gen-config", "--adopt")
+    done = dstrain("gen-config")
+    assert (done.returncode, "adopted" in done.stderr) == (2, True), "a model is missing"
     done = dstrain(*PLAN)
     assert done.returncode == 6
     assert re.search(r"\n  seed +1 +42 +it was adopted\n", done.stderr)
@@ -43,29 +42,11 @@ def test_what_is_replaced_in_an_adopted_file_is_kept(dstrain: Type, tmp_path: Pa
     assert "adopted" not in dstrain("gen-config").stderr
 
 
-def test_gen_config_asks_for_a_model_after_it(dstrain: Type, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB)
-    dstrain("gen-config", "--adopt")
-    done = dstrain("gen-config")
-    assert (done.returncode, "adopted" in done.stderr) == (2, True)
-
-
-def test_dry_run_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB)
-    done = dstrain("gen-config", "--adopt", "-n", "--json")
-    assert json.loads(done.stdout)["adopted"] == ["job.yaml"]
-    assert not (tmp_path / ".dstrain").exists()
-
-
 def test_a_file_that_cannot_be_read_is_not_adopted(dstrain: Type, tmp_path: Path) -> None:
     (tmp_path / "ds_config.json").write_text('{"a": }')
     done = dstrain("gen-config", "--adopt")
     assert (done.returncode, "ds_config.json:1:7" in done.stderr) == (3, True)
     assert not (tmp_path / ".dstrain").exists()
-
-
-def test_an_empty_folder_has_nothing_to_adopt(dstrain: Type) -> None:
-    assert dstrain("gen-config", "--adopt").returncode == 3
 
 
 def test_edits_of_generated_files_stay_edits(dstrain: Type, tmp_path: Path) -> None:

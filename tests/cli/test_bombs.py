@@ -13,6 +13,8 @@ import pytest
 
 from tests.cli.conftest import ROOT
 
+pytestmark = pytest.mark.sweep
+
 ALIASES = "\n".join(["a0: &a0 [x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))])
 MERGES = "\n".join(["a0: &a0 {k: 1}", *(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}" for n in range(1, 9))])
 LLAMA = {
@@ -58,6 +60,7 @@ def limited() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (2 * 2**30, 2 * 2**30))
 
 
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("name", BOMBS)
 def test_a_bomb_does_not_go_off(tmp_path: Path, name: str) -> None:
     words, file, text, code = BOMBS[name]

@@ -22,7 +22,7 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate import assess
 from dstrain.records import to_data, to_json
-from tests.cli.test_gen_config import Type
+from tests.cli.conftest import Type
 
 HIDDEN = Measured(
     gemm_ratio=0.42,
@@ -58,7 +58,8 @@ def run(
     (folder / "plan.json").write_text(to_json(assess(workload, configuration)))
     lines = _lines(replace(workload, contents=contents), configuration)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "health.jsonl").write_text("".join(json.dumps({"rule": rule, "step": 40}) + "\n" for rule in health))
+    told = [{"rule": rule, "step": 40, "message": "…"} for rule in health]
+    (folder / "health.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
     return str(folder)
 
 
@@ -74,6 +75,7 @@ def _lines(workload: Workload, c: Configuration) -> list[dict[str, Any]]:
         lines.append(
             {
                 "step": 10 * (window + 1),
+                "loss": 2.0,
                 "tokens": tokens,
                 "tokens_per_s": tokens / step_s / 10,
                 "step_s": step_s,
@@ -220,12 +222,10 @@ def test_bad_input_is_one_error_and_the_file_stays(dstrain: Type, tmp_path: Path
     file = tmp_path / "mine.json"
     file.write_text("{")
     done = dstrain("report", "--calibrate", good, "-o", "mine.json")
-    assert (done.returncode, file.read_text()) == (3, "{")
-    assert "mine.json:1:2: not JSON" in done.stderr
+    assert (done.returncode, file.read_text(), "mine.json:1:2: not JSON" in done.stderr) == (3, "{", True)
     done = dstrain("report", "--calibrate", good, "empty", "nowhere", HOME=str(tmp_path))
     assert done.returncode == 3
-    assert "empty: not the folder of a run" in done.stderr
-    assert "nowhere: not the folder of a run" in done.stderr
+    assert all(f"{name} is not a run directory" in done.stderr for name in ("empty", "nowhere"))
     assert not (tmp_path / ".dstrain").exists()
 
 

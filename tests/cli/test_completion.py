@@ -12,11 +12,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.cli.conftest import ROOT
+
+pytestmark = pytest.mark.editors
+
 TIMEOUT_S = 120
 SHELLS = {
     "bash": (["bash", "--norc", "--noprofile", "-i"], 'eval "$(dstrain show completion bash)"'),
@@ -30,7 +32,7 @@ TYPED = [
     ("dstrain gen-config --gpu h100-p", "dstrain gen-config --gpu h100-pcie "),
     ("dstrain script sl", "dstrain script slurm "),
 ]
-"""What is typed before the Tab key, and the line after it."""
+"""The text before the Tab key is pressed, and the completed line."""
 
 
 @pytest.fixture
@@ -103,9 +105,3 @@ def test_fish_completes_what_is_typed(
         ["fish", "--no-config", "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert [line.partition("\t")[0] for line in done.stdout.splitlines()] == [completed.split()[-1]]
-
-
-def test_another_shell_is_refused_with_the_nearest(dstrain: Callable[..., Any]) -> None:
-    done = dstrain("show", "completion", "bsh")
-    assert done.returncode == 2
-    assert "did you mean bash?" in done.stderr

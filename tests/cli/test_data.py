@@ -1,7 +1,6 @@
 """`dstrain data show`: a sample as the model sees it, with its counts, from the code that trains."""
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,16 +9,17 @@ import pytest
 
 pytest.importorskip("torch")
 
-from dstrain.cli.output.data import lines
+from dstrain.choices import Task
+from dstrain.cli.verbs.data import lines
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.shown import Piece, ShownData, ShownSample
+from dstrain.facts.data.messages import Piece, ShownData, ShownSample
 from dstrain.job.schema import Job
 from dstrain.train import demo
 from dstrain.train.data.show import shown as shown_data
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.tokenizer import load_tokenizer
+from tests.cli.conftest import Type
 
-Type = Callable[..., Any]
 TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": "Two?"},
     {"role": "assistant", "content": "Four.", "weight": 0},
@@ -130,11 +130,18 @@ def test_a_model_that_is_neither_here_nor_on_a_hub_that_answers_is_said_at_once(
     assert done.stderr == "http://127.0.0.1:9 cannot be reached: org/model is read from the cache\n"
 
 
-def test_the_marks_of_a_text_are_around_the_tokens_that_are_counted(dstrain: Type, folder: Path) -> None:
+def said(folder: Path, file: str, *, sample: int = 1, **settings: Any) -> list[str]:
+    """Returns the lines that the command prints about a file when its output is piped."""
+    job = Job(model=str(folder / "model"), output_dir="o", data=str(folder / file), **settings)
+    encoder = Encoder(tokenizer=load_tokenizer(job, job.model), seq_len=64, loss_on=job.loss_on)
+    found = shown_data(job, job.train_sources[0], encoder, sample=sample, limit=None)
+    return "\n".join(lines(found, job, in_color=False)).splitlines()
+
+
+def test_the_marks_of_a_text_are_around_the_tokens_that_are_counted(folder: Path) -> None:
     (folder / "text.jsonl").write_text('{"text": "Nine, of course."}\n')
-    done = dstrain("data", "show", "text.jsonl", "--model", "model", "--set", "task=pretrain")
-    assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if "⟦" in line and "sample 1" not in line]
+    shown_lines = said(folder, "text.jsonl", task=Task.PRETRAIN)
+    (line,) = [line for line in shown_lines if "⟦" in line and "sample 1" not in line]
     assert not line.startswith("⟦")  # the first token is never predicted
 
 
@@ -164,19 +171,19 @@ def test_on_a_terminal_what_has_loss_is_green_and_a_sample_cannot_change_the_ter
     assert "a.jsonl, the first 1 sample" in lines(data, job, in_color=True)
 
 
-def test_both_sides_of_a_pair_are_shown_and_equal_pairs_counted(dstrain: Type, folder: Path, tmp_path: Path) -> None:
+def test_both_sides_of_a_pair_are_shown_and_equal_pairs_counted(folder: Path) -> None:
     different = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
     rows = [different, different | {"rejected": "4"}, different | {"rejected": ""}]
-    data = tmp_path / "pairs.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    for number, sides in ((1, ["chosen", "rejected"]), (2, ["chosen", "rejected"])):
-        done = dstrain(
-            "data", "show", str(data), "--model", str(folder / "model"), "--set", "task=dpo", f"--sample={number}"
-        )
-        titles = [line for line in done.stdout.splitlines() if line.startswith("sample ")]
-        assert [side in title for side, title in zip(sides, titles, strict=True)] == [True, True]
-        assert f"pairs.jsonl:{number}" in titles[0]
-    assert "pairs.jsonl, all 3 samples" in done.stdout
-    assert "1 pair has equal answers, of which nothing can be learned" in done.stdout
-    assert "1 answer of a pair is empty" in done.stdout
-    assert "dropped    1 sample without a token to learn" in done.stdout
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    shown_lines = said(folder, "pairs.jsonl", sample=2, task=Task.DPO)
+    titles = [line for line in shown_lines if line.startswith("sample ")]
+    assert [side in title for side, title in zip(("chosen", "rejected"), titles, strict=True)] == [True, True]
+    text = "\n".join(shown_lines)
+    for part in (
+        "pairs.jsonl:2",
+        "pairs.jsonl, all 3 samples",
+        "1 pair has equal answers, of which nothing can be learned",
+        "1 answer of a pair is empty",
+        "dropped    1 sample without a token to learn",
+    ):
+        assert part in text

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,16 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Task
-from dstrain.cli import demo as demo_command
-from dstrain.cli.demo import _build as build
-from dstrain.cli.demo import _tell as tell
+from dstrain.cli.verbs import demo as demo_command
+from dstrain.cli.verbs.demo import _build as build
+from dstrain.cli.verbs.demo import _tell as tell
 from dstrain.errors import EnvironmentProblem, RunFailed
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.monitor.verdict import FEWEST_STEPS, LATEST_STEPS
 from dstrain.rundir import RunDir
-from tests.cli.conftest import lay_traps
+from tests.cli.conftest import Type, lay_traps
 
-Type = Callable[..., Any]
+pytestmark = pytest.mark.engine
 
 
 CANARY = "canary-7c1d"

@@ -4,34 +4,26 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dstrain.cli.output.effects import effect_text
+from dstrain.cli.output.edits import effect_text
 from dstrain.config.edits.lock import read_lock
 from dstrain.config.jsonc import read
 from dstrain.facts import probe
 from dstrain.facts.workload import Workload
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.job_context import request_of
-from dstrain.plan.effect import Effect, effect
 from dstrain.plan.estimate import estimate
-
-Type = Callable[..., Any]
-PLAN = ("gen-config", "--gpus", "16", "--model", "qwen3-32b")
-
-
-def edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new, 1))
+from dstrain.plan.estimate_records import Effect, effect
+from tests.cli.conftest import Type, edit
+from tests.cli.test_gen_config import PLAN
 
 
 def estimated(folder: Path) -> Any:
-    """Returns what the planner says of the files as they stand."""
+    """Returns the planner's estimate of the files as they stand."""
     lock = read_lock(folder)
     assert lock is not None
     assert lock.cluster is not None
@@ -93,6 +85,17 @@ def test_an_edit_that_makes_no_sense_is_named_and_the_others_are_estimated(dstra
     shown = dstrain("explain", "--edits").stdout
     assert 'method "full" → "lara": no estimate: ' in shown
     assert "step time" in shown
+
+
+def test_a_degree_that_does_not_divide_the_heads_has_no_numbers(dstrain: Type, tmp_path: Path) -> None:
+    dstrain(*PLAN)
+    with (tmp_path / "job.yaml").open("a") as file:
+        file.write("tp: 128\n")
+    done = dstrain("explain", "--edits")
+    assert (done.returncode, "no estimate: TP must divide the GPUs of a node" in " ".join(done.stdout.split())) == (
+        0,
+        True,
+    )
 
 
 def test_a_removed_file_is_listed(dstrain: Type, tmp_path: Path) -> None:

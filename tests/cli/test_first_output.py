@@ -1,19 +1,17 @@
-"""What a verb prints first fits a terminal of 80 × 24 with its prompt; the exceptions have reasons."""
+"""The first output of each verb fits a terminal of 80 × 24 with its prompt; exceptions have reasons."""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.cli.conftest import Type
 from tests.cli.test_options import commands
 
-Type = Callable[..., Any]
 COLUMNS, ROWS = 80, 24
 MODEL = ("--gpus", "16", "--model", "qwen3-32b")
 FITS: dict[str, tuple[tuple[str, ...], ...]] = {

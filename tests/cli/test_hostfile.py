@@ -5,32 +5,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_gen_config import Type
+from tests.cli.conftest import Type
 
 
-def test_names_and_ranges_are_written(dstrain: Type, tmp_path: Path) -> None:
+def test_names_and_ranges_are_written_and_what_is_there_keeps_its_order(dstrain: Type, tmp_path: Path) -> None:
+    path = tmp_path / "hostfile"
     assert dstrain("hostfile", "write", "gpu[01-02]:8,10.0.0.1:4").returncode == 0
-    assert (tmp_path / "hostfile").read_text() == "gpu01 slots=8\ngpu02 slots=8\n10.0.0.1 slots=4\n"
-
-
-def test_what_is_there_keeps_its_order_and_comments(dstrain: Type, tmp_path: Path) -> None:
-    (tmp_path / "hostfile").write_text("# the fast ones\ngpu02 slots=8\n# spare\ngpu01 slots=8\nold slots=8\n")
+    assert path.read_text() == "gpu01 slots=8\ngpu02 slots=8\n10.0.0.1 slots=4\n"
+    path.write_text("# the fast ones\ngpu02 slots=8\n# spare\ngpu01 slots=8\nold slots=8\n")
     dstrain("hostfile", "write", "gpu[01-03]", "--slots", "4")
-    text = (tmp_path / "hostfile").read_text()
-    assert text == "# the fast ones\ngpu02 slots=4\n# spare\ngpu01 slots=4\ngpu03 slots=4\n"
+    assert path.read_text() == "# the fast ones\ngpu02 slots=4\n# spare\ngpu01 slots=4\ngpu03 slots=4\n"
+    path.write_text("dear diary\n")
+    assert dstrain("hostfile", "write", "a:8").returncode == 3
+    assert path.read_text() == "dear diary\n", "a file that is no hostfile"
 
 
-def test_the_scheduler_is_asked(dstrain: Type, tmp_path: Path) -> None:
-    job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"}
-    done = dstrain("hostfile", "write", "--from", "slurm", "-n", **job)
-    assert done.stdout == "n1 slots=8\nn2 slots=8\n"
-    assert not (tmp_path / "hostfile").exists()
-
-
-def test_another_tools_file_is_converted(dstrain: Type, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [("--from", "slurm"), ("--from-file", "mpi")])
+def test_the_scheduler_is_asked_and_another_tools_file_is_converted(
+    dstrain: Type, tmp_path: Path, words: tuple[str, ...]
+) -> None:
     (tmp_path / "mpi").write_text("n1 slots=8 max_slots=8\nn2:8\n")
-    done = dstrain("hostfile", "write", "--from-file", "mpi", "-n")
-    assert done.stdout == "n1 slots=8\nn2 slots=8\n"
+    job = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_GPUS_ON_NODE": "8"}
+    assert dstrain("hostfile", "write", *words, "-n", **job).stdout == "n1 slots=8\nn2 slots=8\n"
+    assert not (tmp_path / "hostfile").exists()
 
 
 @pytest.mark.parametrize(
@@ -50,13 +47,6 @@ def test_a_wrong_wish_is_one_clear_error(
     done = dstrain("hostfile", "write", *words)
     assert (done.returncode, said in done.stderr) == (code, True)
     assert not (tmp_path / "hostfile").exists()
-
-
-def test_a_file_that_is_no_hostfile_is_not_touched(dstrain: Type, tmp_path: Path) -> None:
-    (tmp_path / "hostfile").write_text("dear diary\n")
-    done = dstrain("hostfile", "write", "a:8")
-    assert done.returncode == 3
-    assert (tmp_path / "hostfile").read_text() == "dear diary\n"
 
 
 def test_check_names_every_fault(dstrain: Type, tmp_path: Path) -> None:
@@ -79,8 +69,5 @@ def test_show_says_where_each_rank_runs(dstrain: Type, tmp_path: Path) -> None:
     done = dstrain("hostfile", "show")
     assert done.stdout == "a          2 slots  ranks 0 to 1  (master)\nlong-name  1 slots  rank 2\n"
     assert json.loads(dstrain("hostfile", "show", "--json").stdout)["num_slots"] == 3
-
-
-def test_a_missing_file_is_an_error(dstrain: Type) -> None:
     done = dstrain("hostfile", "show", "nowhere")
     assert (done.returncode, "no such file" in done.stderr) == (3, True)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dstrain.job.file import read_job
+from tests.cli.conftest import Type
 
-Type = Callable[..., Any]
 MACHINE = ("--gpus", "8", "--gpu", "h100")
 TRAIN = """\
 model_name_or_path: Qwen/Qwen3-8B
@@ -298,7 +296,7 @@ HINTS = {
 
 
 def test_every_option_that_an_import_advises_is_one_that_it_has(dstrain: Type, tmp_path: Path) -> None:
-    command = import_module("dstrain.cli.import").command
+    command = import_module("dstrain.cli.verbs.import").command
     own = {name for parameter in command.params for name in parameter.opts}
     foreign, texts = {}, {}
     for name, text in HINTS.items():

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_gen_config import Type
+from tests.cli.conftest import Type
 
 GOOD = (
     '{"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",\n "gradient_clipping": "auto",\n'
@@ -19,17 +19,13 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_sound_file_exits_with_0_and_prints_nothing(dstrain: Type, tmp_path: Path) -> None:
+def test_an_error_exits_with_3_and_says_where_what_and_the_fix(dstrain: Type, tmp_path: Path) -> None:
     write(tmp_path, GOOD + ' "zero_optimization": {"stage": 2}}')
     done = dstrain("lint")
-    assert (done.returncode, done.stdout) == (0, "")
-    assert "no problems" in done.stderr
-
-
-def test_an_error_exits_with_3_and_says_where_what_and_the_fix(dstrain: Type, tmp_path: Path) -> None:
+    assert (done.returncode, done.stdout, "no problems" in done.stderr) == (0, "", True)
     write(tmp_path, TYPO)
     done = dstrain("lint", "ds_config.json")
-    assert done.returncode == 3
+    assert (done.returncode, "\x1b" in done.stdout) == (3, False)
     problem = '"overlap_com" is not a key of zero_optimization'
     assert f"ds_config.json:4:36: error DS101 /zero_optimization/overlap_com: {problem}" in done.stdout
     assert 'fix: did you mean "overlap_comm"?' in done.stdout
@@ -61,18 +57,12 @@ def test_json_has_what_an_editor_needs(dstrain: Type, tmp_path: Path) -> None:
 def test_fix_mends_the_file_and_keeps_the_rest(dstrain: Type, tmp_path: Path) -> None:
     path = write(tmp_path, TYPO)
     path.chmod(0o640)
+    assert dstrain("lint", "--fix", "-n").stdout == TYPO.replace("overlap_com", "overlap_comm")
+    assert path.read_text() == TYPO
     done = dstrain("lint", "--fix")
-    assert done.returncode == 0
-    assert path.read_text() == TYPO.replace("overlap_com", "overlap_comm")
+    assert (done.returncode, path.read_text()) == (0, TYPO.replace("overlap_com", "overlap_comm"))
     assert path.stat().st_mode & 0o777 == 0o640
     assert "fixed ds_config.json:4:36" in done.stderr
-
-
-def test_a_dry_run_of_fix_prints_the_mended_text_and_writes_nothing(dstrain: Type, tmp_path: Path) -> None:
-    path = write(tmp_path, TYPO)
-    done = dstrain("lint", "--fix", "-n")
-    assert done.stdout == TYPO.replace("overlap_com", "overlap_comm")
-    assert path.read_text() == TYPO
 
 
 def test_strict_fails_for_warnings(dstrain: Type, tmp_path: Path) -> None:
@@ -88,21 +78,14 @@ def test_strict_fails_for_warnings(dstrain: Type, tmp_path: Path) -> None:
         (("--ignore", "DS999"), '--ignore "DS999": unknown rule'),
         (("nowhere.json",), "nowhere.json: no such file"),
         ((".",), "cannot be read"),
+        (("bytes.json",), "byte 7 is not UTF-8"),
     ],
 )
 def test_a_wrong_word_is_one_clear_error(dstrain: Type, tmp_path: Path, words: tuple[str, ...], said: str) -> None:
     write(tmp_path, TYPO)
+    (tmp_path / "bytes.json").write_bytes(b'{"a": "\xff"}')
     done = dstrain("lint", *words)
-    assert done.returncode == 3
-    assert said in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_bytes_that_are_no_text_are_refused(dstrain: Type, tmp_path: Path) -> None:
-    (tmp_path / "ds_config.json").write_bytes(b'{"a": "\xff"}')
-    done = dstrain("lint")
-    assert done.returncode == 3
-    assert "byte 7 is not UTF-8" in done.stderr
+    assert (done.returncode, said in done.stderr, "Traceback" in done.stderr) == (3, True, False), done.stderr
 
 
 def test_the_job_beside_it_is_asked(dstrain: Type, tmp_path: Path) -> None:
@@ -121,14 +104,7 @@ def test_a_hostfile_with_faults_is_linted_with_it(dstrain: Type, tmp_path: Path)
     (tmp_path / "hostfile").write_text("node1 slot=8\nnode2: slots=8\n")
     done = dstrain("lint")
     assert done.returncode == 3
-    assert "hostfile:1:" in done.stdout
-    assert "hostfile:2:" in done.stdout
-    assert "DS805" in done.stdout
-
-
-def test_every_line_of_a_terminal_is_readable(dstrain: Type, tmp_path: Path) -> None:
-    write(tmp_path, TYPO)
-    assert "\x1b" not in dstrain("lint").stdout
+    assert all(text in done.stdout for text in ("hostfile:1:", "hostfile:2:", "DS805"))
 
 
 def test_placeholders_and_slots_that_are_not_the_plans_are_told(dstrain: Type, tmp_path: Path) -> None:

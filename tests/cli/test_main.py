@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +15,15 @@ import pytest
 from click.shell_completion import ShellComplete
 
 from dstrain.cli.main import VERBS, cli
-
-Type = Callable[..., Any]
-ROOT = Path(__file__).parents[2]
+from tests.cli.conftest import ROOT, Type
 
 
-def test_help_is_short_for_h(dstrain: Type) -> None:
+def test_a_short_line_is_answered_as_it_should(dstrain: Type, tmp_path: Path) -> None:
     assert dstrain("-h").stdout == dstrain("--help").stdout
-
-
-def test_line_100_is_a_number_and_no_picture(dstrain: Type, tmp_path: Path) -> None:
+    done = dstrain("gen-conf")
+    assert (done.returncode, "gen-config" in done.stderr) == (2, True)
     (tmp_path / "job.yaml").write_text("model: a/b\noutput_dir: o\n" + "\n" * 97 + "typo: 1\n")
-    assert "job.yaml:100:1" in dstrain("run").stderr
+    assert "job.yaml:100:1" in dstrain("run").stderr, "a number and no picture"
 
 
 def test_ctrl_c_is_130(tmp_path: Path) -> None:
@@ -43,11 +39,6 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
         _, said = child.communicate(timeout=20)
         connection.close()
     assert (child.returncode, "Traceback" in said) == (130, False)
-
-
-def test_an_unknown_verb_gets_the_nearest_one(dstrain: Type) -> None:
-    done = dstrain("gen-conf")
-    assert (done.returncode, "gen-config" in done.stderr) == (2, True)
 
 
 def test_no_color_means_no_escape_codes(dstrain: Type) -> None:

@@ -20,8 +20,7 @@ from dstrain.launch.prepare.lint_job import lint_text
 from dstrain.launch.prepare.prepare import prepare
 from dstrain.plan.estimate import estimate
 from dstrain.plan.estimate_records import Estimate
-from tests.cli.test_edits import edit
-from tests.cli.test_gen_config import Type
+from tests.cli.conftest import Type, edit
 
 PLAN = ("gen-config", "--hosts", "gpu[01-02]", "--gpu", "a100", "--model", "qwen3-8b", "--data", "train.jsonl")
 SLOW = MeasuredLinks(

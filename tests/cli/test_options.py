@@ -15,6 +15,9 @@ from click.core import ParameterSource
 from dstrain import errors
 from dstrain.cli.main import cli, main
 from dstrain.cli.types import SIZE, Choice, Named
+from dstrain.job.code_variables import TRUSTED
+
+pytestmark = pytest.mark.sweep
 
 CODES = {0, 2} | {each.exit_code for each in vars(errors).values() if hasattr(each, "exit_code")}
 ONE = {"--gpus": "2", "--gpu": "4090", "--model": "qwen3-0.6b", "--seq-len": "256", "--zero-stage": "2"}
@@ -40,7 +43,7 @@ BASE: dict[str, dict[str, Any]] = {
     "show template": {"-n": "", "--dir": "mine"},
     "tune": {"-n": ""},
 }
-"""What a verb is typed with, so that it is quick and changes nothing; an argument is under an empty name."""
+"""Verb → options that keep it quick and free of effects; arguments are under an empty name."""
 PARSED = {("demo", None), ("doctor", None), ("logs", "--follow"), ("hostfile check", "--reach"), ("export", None)}
 PARSED |= {("run", "--sync"), ("script prepare", None), ("gen-config", "--on-conflict")}
 PARSED |= {("gen-config", "--html"), ("report", "--html"), ("data show", None), ("data prepare", None)}
@@ -57,7 +60,7 @@ WORDS |= {
     "--spare": "gpu17",
     "--template-dir": "mine",
 }
-"""What is typed for an option that takes any word."""
+"""Option that takes any word → a legal value."""
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
@@ -167,18 +170,23 @@ def type_(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.fixture(autouse=True)
-def _alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of the tests' own, a machine without GPUs, and no terminal."""
+def _alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of the tests' own, a machine without GPUs, no terminal, and no trust that outlives a command."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("sys.stdin", io.StringIO())
+    # a context that is only parsed, or that ends in a usage error, is never closed
+    token = TRUSTED.set(False)
+    yield
+    TRUSTED.reset(token)
 
 
 def _shown(value: object) -> str:
     return " ".join(value) if isinstance(value, list) else value if isinstance(value, str) else ""
 
 
+@pytest.mark.parts(16)
 @pytest.mark.parametrize(("name", "option", "words", "is_legal"), list(cases()), ids=_shown)
 def test_every_value_of_every_option_has_a_documented_end(
     name: str, option: click.Option, words: list[str], is_legal: bool

@@ -13,22 +13,20 @@ from typing import Any
 import pytest
 from cases import TINY_CONFIG
 
-from dstrain.cli.output.memory_bars import PARTS
-from dstrain.cli.output.plan import LIMITS
+from dstrain.cli.output.plan import LIMITS, PARTS
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.report.html import CHINESE, signature
 from dstrain.units import GIB
 from tests.cli.browser import Page, assert_stands_alone, parsed, shown
-from tests.cli.conftest import ROOT, Server
+from tests.cli.conftest import ROOT, Server, Type
 
-Type = Callable[..., Any]
 MODEL = "b</script><script>document.title='mine'</script><img src=x onerror=alert(1)>"
 WORDS: tuple[str, ...] = (
     *("plan", "--gpus", "2", "--gpu", "4090", "--gpu-memory-limit", "1536MiB", "--host-memory", "64GiB"),
     *("--model", MODEL, "--offload", "none", "--zero-stage", "1", "--no-grad-ckpt"),
 )
 MOVE = "function move(id, at) { document.all[id].value = at; document.all[id].dispatchEvent(new Event('input')); }"
-"""What a hand does to a slider."""
+"""JavaScript that moves a slider as a user does."""
 
 
 def data_of(page: Page) -> dict[str, Any]:
@@ -102,6 +100,7 @@ def test_all_that_the_planner_names_is_there_in_chinese() -> None:
     assert {part.name for part in PARTS} | set(LIMITS.values()) | {str(origin) for origin in Origin} <= set(CHINESE)
 
 
+@pytest.mark.parts(6, at=1)
 @pytest.mark.parametrize("is_fitting", [True, False])
 def test_a_browser_shows_the_point_of_the_address_or_of_the_sliders(
     folder: Path, html: str, is_fitting: bool, need: Callable[[object, str], None]

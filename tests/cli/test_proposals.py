@@ -1,4 +1,4 @@
-"""What a message proposes is legal, and does what its sentence says: each proposal is typed."""
+"""Each proposal in a message is legal and has the effect that its sentence promises: it is typed."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import json
 import random
 import re
 import shlex
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dstrain.facts.cluster.gpus import GPUS
 from dstrain.facts.model.families import known
+from tests.cli.conftest import Type
 
-Type = Callable[..., Any]
 MODELS = [name for name in known() if not name.startswith(("deepseek", "kimi"))]
 GIVEN = (
     *("--zero-stage 0", "--zero-stage 2", "--zero-stage 3", "--offload none", "--offload optimizer", "--no-grad-ckpt"),
@@ -69,6 +67,7 @@ def proposals(stderr: str) -> list[tuple[str, str]]:
     return [(line[:at], line[at + 2 :]) for line in block.splitlines() for at in [line.rindex(": ")]]
 
 
+@pytest.mark.parts(144)
 @pytest.mark.parametrize("number", range(300))
 def test_what_an_answer_proposes_does_what_it_says(dstrain: Type, tmp_path: Path, number: int) -> None:
     asked = question(number)
@@ -92,6 +91,7 @@ def test_what_an_answer_proposes_does_what_it_says(dstrain: Type, tmp_path: Path
         assert again.returncode == 0, f"{line}\n{again.stderr}"
 
 
+@pytest.mark.engine
 def test_a_traced_model_is_not_sent_in_a_circle(dstrain: Type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """LoRA that does not fit proposed QLoRA, which no trace has, and QLoRA answered that LoRA is to be used."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

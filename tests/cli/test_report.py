@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,9 +12,8 @@ from dstrain.facts.probe import read_model
 from dstrain.preflight import Check, CheckName, Preflight
 from dstrain.records import to_data, to_json
 from dstrain.rundir import RunDir
+from tests.cli.conftest import Type
 from tests.report.runs import collectives, gpu_run, night
-
-Type = Callable[..., Any]
 
 
 def test_the_verdict_comes_first_and_the_plan_beside_it(dstrain: Type, tmp_path: Path) -> None:

@@ -6,24 +6,21 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dstrain.job.monitor import HealthRule
-from dstrain.launch.run.state import GONE, Stage
 from dstrain.monitor.comparison import Part, Quantity
 from dstrain.monitor.expert_balance import EVENT, load_map
 from dstrain.oom import Part as Held
 from dstrain.records import to_data
-from dstrain.report.heat_map import LEGEND
-from dstrain.report.page import CHINESE
+from dstrain.report.page import CHINESE, LEGEND
 from dstrain.report.report import UNKNOWN
+from dstrain.rundir import GONE, Stage
 from tests.cli.browser import assert_stands_alone, parsed, shown
-from tests.cli.conftest import Server
+from tests.cli.conftest import Server, Type
 from tests.report.runs import collectives, gpu_run, judged, night, out_of_memory
 
-Type = Callable[..., Any]
 Need = Callable[[object, str], None]
 EVIL = "</script><img src=x onerror=alert(1)>"
 PROBE = """<script>

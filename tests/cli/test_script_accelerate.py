@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dstrain.launch.scripts.exports import ExportEngine
+from tests.cli.conftest import Type
 from tests.train.launching import environment
 
-Type = Callable[..., Any]
 PLAN = ("gen-config", "--gpus", "8", "--gpu", "h100", "--model", "qwen3-8b", "--data", "train.jsonl")
 
 
@@ -58,6 +56,8 @@ def test_json_and_dry_run_write_nothing(dstrain: Type, tmp_path: Path) -> None:
     assert not (tmp_path / "deepspeed").exists()
 
 
+@pytest.mark.engine
+@pytest.mark.parts(3)
 @pytest.mark.parametrize("engine", [ExportEngine.DDP, ExportEngine.FSDP2, ExportEngine.DEEPSPEED])
 def test_the_next_line_trains_the_default_job(
     dstrain: Type, tmp_path: Path, made_demo: Path, engine: ExportEngine

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from dstrain.launch.run.trial import Ending, Trial
 from dstrain.monitor.windows import measurement
 from dstrain.plan.estimate import assess
 from tests.cases import ask
+from tests.cli.conftest import Type
 from tests.cli.test_run import change, job
-
-Type = Callable[..., Any]
 
 __all__ = ["job"]
 
@@ -41,6 +39,7 @@ def say_steps(job: Path, steps: str) -> None:
     change(job, 'env: {"DS_ACCELERATOR": "cpu"}', f'env: {{"DS_ACCELERATOR": "cpu", "LIGHT_STEPS": "{steps}"}}')
 
 
+@pytest.mark.parts(6, at=3)
 def test_the_fastest_is_written_edits_stay_and_what_failed_is_a_result(
     dstrain: Type, job: Path, light_checkout: Path
 ) -> None:
@@ -104,7 +103,7 @@ def test_compiling_has_to_pay_back_within_the_run(planned: int | None, wins: boo
 
 
 def _goes_on(dstrain: Type, job: Path, found: dict[str, Any], light_checkout: Path) -> None:
-    """What was measured is known; and gen-config keeps what was written."""
+    """Asserts that tune reuses its measurements, and that gen-config keeps the values that it wrote."""
     done = dstrain("tune", "-n", "--steps", "10", "--candidates", "4", "--json", **light(light_checkout))
     again = {row["title"]: row for row in json.loads(done.stdout)["candidates"]}
     assert again[found["winner"]]["is_present"]

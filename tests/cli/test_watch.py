@@ -10,17 +10,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dstrain.launch.nodes.process_tree import look
-from tests.cli.conftest import ROOT
+from tests.cli.conftest import ROOT, Type
 from tests.report.runs import collectives, gpu_run, judged, night
 
-Type = Callable[..., Any]
 WATCH = (sys.executable, "-P", "-m", "dstrain.cli", "status", "--watch", "output", "--every", "0.1")
 
 

@@ -48,6 +48,7 @@ def test_bom_comments_and_trailing_commas_are_forgiven(text: str) -> None:
         ("{} {}", "x:1:4: unexpected text after the end"),
         ('{"a": 1e999}', "x:1:7: this number is too large"),
         ("9" * 5000, "x:1:1: this number is too large"),
+        ('{"a": 1' + "0" * 400 + "}", "x:1:7: "),
         ("1٣", "x:1:2: unexpected text after the end"),
         ("[" * 5000, "x:1:102: this value is nested more than 100 levels deep"),
         ('{"a":' * 5000, "x:1:506: this value is nested more than 100 levels deep"),
@@ -62,8 +63,3 @@ def test_a_mistake_is_named_with_its_place(text: str, problem: str) -> None:
 def test_every_key_knows_its_place() -> None:
     document = parse('{\n  "zero": {\n    "stage": "3"\n  }\n}', "c.json")
     assert str(document.place(("zero", "stage"))) == "c.json:3:5"
-
-
-def test_a_whole_number_beyond_every_float_is_refused_with_its_place() -> None:
-    with pytest.raises(InvalidConfig, match=r"x\.json:1:7: "):
-        parse('{"a": 1' + "0" * 400 + "}", "x.json")

@@ -14,6 +14,8 @@ import pytest
 from dstrain.config.schema import schema_files
 from tests.config.lsp import Editor
 
+pytestmark = pytest.mark.editors
+
 ROOT = Path(__file__).parents[2]
 SERVERS = ROOT / ".cache" / "language_servers" / "node_modules" / ".bin"
 GOLDEN = ROOT / "tests" / "golden" / "qwen3-32b-16xa100"
@@ -145,7 +147,7 @@ def test_a_misspelt_key_and_word_of_a_job_are_underlined(yaml_editor: Editor, fo
 def test_a_key_of_a_job_is_explained_under_the_pointer(yaml_editor: Editor, folder: Path) -> None:
     yaml_editor.open(folder / "job.yaml", JOB)
     said = yaml_editor.hover(folder / "job.yaml", *place(JOB, "output_dir"))
-    assert "The run directory: metrics, checkpoints, the final model" in said
+    assert "The run directory, relative to the job file: metrics, checkpoints, the final model" in said
 
 
 def test_keys_and_words_of_a_job_are_offered(yaml_editor: Editor, folder: Path) -> None:

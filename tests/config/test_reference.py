@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.config.key_text import default_text, summary
-from dstrain.config.keys.key import Key, Kind
-from dstrain.config.keys.table import ROWS
+from dstrain.config.keys.key import ROWS, Key, Kind
+from dstrain.config.keys.table import default_text, summary
 
 PAGE = Path(__file__).parents[2] / "docs" / "ds_config.md"
 START = "<!-- generated: keys -->\n"

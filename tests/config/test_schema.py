@@ -13,12 +13,12 @@ from jsonschema import Draft7Validator
 from ruamel.yaml import YAML
 
 from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.key import Kind
-from dstrain.config.keys.table import KEYS, ROWS, key_of
+from dstrain.config.keys.key import ROWS, Kind
+from dstrain.config.keys.table import KEYS, key_of
 from dstrain.config.lint.engine import read
 from dstrain.config.schema import CONFIG_SCHEMA, JOB_SCHEMA, SCHEMA_KEY, config_schema, job_schema, schema_files
+from dstrain.job.file import synonyms
 from dstrain.job.schema import Job
-from dstrain.job.synonyms import SYNONYMS
 from dstrain.records import to_data
 from tests.config.lint.case import Case
 from tests.config.lint.documented import RAW, TRAINERS
@@ -52,24 +52,9 @@ VISIBLE = (
 """Rules of lint whose every mistake is one of a single key, so that a schema can say it."""
 
 BAD: tuple[tuple[dict[str, Any], str], ...] = (
-    ({"zero_optimisation": {"stage": 3}}, ""),
-    ({"gradient_acumulation_steps": 4}, ""),
-    ({"$scheme": "x"}, ""),
-    ({"zero_optimization": {"overlap_com": True}}, "zero_optimization"),
-    ({"zero_optimization": {"_note": "x"}}, "zero_optimization"),
-    ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage"),
-    ({"zero_optimization": {"stage": "3"}}, "zero_optimization.stage"),
-    ({"zero_optimization": {"stage": "auto"}}, "zero_optimization.stage"),
     ({"zero_optimization": {"sub_group_size": "auto"}}, "zero_optimization.sub_group_size"),
-    ({"zero_optimization": {"reduce_bucket_size": "5e8"}}, "zero_optimization.reduce_bucket_size"),
-    ({"zero_optimization": {"reduce_bucket_size": 5.5}}, "zero_optimization.reduce_bucket_size"),
     ({"zero_optimization": {"reduce_bucket_size": 0}}, "zero_optimization.reduce_bucket_size"),
-    ({"zero_optimization": {"overlap_comm": "yes"}}, "zero_optimization.overlap_comm"),
-    ({"zero_optimization": {"offload_optimizer": {"device": "gpu"}}}, "zero_optimization.offload_optimizer.device"),
-    ({"zero_optimization": {"offload_optimizer": {"ratio": 1.5}}}, "zero_optimization.offload_optimizer.ratio"),
     ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "zero_optimization.offload_param"),
-    ({"zero_optimization": {"mics_shard_size": 8}}, "zero_optimization"),
-    ({"zero_optimization": []}, "zero_optimization"),
     ({"bf16": {"enable": True}}, "bf16"),
     ({"bf16": True}, "bf16"),
     ({"fp16": {"enabled": "true"}}, "fp16.enabled"),
@@ -79,15 +64,10 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"train_batch_size": 0}, "train_batch_size"),
     ({"train_batch_size": True}, "train_batch_size"),
     ({"communication_data_type": "int8"}, "communication_data_type"),
-    ({"optimizer": {"typee": "Adam"}}, "optimizer"),
-    ({"optimizer": {"type": "Adamw8"}}, "optimizer.type"),
     ({"optimizer": {"type": "Adam", "params": {"learning_rate": 1e-5}}}, "optimizer.params"),
-    ({"scheduler": {"type": "WarmupLR", "parms": {}}}, "scheduler"),
     ({"checkpoint": {"tag_validation": "STOP"}}, "checkpoint.tag_validation"),
     ({"activation_checkpointing": {"partition_activation": True}}, "activation_checkpointing"),
     ({"flops_profiler": {"profile_steps": 1}}, "flops_profiler"),
-    ({"elasticity": {"enabled": True}}, ""),
-    ({"amp": {"enabled": True}}, ""),
     (
         {"tensor_parallel": {"partition_config": {"layer_specs": [{"pattern": ["q"]}]}}},
         "tensor_parallel.partition_config.layer_specs.0",
@@ -214,7 +194,7 @@ def test_every_key_has_a_description() -> None:
 def test_a_job_with_every_default_is_valid_and_one_with_another_tools_names_is_not() -> None:
     job = to_data(Job(model="m", output_dir="o"))
     assert errors(JOB, job) == []
-    for name in SYNONYMS:
+    for name in synonyms():
         if name not in job:
             assert errors(JOB, {**job, name: 1}) == [""], name
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dstrain.doctor import nvidia_smi, topology
+from dstrain.doctor.checks.all import CHECKS
 from dstrain.doctor.facts import (
     Endpoint,
     Facts,
     Folder,
+    KernelLog,
     Limits,
     Network,
     Online,
@@ -18,10 +19,11 @@ from dstrain.doctor.facts import (
     Space,
     Toolchain,
 )
-from dstrain.doctor.finding import SIGNS, Finding
-from dstrain.doctor.gpu_facts import KernelLog
+from dstrain.doctor.probes import gpus as probe
+from dstrain.doctor.requirements import Needs
 from dstrain.facts.cluster.hostfile import Hosts, expand
-from dstrain.facts.network_interface import Interface
+from dstrain.facts.network import Interface
+from dstrain.findings import SIGNS, Finding
 from dstrain.units import GIB
 from tests.doctor import machines
 
@@ -30,9 +32,14 @@ ETH = Interface(name="eth0", is_up=True, addresses=("10.0.0.1",), mtu=9000, mbit
 LO = Interface(name="lo", is_up=True, addresses=("127.0.0.1",), mtu=65536, mbits_per_s=0)
 
 
+def found(check: str, known: Facts, needs: Needs) -> list[Finding]:
+    """Returns the findings of one check."""
+    return next(each for each in CHECKS if each.id == check).findings(known, needs)
+
+
 def said(findings: list[Finding]) -> list[str]:
     """Returns findings as `✗ what → fix`, one a line."""
-    return [f"{SIGNS[each.mark]} {each.what}" + (f" → {each.fix}" if each.fix else "") for each in findings]
+    return [f"{SIGNS[each.severity]} {each.problem}" + (f" → {each.fix}" if each.fix else "") for each in findings]
 
 
 def software(**changes: Any) -> Software:
@@ -127,9 +134,9 @@ def facts(**changes: Any) -> Facts:
         time_s=1e9,
         software=software(),
         toolchain=toolchain(),
-        gpus=nvidia_smi.parse(machines.smi_xml(*[{}] * 8)),
+        gpus=probe.parse_nvidia_smi(machines.smi_xml(*[{}] * 8)),
         kernel_log=KernelLog(problem=None, xids=()),
-        topology=topology.parse(machines.HGX_H100, machines.p2p(8, lambda a, b: "OK")),
+        topology=probe.parse_topology(machines.HGX_H100, machines.p2p(8, lambda a, b: "OK")),
         network=network(),
         limits=limits(),
         space=space(),

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from dstrain.doctor import nvidia_smi
-from dstrain.doctor.checks import gpus
-from dstrain.doctor.gpu_facts import Gpus
+from dstrain.doctor.facts import Gpus
+from dstrain.doctor.probes import gpus as probe
 from dstrain.doctor.requirements import Needs
+from tests.doctor import samples
 from tests.doctor.machines import smi_xml
 from tests.doctor.samples import HOSTS, facts, said
 
@@ -17,7 +17,7 @@ NEEDS = Needs()
 
 
 def judged(*differences: Mapping[str, str], needs: Needs = NEEDS, **versions: str) -> list[str]:
-    return said(gpus.check(facts(gpus=nvidia_smi.parse(smi_xml(*differences, **versions))), needs))
+    return said(samples.found("gpus", facts(gpus=probe.parse_nvidia_smi(smi_xml(*differences, **versions))), needs))
 
 
 def test_healthy_gpus_are_one_line() -> None:
@@ -119,15 +119,17 @@ def test_gpus_of_several_kinds_are_told() -> None:
     ],
 )
 def test_no_gpu_is_told_with_the_reason(found: Gpus, needs: Needs, line: str) -> None:
-    assert said(gpus.check(facts(gpus=found), needs))[0].startswith(line)
+    assert said(samples.found("gpus", facts(gpus=found), needs))[0].startswith(line)
 
 
 def test_what_is_no_answer_of_nvidia_smi_is_none() -> None:
-    assert nvidia_smi.parse("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.") is None
-    assert nvidia_smi.parse("<html></html>") is None
+    assert (
+        probe.parse_nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.") is None
+    )
+    assert probe.parse_nvidia_smi("<html></html>") is None
 
 
 def test_words_of_a_driver_that_deprecates_are_no_values() -> None:
-    found = nvidia_smi.parse(smi_xml({"gpu_recovery_action": "Requested functionality has been deprecated"}))
+    found = probe.parse_nvidia_smi(smi_xml({"gpu_recovery_action": "Requested functionality has been deprecated"}))
     assert found is not None
     assert found.gpus[0].recovery is None

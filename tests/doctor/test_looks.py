@@ -14,7 +14,8 @@ import pytest
 
 from dstrain.doctor.facts import Facts, Question
 from dstrain.doctor.gather import LOOKS, gather
-from dstrain.doctor.probes import gpus, machine, network, online, software, toolchain
+from dstrain.doctor.probes import gpus as probe
+from dstrain.doctor.probes import machine, network
 from dstrain.doctor.run_probes import all_at_once, run
 from dstrain.records import from_data, to_data
 from tests.doctor import machines
@@ -72,7 +73,7 @@ def test_nvidia_smi_is_asked_for_state_and_topology(tmp_path: Path) -> None:
         topo=machines.TWO_5090,
         p2p=machines.TWO_5090_P2P,
     )
-    found, joined = gpus.look(ASKED, there), gpus.look_topology(ASKED, there)
+    found, joined = probe.look(ASKED, there), probe.look_topology(ASKED, there)
     assert [gpu.bus for gpu in found.gpus] == ["0000:10:00", "0000:11:00"]
     assert joined is not None
     assert joined.p2p == (("X", "GNS"), ("GNS", "X"))
@@ -80,13 +81,13 @@ def test_nvidia_smi_is_asked_for_state_and_topology(tmp_path: Path) -> None:
 
 def test_what_nvidia_smi_complains_of_is_kept(tmp_path: Path) -> None:
     script(tmp_path, "nvidia-smi", 'echo "NVIDIA-SMI has failed because it couldn\'t communicate"; exit 9')
-    found = gpus.look(ASKED, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    found = probe.look(ASKED, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert (found.has_driver, found.problem) == (True, "NVIDIA-SMI has failed because it couldn't communicate")
 
 
 def test_the_kernels_log_is_read_where_it_may_be(tmp_path: Path) -> None:
     script(tmp_path, "dmesg", "echo '[ 1.5] NVRM: Xid (PCI:0000:10:00): 79, GPU has fallen off the bus.'")
-    found = gpus.look_kernel_log(ASKED, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
+    found = probe.look_kernel_log(ASKED, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert [(xid.code, xid.bus) for xid in found.xids] == [(79, "0000:10:00")]
 
 
@@ -95,9 +96,9 @@ def test_a_log_that_may_not_be_read_is_looked_for_in_the_journal(tmp_path: Path)
     line = "[    1.500000] node0 kernel: NVRM: Xid (PCI:0000:10:00): 48, pid=1, DBE"
     script(tmp_path, "journalctl", f"echo '{line}'")
     there = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    assert [xid.code for xid in gpus.look_kernel_log(ASKED, there).xids] == [48]
+    assert [xid.code for xid in probe.look_kernel_log(ASKED, there).xids] == [48]
     script(tmp_path, "journalctl", "echo '-- No entries --'")
-    assert gpus.look_kernel_log(ASKED, there).problem == "journalctl: -- No entries --"
+    assert probe.look_kernel_log(ASKED, there).problem == "journalctl: -- No entries --"
 
 
 def test_rdma_ports_are_read_in_their_order(tmp_path: Path) -> None:
@@ -119,13 +120,15 @@ def test_who_holds_the_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen(1)
-        found = network.look(Question(port=int(taken.getsockname()[1])), {})
+        found = network.look_network(Question(port=int(taken.getsockname()[1])), {})
     assert found.port_user is not None
-    assert network.look(ASKED, {}).port_user is None
+    assert network.look_network(ASKED, {}).port_user is None
 
 
 def test_names_of_hosts_are_looked_up_here() -> None:
-    found = network.look(Question(others=("localhost", "no-such-host.invalid"), master="no-such-host.invalid"), {})
+    found = network.look_network(
+        Question(others=("localhost", "no-such-host.invalid"), master="no-such-host.invalid"), {}
+    )
     assert found.routes["no-such-host.invalid"] is None
     assert found.routes["localhost"] is not None
     assert not found.master_is_known
@@ -155,7 +158,7 @@ def server(status: int) -> Iterator[str]:
 )
 def test_any_answer_but_a_broken_one_is_an_answer(status: int, problem: str | None) -> None:
     with server(status) as url:
-        found = online.reach(url, {})
+        found = network.reach(url, {})
     assert (found.problem, found.took_s is None) == (problem, problem is not None)
 
 
@@ -163,21 +166,21 @@ def test_an_address_that_never_answers_is_given_up() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
-        found = online.reach(f"http://127.0.0.1:{silent.getsockname()[1]}", {}, 0.3)
+        found = network.reach(f"http://127.0.0.1:{silent.getsockname()[1]}", {}, 0.3)
     assert found.problem == "no answer within 0.3 s"
 
 
 def test_a_proxy_is_gone_through_unless_excepted_and_its_password_never_told() -> None:
     through = {"http_proxy": "http://me:secret@127.0.0.1:9"}
     with server(200) as url:
-        assert online.reach(url, through).problem is not None
-        assert online.reach(url, {**through, "no_proxy": "127.0.0.1"}).problem is None
-    found = online.look(ASKED, {"HTTPS_PROXY": "http://me:secret@proxy:3128", "https_proxy": ""})
+        assert network.reach(url, through).problem is not None
+        assert network.reach(url, {**through, "no_proxy": "127.0.0.1"}).problem is None
+    found = network.look_online(ASKED, {"HTTPS_PROXY": "http://me:secret@proxy:3128", "https_proxy": ""})
     assert found.proxies == {"https_proxy": "http://***@proxy:3128"}
 
 
 def test_caches_are_where_the_hubs_keep_them(tmp_path: Path) -> None:
-    found = online.look(ASKED, {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"})
+    found = network.look_online(ASKED, {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"})
     assert found.caches["Hugging Face"].path == str(tmp_path / "hf" / "hub")
     assert found.is_offline
 
@@ -193,7 +196,7 @@ def test_a_lock_that_nobody_holds_is_found_and_one_that_is_held_is_not(tmp_path:
         (tmp_path / op).mkdir()
         (tmp_path / op / "lock").touch()
     with (tmp_path / "cpu_adam" / "lock").open():
-        found = toolchain.look(ASKED, {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"})
+        found = machine.look_toolchain(ASKED, {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"})
     assert [lock.path for lock in found.locks] == [str(tmp_path / "some_op" / "lock")]
 
 
@@ -201,20 +204,20 @@ def test_libaio_is_found_where_flags_point(tmp_path: Path) -> None:
     for name in ("libaio.h", "libaio.so"):
         (tmp_path / name).touch()
     flags = {"CFLAGS": f"-I{tmp_path}", "LDFLAGS": f"-L{tmp_path}"}
-    found = toolchain.look(ASKED, {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", **flags})
+    found = machine.look_toolchain(ASKED, {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", **flags})
     assert found.has_libaio
 
 
 def test_nvcc_is_the_one_that_pytorch_would_take(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     script(tmp_path / "bin", "nvcc", "echo 'Cuda compilation tools, release 12.8, V12.8.93'")
-    found = software.look(ASKED, {"CUDA_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})
+    found = machine.look_software(ASKED, {"CUDA_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})
     assert (found.nvcc, found.nvcc_path) == ("12.8", str(tmp_path / "bin" / "nvcc"))
-    assert software.look(ASKED, {"CUDA_HOME": str(tmp_path / "no"), "PATH": "/usr/bin:/bin"}).nvcc_path is None
+    assert machine.look_software(ASKED, {"CUDA_HOME": str(tmp_path / "no"), "PATH": "/usr/bin:/bin"}).nvcc_path is None
 
 
 def test_versions_are_those_that_are_installed() -> None:
-    found = software.look(ASKED, {"PATH": "/usr/bin:/bin"})
+    found = machine.look_software(ASKED, {"PATH": "/usr/bin:/bin"})
     assert found.packages["deepspeed"] is not None
     assert ">=0.19.8" in found.ranges["deepspeed"]
     assert "3.12" in found.tested_pythons

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from dstrain.cli.output.doctor import grouped
-from dstrain.doctor.network_judge import Expected, expected, findings, gpu_of, table
+from dstrain.doctor.network_measure import Expected, expected, findings, gpu_of, table
 from dstrain.facts.cluster import links
 from dstrain.facts.cluster.cluster import Origin, describe
-from dstrain.facts.cluster.network_measurement import Network, Timing
+from dstrain.facts.cluster.measured_links import Network, Timing
 from dstrain.wrapping import COLUMNS
 from tests.doctor.samples import said
-from tests.facts.cluster.test_network_measurement import network
+from tests.facts.cluster.test_measured_links import network
 
 H100: dict[str, Any] = {"backend": "nccl", "gpu": "NVIDIA H100 80GB HBM3", "gpu_memory_mib": 81559}
 IB400 = Expected(link=links.link("ib400"), is_assumed=False)

@@ -10,7 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.launch.network import Network
+
+pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
 

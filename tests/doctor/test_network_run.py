@@ -18,13 +18,14 @@ from dstrain.doctor.network_measure import TIME_IS_UP, Listener, Site, commands,
 from dstrain.errors import EnvironmentProblem, Interrupted
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.launch.failure.outcome import Outcome
-from dstrain.launch.nodes.layout import Node, per_node
+from dstrain.launch.nodes.connection import LaunchSpec, Node, per_node
 from dstrain.launch.nodes.protocol import Hello
-from dstrain.launch.nodes.spec import LaunchSpec
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
-from tests.facts.cluster.test_network_measurement import network as measured_network
+from tests.facts.cluster.test_measured_links import network as measured_network
 from tests.launch.network import Network
+
+pytestmark = pytest.mark.cluster
 
 ROOT = Path(__file__).parents[2]
 HOSTS = Hosts(hosts=(Host(name="node0", slots=2), Host(name="me@node1", slots=2)), name="hostfile")

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dstrain.facts.attention_kernels import AttentionKernels
 from tests.attention_hosts import BUILD, Machine
+
+pytestmark = pytest.mark.commands
 
 FA2, FA3 = "kernels-community/flash-attn2", "kernels-community/vllm-flash-attn3"
 H100, A100 = (9, 0), (8, 0)

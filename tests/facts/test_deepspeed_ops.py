@@ -19,31 +19,21 @@ from dstrain.facts.deepspeed_ops import (
 )
 
 
-def test_an_offloaded_optimizer_needs_cpu_adam() -> None:
-    zero = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-    assert needed_ops(zero, on_gpu=True) == ["cpu_adam"]
-
-
-def test_muon_steps_what_is_no_matrix_by_fused_adam() -> None:
-    assert needed_ops({"optimizer": {"type": "Muon"}}, on_gpu=True) == ["fused_adam"]
-
-
-def test_nvme_needs_async_io() -> None:
-    zero = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
-    assert needed_ops(zero, on_gpu=True) == ["async_io"]
-
-
 @pytest.mark.parametrize(
-    "config",
+    ("config", "needed"),
     [
-        {"zero_optimization": 3},
-        {"zero_optimization": {"offload_optimizer": "cpu", "offload_param": [1]}},
-        {"optimizer": "AdamW"},
-        {"optimizer": {"type": None}},
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, ["cpu_adam"]),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, ["async_io"]),
+        ({"optimizer": {"type": "Muon"}}, ["fused_adam"]),  # it steps what is no matrix
+        # an odd shape needs nothing
+        ({"zero_optimization": 3}, []),
+        ({"zero_optimization": {"offload_optimizer": "cpu", "offload_param": [1]}}, []),
+        ({"optimizer": "AdamW"}, []),
+        ({"optimizer": {"type": None}}, []),
     ],
 )
-def test_an_odd_shape_needs_nothing(config: dict[str, Any]) -> None:
-    assert needed_ops(config, on_gpu=True) == []
+def test_a_configuration_needs_its_extensions(config: dict[str, Any], needed: list[str]) -> None:
+    assert needed_ops(config, on_gpu=True) == needed
 
 
 def build(folder: Path, torch: Path | None = None) -> Path:
@@ -56,13 +46,10 @@ def build(folder: Path, torch: Path | None = None) -> Path:
     return extension
 
 
-def test_a_built_extension_is_not_missing(tmp_path: Path) -> None:
-    build(tmp_path / "cpu_adam")
+def test_an_extension_is_missing_until_its_build_has_ended(tmp_path: Path) -> None:
+    extension = build(tmp_path / "cpu_adam")
     assert missing_ops(["cpu_adam", "async_io"], {"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == ["async_io"]
-
-
-def test_an_extension_whose_build_has_only_begun_is_missing(tmp_path: Path) -> None:
-    build(tmp_path / "cpu_adam").unlink()
+    extension.unlink()
     assert missing_ops(["cpu_adam"], {"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == ["cpu_adam"]
 
 
@@ -92,6 +79,7 @@ def test_an_extension_older_than_its_rules_or_than_pytorch_is_missing(tmp_path: 
     assert missing_ops(["cpu_adam"], {"TORCH_EXTENSIONS_DIR": str(tmp_path)}) == ["cpu_adam"]
 
 
+@pytest.mark.commands
 def test_the_folder_is_the_one_that_pytorch_itself_takes(tmp_path: Path) -> None:
     code = "from torch.utils.cpp_extension import _get_build_directory as f; print(f('cpu_adam', False))"
     names = {name: value for name, value in os.environ.items() if name != "TORCH_EXTENSIONS_DIR"}

@@ -24,7 +24,6 @@ def test_gpus_are_counted_without_raising() -> None:
 
 def test_no_gpu_is_visible_where_cuda_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
     assert local_gpus() == []
 
 
@@ -61,19 +60,11 @@ def folder(tmp_path: Path) -> Path:
     return model
 
 
-def test_a_local_folder_is_a_model(folder: Path) -> None:
+def test_a_local_folder_or_file_is_a_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = read_model(str(folder))
-
     assert (facts.name, facts.source, facts.num_hidden_layers) == ("my-model", str(folder), 2)
-
-
-def test_a_config_file_is_a_model(folder: Path) -> None:
-    assert read_model(str(folder / "config.json")) == read_model(str(folder))
-
-
-def test_a_relative_folder_is_named_by_its_own_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_model(str(folder / "config.json")) == facts
     monkeypatch.chdir(folder)
-
     assert (read_model(".").name, read_model(".").source) == ("my-model", ".")
 
 
@@ -90,45 +81,33 @@ def test_a_path_that_does_not_exist_is_not_looked_up_on_a_hub(name: str) -> None
 
 def test_a_malformed_config_is_named_with_its_place(folder: Path) -> None:
     (folder / "config.json").write_text('{\n  "model_type": "qwen3",\n}\n')
-
     with pytest.raises(InvalidConfig, match=rf"{folder}/config\.json:\d:\d+: not valid JSON"):
         read_model(str(folder))
 
 
-def test_an_alias_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-
-    facts = read_model("Qwen3 8B")
-
-    assert (facts.name, facts.source, facts.num_params) == ("qwen3-8b", "Qwen/Qwen3-8B", 8_190_735_360)
-
-
-def test_a_known_id_keeps_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
-
-    facts = read_model("Qwen/Qwen2.5-7B-Instruct")
-
-    assert (facts.name, facts.source) == ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct")
-
-
-def test_an_alias_is_loaded_from_the_hub_that_was_asked_for() -> None:
-    assert read_model("qwen3-8b", hub=Hub.MODELSCOPE).source == "Qwen/Qwen3-8B"
-
-
-def test_an_output_folder_of_the_same_name_does_not_hide_an_alias(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("asked", "hub", "name", "source"),
+    [
+        ("Qwen3 8B", Hub.HF, "qwen3-8b", "Qwen/Qwen3-8B"),
+        ("qwen3-8b", Hub.MODELSCOPE, "qwen3-8b", "Qwen/Qwen3-8B"),
+        ("Qwen/Qwen2.5-7B-Instruct", Hub.HF, "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B-Instruct"),
+    ],
+)
+def test_a_known_model_needs_no_network_and_no_folder_of_its_name_hides_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, hub: Hub, name: str, source: str
 ) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     (tmp_path / "qwen3-8b").mkdir()
     monkeypatch.chdir(tmp_path)
-
-    assert read_model("qwen3-8b").source == "Qwen/Qwen3-8B"
+    facts = read_model(asked, hub=hub)
+    assert (facts.name, facts.source) == (name, source)
+    assert facts.num_params == (8_190_735_360 if name == "qwen3-8b" else facts.num_params)
 
 
 @pytest.mark.parametrize("name", ["qwen3-8bb", "quen3-8b"])
 def test_a_misspelt_alias_gets_the_nearest(name: str) -> None:
     with pytest.raises(InvalidConfig, match=f'"{name}" is neither a known model') as caught:
         read_model(name)
-
     assert caught.value.hint == 'Did you mean "qwen3-8b"?'
 
 
@@ -136,19 +115,14 @@ def test_a_misspelt_alias_gets_the_nearest(name: str) -> None:
 def test_a_name_that_means_nothing_says_what_would(name: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         read_model(name)
-
     assert caught.value.hint is not None
 
 
-def test_text_of_another_encoding_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_what_is_no_text_is_refused_with_its_place(tmp_path: Path) -> None:
     file = tmp_path / "notes"
     file.write_bytes(b"fine\nk\xe4se")
-
     with pytest.raises(InvalidConfig, match="notes:2:2: not UTF-8 text"):
         read_text(file)
-
-
-def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="cannot be read: Is a directory"):
         read_text(tmp_path)
 
@@ -156,7 +130,5 @@ def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
 def test_probing_imports_no_giant() -> None:
     giants = "'torch', 'transformers', 'huggingface_hub', 'pynvml'"
     code = f"import sys, dstrain.facts.probe; print([name for name in ({giants}) if name in sys.modules])"
-
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-
     assert done.stdout.strip() == "[]"

@@ -19,6 +19,8 @@ from tests.draws import Draw
 from tests.launch.hosts import Job
 from tests.launch.network import Network
 
+pytestmark = [pytest.mark.cluster, pytest.mark.parts(3)]
+
 
 def test_a_run_saves_at_sigusr1_leaves_with_75_and_goes_on_started_from_a_third_host(light_job: Job) -> None:
     process = light_job.start("--set", "save_steps=100000")

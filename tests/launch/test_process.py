@@ -18,23 +18,25 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from dstrain.facts.cluster.hostfile import Host, Hosts
-from dstrain.facts.ports import local_port
+from dstrain.facts.network import local_port
 from dstrain.heartbeat import MARK, Phase, Receiver
 from dstrain.launch.command import LaunchSite, launch_hostfile, local
 from dstrain.launch.environment import launcher_environment, python_path
 from dstrain.launch.failure.outcome import Outcome
 from dstrain.launch.failure.report import explain
-from dstrain.launch.nodes.connection import connect
+from dstrain.launch.nodes.connection import LaunchSpec, connect, new_mark, per_node
 from dstrain.launch.nodes.coordinator import Coordinator
-from dstrain.launch.nodes.layout import per_node
 from dstrain.launch.nodes.process_tree import look
-from dstrain.launch.nodes.spec import LaunchSpec, new_mark
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.timeouts import Timeouts
 from dstrain.rundir import RunDir
 from tests.launch import light_launcher
 from tests.train.launching import environment, make_run
+
+pytestmark = [pytest.mark.cluster, pytest.mark.parts(2)]
 
 HOSTS = Hosts(hosts=(Host(name="localhost", slots=2),), name="hostfile")
 GRACE_S = 6.0

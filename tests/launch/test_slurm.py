@@ -12,6 +12,8 @@ import pytest
 
 from tests.launch.slurm import KILL_WAIT_S, Slurm
 
+pytestmark = [pytest.mark.cluster, pytest.mark.parts(2)]
+
 ROOT = Path(__file__).parents[2]
 TRAINING = """\
 #!/bin/bash

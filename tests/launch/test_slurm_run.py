@@ -13,6 +13,8 @@ from dstrain.rundir import RunDir, is_whole
 from tests.launch.hosts import DSTRAIN, PATIENCE_S, ROOT, Job, losses, write_job
 from tests.launch.slurm import KILL_WAIT_S, Slurm
 
+pytestmark = [pytest.mark.cluster, pytest.mark.parts(6, at=2)]
+
 LONG = "save_steps=100000"
 
 

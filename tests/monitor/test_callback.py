@@ -13,9 +13,8 @@ from transformers import TrainerControl, TrainerState
 
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.health.history import Facts
-from dstrain.monitor.health.watch import Watch
-from dstrain.monitor.machine import RunQueue
-from dstrain.monitor.meter import COUNTS, CountingCollator, Counts, Meter
+from dstrain.monitor.health.rules import Watch
+from dstrain.monitor.meter import COUNTS, CountingCollator, Counts, Meter, RunQueue
 from dstrain.monitor.sinks.jsonl import JsonlFile
 
 
@@ -110,29 +109,26 @@ def test_a_progress_line_says_step_loss_and_what_is_left(tmp_path: Path) -> None
     assert said[0].startswith("step 5/10, loss 1.2500, learning rate 1.00e-05, 12,345 tokens/s, MFU 41%, 0:00 left")
 
 
-def test_a_resumed_run_compares_its_first_loss_with_the_same_steps_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "loss", "told"),
+    [
+        ({}, 1.5, "differs by 25.0% from that of the same steps before"),
+        ({"ranks": 2, "from_ranks": 2}, 1.99, "of the same steps before"),
+        ({"ranks": 1, "from_ranks": 2}, 1.99, None),  # another number does not repeat losses exactly
+    ],
+)
+def test_a_resumed_run_compares_its_first_loss_with_the_same_steps_before(
+    tmp_path: Path, ranks: dict[str, int], loss: float, told: str | None
+) -> None:
     said: list[str] = []
     watcher = callback(tmp_path, said)
     before = [{"step": step, "loss": 2.0} for step in (1, 2, 3)]
-    records = [*before, {"event": "resume", "from_step": 2}]
+    records = [*before, {"event": "resume", "from_step": 2, **ranks}]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     arguments: Any = None
     watcher.on_train_begin(arguments, TrainerState(max_steps=10, global_step=2), TrainerControl())
-    log(watcher, 3, loss=1.5)
-    assert [line for line in said if "differs by 25.0% from that of the same steps before" in line]
-
-
-@pytest.mark.parametrize(("ranks", "compares"), [(2, True), (1, False)])
-def test_another_number_of_ranks_does_not_repeat_losses_exactly(tmp_path: Path, ranks: int, compares: bool) -> None:
-    said: list[str] = []
-    watcher = callback(tmp_path, said)
-    before = [{"step": step, "loss": 2.0} for step in (1, 2, 3)]
-    records = [*before, {"event": "resume", "from_step": 2, "ranks": ranks, "from_ranks": 2}]
-    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    arguments: Any = None
-    watcher.on_train_begin(arguments, TrainerState(max_steps=10, global_step=2), TrainerControl())
-    log(watcher, 3, loss=1.99)
-    assert any("of the same steps before" in line for line in said) is compares
+    log(watcher, 3, loss=loss)
+    assert any((told or "of the same steps before") in line for line in said) is (told is not None)
 
 
 def test_forward_passes_are_timed_and_the_slowest_does_not_count() -> None:

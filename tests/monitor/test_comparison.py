@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.monitor.comparison import Comparison, Part, Quantity, comparisons, largest_difference, step_parts
-from dstrain.report.recorded import read
+from dstrain.monitor.run_record import read
 from dstrain.rundir import RunDir
 from dstrain.units import GIB
 from tests.report.runs import collectives, gpu_run, night

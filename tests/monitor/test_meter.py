@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dstrain.monitor.collectives import Collectives
 from dstrain.monitor.comparison import Part, step_parts
-from dstrain.monitor.end_report import Ended
 from dstrain.monitor.meter import COUNTS, Counts, Meter
 from dstrain.monitor.metrics import summarize
 
@@ -97,7 +98,8 @@ def test_a_step_is_split_as_the_rank_sees_it_that_enters_collectives_last() -> N
         "other_s_by_rank": [0.4, 0.05],
         "host_s_by_rank": [0.0, 0.2],
     }
-    run = Ended(estimate=None, cluster=None, windows=[{"step": n, **window} for n in (1, 2, 3)], states=())
+    windows = [{"step": n, **window} for n in (1, 2, 3)]
+    run: Any = SimpleNamespace(estimate=None, cluster=None, windows=windows, states=())
     assert {one.part: pytest.approx(one.measured) for one in step_parts(run)} == {
         Part.DATA_WAIT: 0.1,
         Part.COMMUNICATION: 0.1,

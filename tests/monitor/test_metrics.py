@@ -1,18 +1,34 @@
-"""What one logging window means."""
+"""The metrics of one logging window, and the names of their curves."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers.integrations.integration_utils import rewrite_logs
 
-from dstrain.choices import Method, Precision
+from dstrain.choices import Method, Precision, SwanLabMode
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
-from dstrain.monitor.metrics import Hardware, Reading, hardware, scalars, summarize, without_nonfinite
+from dstrain.monitor.metrics import (
+    CURVES,
+    Hardware,
+    Reading,
+    hardware,
+    points,
+    scalars,
+    summarize,
+    tag_of,
+    without_nonfinite,
+)
+from dstrain.monitor.sinks.registry import open_sinks
+from dstrain.monitor.sinks.sink import End, Setup
 from dstrain.monitor.windows import measurement
+from dstrain.units import GIB
 
 NAN = float("nan")
 ONE = Reading(
@@ -86,19 +102,22 @@ def test_an_unknown_peak_gives_no_mfu_instead_of_a_guess() -> None:
     assert "mfu" not in summarize([ONE], steps=1, against=None)
 
 
-def test_the_slowest_rank_gives_the_time() -> None:
-    found = summarize([ONE, replace(ONE, window_s=4)], steps=2, against=None)
-    assert (found["tokens_per_s"], found["step_s"]) == (500, 2)
-
-
-def test_the_rank_that_waits_longest_gives_the_waiting_share() -> None:
-    assert summarize([ONE, replace(ONE, wait_s=1)], steps=1, against=None)["data_wait_share"] == 0.5
-
-
-def test_memory_is_the_peak_of_the_fullest_rank() -> None:
-    ranks = [replace(ONE, peak_bytes=10, reserved_bytes=12), replace(ONE, peak_bytes=20, reserved_bytes=30)]
-    found = summarize(ranks, steps=1, against=None)
-    assert (found["peak_bytes_per_gpu"], found["peak_bytes_by_rank"]) == (20, [10, 20])
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        ([{}, {"window_s": 4}], {"tokens_per_s": 500, "step_s": 2}),  # the slowest rank gives the time
+        ([{}, {"wait_s": 1}], {"data_wait_share": 0.5}),  # and the one that waits longest the share of waiting
+        (
+            [{"peak_bytes": 10, "reserved_bytes": 12}, {"peak_bytes": 20, "reserved_bytes": 30}],
+            {"peak_bytes_per_gpu": 20, "peak_bytes_by_rank": [10, 20]},
+        ),
+        ([{}, {"gpu_utilization": 0.5}], {"gpu_utilization": 0.5}),  # the other GPU does not answer
+        ([{}], {"peak_bytes_per_gpu": None}),  # without a GPU
+    ],
+)
+def test_a_window_of_several_ranks(ranks: list[dict[str, float]], expected: dict[str, Any]) -> None:
+    found = summarize([replace(ONE, **rank) for rank in ranks], steps=2 if len(ranks) > 1 else 1, against=None)
+    assert {name: found.get(name) for name in expected} == expected
 
 
 def test_each_rank_has_what_a_calibration_compares() -> None:
@@ -112,15 +131,6 @@ def test_each_rank_has_what_a_calibration_compares() -> None:
         (14, 4, 0),
     ]
     assert (result.windows, result.steps, result.step_s) == (1, 2, 1)
-
-
-def test_memory_is_left_out_where_there_is_no_gpu() -> None:
-    assert "peak_bytes_per_gpu" not in summarize([ONE], steps=1, against=None)
-
-
-def test_a_gpu_that_does_not_answer_is_left_out_of_the_mean() -> None:
-    found = summarize([ONE, replace(ONE, gpu_utilization=0.5)], steps=1, against=None)
-    assert found["gpu_utilization"] == 0.5
 
 
 def test_a_window_without_tokens_is_no_division_by_zero() -> None:
@@ -147,3 +157,37 @@ def test_clocks_and_power_of_each_gpu_are_known_only_if_every_rank_knows_them() 
     assert window["gpu_power_w_by_rank"] == [300.0, 150.0]
     assert (window["gpu_power_share"], window["gpu_power_w"], window["gpu_utilization"]) == (0.375, 225.0, 0.9)
     assert not {"gpu_clock_mhz_by_rank", "gpu_power_share"} & summarize([rank, ONE], steps=1, against=None).keys()
+
+
+TRAINERS = ("loss", "grad_norm", "learning_rate", "epoch", "eval_loss", "eval_runtime", "test_loss", "rewards/margins")
+NIGHT = Path(__file__).parents[1] / "report" / "night" / "metrics.jsonl"
+
+
+def test_what_transformers_logs_has_the_names_of_its_callbacks() -> None:
+    assert [tag_of(name) for name in TRAINERS] == list(rewrite_logs(dict.fromkeys(TRAINERS)))
+
+
+def test_each_curve_has_a_name_of_its_own_in_a_section() -> None:
+    tags = [curve.tag for curve in CURVES.values()]
+    assert len(set(tags)) == len(tags)
+    assert {tag.split("/")[0] for tag in tags} == {"train", "speed", "memory", "rows", "experts"}
+    assert all("bytes" not in tag for tag in tags)
+
+
+def test_every_metric_of_a_run_is_in_the_table() -> None:
+    lines = [json.loads(line) for line in NIGHT.read_text().splitlines()]
+    logged = {name for line in lines if "event" not in line for name in scalars(line) if not name.startswith("eval_")}
+    assert logged - CURVES.keys() <= {"step", "start_step", "time_s"}  # they place a point
+
+
+def test_tensorboard_has_the_loss_first_and_memory_in_gib(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    setup = Setup(project="p", name="n", mode=SwanLabMode.OFFLINE, run_dir=tmp_path, config={}, is_resumed=False)
+    (sink,) = open_sinks(["tensorboard"], setup, lambda line: None)
+    sink.log(points({"aside_s": 1.0, "host_bytes_max": 3 * GIB, "loss": 2.0}), 7)
+    sink.finish(End.SUCCESS)
+    (file,) = (tmp_path / "tensorboard").glob("*/events.*")
+    read = events.EventAccumulator(str(file))
+    read.Reload()
+    assert read.Tags()["scalars"] == ["train/loss", "speed/aside_s", "memory/host_gib_max"]
+    assert [(one.step, one.value) for one in read.Scalars("memory/host_gib_max")] == [(7, 3.0)]

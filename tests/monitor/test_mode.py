@@ -10,30 +10,24 @@ from dstrain.choices import SwanLabMode
 from dstrain.errors import InvalidConfig
 from dstrain.monitor.mode import decide_mode, has_login
 
-
-def test_the_job_wins_over_the_environment() -> None:
-    assert (
-        decide_mode("offline", {"SWANLAB_MODE": "online", "SWANLAB_API_KEY": "k"}, logged_in=True)
-        is SwanLabMode.OFFLINE
-    )
+KEY = {"SWANLAB_API_KEY": "k"}
 
 
-def test_the_environment_wins_over_a_key() -> None:
-    assert (
-        decide_mode(None, {"SWANLAB_MODE": "disabled", "SWANLAB_API_KEY": "k"}, logged_in=True) is SwanLabMode.DISABLED
-    )
-
-
-def test_the_old_word_cloud_means_online() -> None:
-    assert decide_mode("cloud", {}, logged_in=False) is SwanLabMode.ONLINE
-
-
-def test_a_login_file_means_online() -> None:
-    assert decide_mode(None, {}, logged_in=True) is SwanLabMode.ONLINE
-
-
-def test_without_a_key_or_a_login_it_is_offline() -> None:
-    assert decide_mode(None, {"SWANLAB_API_KEY": ""}, logged_in=False) is SwanLabMode.OFFLINE
+@pytest.mark.parametrize(
+    ("job", "environment", "logged_in", "mode"),
+    [
+        ("offline", {"SWANLAB_MODE": "online", **KEY}, True, SwanLabMode.OFFLINE),  # the job wins
+        (None, {"SWANLAB_MODE": "disabled", **KEY}, True, SwanLabMode.DISABLED),  # then the environment
+        (None, KEY, False, SwanLabMode.ONLINE),
+        ("cloud", {}, False, SwanLabMode.ONLINE),  # the old word
+        (None, {}, True, SwanLabMode.ONLINE),
+        (None, {"SWANLAB_API_KEY": ""}, False, SwanLabMode.OFFLINE),
+    ],
+)
+def test_the_job_wins_over_the_environment_and_that_over_a_login(
+    job: str | None, environment: dict[str, str], logged_in: bool, mode: SwanLabMode
+) -> None:
+    assert decide_mode(job, environment, logged_in=logged_in) is mode
 
 
 def test_a_word_that_is_no_mode_names_its_source_and_the_nearest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.job.schema import Job
 from dstrain.monitor.comparison import Part, Quantity
+from dstrain.monitor.run_record import read
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.monitor.verdict import FirstSteps, Verdict
 from dstrain.plan.configuration import changed
@@ -30,7 +32,7 @@ def judged(folder: Path, *, seen: dict[str, Any] | None = None, **job: Any) -> t
     facts = json.loads(place.facts.read_text())
     cluster = from_data(Cluster, facts["cluster"], locate=str)
     asked = Job(model="m", data="d", output_dir=str(folder), **job)
-    steps = FirstSteps(run_dir=place, job=asked, ds_config={}, model=model, cluster=cluster)
+    steps = FirstSteps(record=replace(read(place), job=asked, ds_config={}, model=model, cluster=cluster))
     verdicts = []
     for line in read_jsonl(place.metrics):
         window = {**line, **(seen or {})}
@@ -41,7 +43,7 @@ def judged(folder: Path, *, seen: dict[str, Any] | None = None, **job: Any) -> t
 
 
 def text(verdict: Verdict, steps: FirstSteps) -> str:
-    return "\n".join(verdict.lines(steps.cluster))
+    return "\n".join(verdict.lines(steps.record.cluster))
 
 
 def test_a_run_that_goes_as_planned_has_no_cause(tmp_path: Path) -> None:
@@ -176,10 +178,10 @@ def test_memory_beyond_the_plan_that_fits_needs_no_change(tmp_path: Path) -> Non
 def test_memory_that_leaves_less_than_a_tenth_is_answered_by_the_planner(tmp_path: Path) -> None:
     held = {"reserved_bytes_by_rank": [75 * GIB] * 8, "outside_bytes_by_rank": [2 * GIB] * 8}
     verdict, _, steps = judged(gpu_run(tmp_path / "run", more_bytes=8 * GIB), seen=held)
-    assert steps.cluster is not None
+    assert steps.record.cluster is not None
     assert verdict.advice is not None
     assert verdict.advice.device_bytes_per_gpu is not None
-    assert verdict.advice.device_bytes_per_gpu < 0.9 * steps.cluster.gpu.memory_bytes
+    assert verdict.advice.device_bytes_per_gpu < 0.9 * steps.record.cluster.gpu.memory_bytes
     assert verdict.advice.step_ratio is not None
     assert verdict.advice.step_ratio > 0
     assert "GiB per GPU, a step takes" in verdict.advice.gain
@@ -211,12 +213,12 @@ def small_reductions(folder: Path, *, latency_s: float | None, calls: float) -> 
 
 def test_small_reductions_are_answered_by_measured_latency_where_no_time_is_planned(tmp_path: Path) -> None:
     verdict, _, steps = judged(small_reductions(tmp_path / "run", latency_s=3e-4, calls=102.0))
-    assert steps.estimate is not None
+    assert steps.record.estimate is not None
     assert verdict.cause is None
     assert verdict.advice is not None
-    whole = steps.estimate.num_trainable_params
+    whole = steps.record.estimate.num_trainable_params
     assert verdict.advice.setting == f"zero_optimization.reduce_bucket_size: {whole} in ds_config.json (now 1000)"
-    fewer = steps.estimate.configuration.step.grad_accum
+    fewer = steps.record.estimate.configuration.step.grad_accum
     least = (102 - fewer) * 3e-4
     assert verdict.advice.step_ratio == pytest.approx(-least / 0.2)
     assert verdict.advice.gain == (
@@ -244,6 +246,5 @@ def test_a_verdict_is_a_line_of_the_metrics_that_is_no_step(tmp_path: Path) -> N
 def test_a_run_without_a_plan_has_no_verdict(tmp_path: Path) -> None:
     folder = gpu_run(tmp_path / "run")
     RunDir(folder).plan.unlink()
-    job = Job(model="m", data="d", output_dir=str(folder))
-    steps = FirstSteps(run_dir=RunDir(folder), job=job, ds_config={}, model=None, cluster=None)
+    steps = FirstSteps(record=read(RunDir(folder)))
     assert all(steps.see(line, steps=line["step"]) is None for line in read_jsonl(RunDir(folder).metrics))

@@ -10,8 +10,8 @@ from cases import ask
 
 from dstrain.choices import Offload, Optimizer, Precision
 from dstrain.facts.cluster.calibration import SCHEMA, Calibration, Measured
-from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.estimate import BF16_STATES, OPTIMIZER_TYPES, assess, effective, unplanned_optimizer
+from dstrain.plan.configuration import BF16_STATES, DEFAULTS, Configuration, changed
+from dstrain.plan.estimate import OPTIMIZER_TYPES, assess, effective, unplanned_optimizer
 from dstrain.plan.request import Request
 from dstrain.units import GIB
 

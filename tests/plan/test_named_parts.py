@@ -10,7 +10,7 @@ import pytest
 
 from dstrain.choices import Method
 from dstrain.facts import probe
-from dstrain.facts.model.parameter_names import names_of
+from dstrain.facts.model.model_files import names_of
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.plan.named_parts import RENAMED_BY_PEFT, Unknown, unknown, untargeted

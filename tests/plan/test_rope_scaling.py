@@ -6,30 +6,23 @@ import pytest
 
 from dstrain.choices import RopeType
 from dstrain.errors import InvalidConfig
-from dstrain.facts.model import aliases
-from dstrain.facts.model.families import from_config
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.probe import read_model
 from dstrain.job.model_changes import RopeScaling
 from dstrain.plan.rope_scaling import chosen, fault, notes
-
-
-def model(name: str) -> ModelFacts:
-    alias, entry = aliases.resolve(name) or pytest.fail(name)
-    return from_config(entry.config, name=alias, source=entry.hub_id)
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "Qwen/Qwen3-8B-Base"])
 @pytest.mark.parametrize(("seq_len", "factor"), [(65536, 2), (65537, 3), (131072, 4)])
 def test_qwen3_gets_yarn_with_the_factor_of_its_model_card(name: str, seq_len: int, factor: int) -> None:
-    scaling = chosen(model(name), None, seq_len)
+    scaling = chosen(read_model(name), None, seq_len)
     assert scaling == RopeScaling(rope_type=RopeType.YARN, factor=factor, original_max_position_embeddings=32768)
-    said = notes(model(name), None, scaling)
+    said = notes(read_model(name), None, scaling)
     assert ("as Qwen documents it" in said[0], "short texts may get slightly worse" in said[1]) == (True, True)
 
 
 @pytest.mark.parametrize(("name", "seq_len"), [("qwen3-8b", 40960), ("llama-3.1-8b", 131072)])
 def test_within_its_own_length_a_model_is_left_alone(name: str, seq_len: int) -> None:
-    assert chosen(model(name), None, seq_len) is None
+    assert chosen(read_model(name), None, seq_len) is None
 
 
 @pytest.mark.parametrize(
@@ -44,7 +37,7 @@ def test_within_its_own_length_a_model_is_left_alone(name: str, seq_len: int) ->
 )
 def test_a_length_that_nobody_documents_is_refused_with_what_to_type(name: str, seq_len: int, hint: str) -> None:
     with pytest.raises(InvalidConfig, match=hint.replace("(", r"\(").replace(")", r"\)")):
-        chosen(model(name), None, seq_len)
+        chosen(read_model(name), None, seq_len)
 
 
 @pytest.mark.parametrize(
@@ -58,17 +51,17 @@ def test_a_length_that_nobody_documents_is_refused_with_what_to_type(name: str, 
 )
 def test_a_type_that_a_model_cannot_have_or_does_not_need_is_refused(name: str, seq_len: int, problem: str) -> None:
     with pytest.raises(InvalidConfig, match=problem):
-        chosen(model(name), RopeType.LINEAR, seq_len)
+        chosen(read_model(name), RopeType.LINEAR, seq_len)
 
 
 def test_a_factor_reaches_its_multiple_of_the_original_positions_and_no_more() -> None:
     scaling = RopeScaling(rope_type=RopeType.LINEAR, factor=1.5)
-    assert fault(model("mistral-7b"), scaling, 49152) is None
+    assert fault(read_model("mistral-7b"), scaling, 49152) is None
     expected = "linear × 1.5 of 32768 positions reaches 49152 tokens, and seq_len is 49153"
-    assert fault(model("mistral-7b"), scaling, 49153) == expected
+    assert fault(read_model("mistral-7b"), scaling, 49153) == expected
 
 
 def test_dynamic_scaling_says_that_the_order_matters() -> None:
-    scaling = chosen(model("mistral-7b"), RopeType.DYNAMIC, 65536)
+    scaling = chosen(read_model("mistral-7b"), RopeType.DYNAMIC, 65536)
     assert scaling is not None
-    assert "order of the samples" in notes(model("mistral-7b"), RopeType.DYNAMIC, scaling)[0]
+    assert "order of the samples" in notes(read_model("mistral-7b"), RopeType.DYNAMIC, scaling)[0]

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
 from cases import ask
 
-from dstrain.choices import Interval, Method, Task
+from dstrain.choices import Interval, Method, Offload, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.data.lengths import Lengths
 from dstrain.job.schema import Job
+from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.request import Request
 from dstrain.plan.run_time import LEAST_STEPS, RunTime, run_time, with_lengths
 from dstrain.plan.search.decide import choice
@@ -77,7 +79,9 @@ def test_data_with_media_leave_open_what_a_run_of_them_takes() -> None:
             with_lengths(request, model, data, epochs=3)
 
 
+@cache
 def trained(data: Lengths, **wishes: Any) -> RunTime:
+    wishes = {"zero_stage": 2, "offload": Offload.NONE, "grad_ckpt": True, **wishes}  # a short search
     request = with_lengths(Request(method=Method.LORA, **wishes), MODEL.model, data, epochs=3)
     return run_time(MODEL, choice(MODEL, request), data, job())
 
@@ -112,19 +116,24 @@ def test_what_packing_saves_is_the_padding_of_rows_of_one_sample_each() -> None:
     assert (alone.packed_steps, packed.packed_ratio) == (packed.steps, 1.0)
 
 
+EQUAL = lengths((4096,) * 50, 64_000)
+
+
+@cache
+def chosen_for_equal() -> Estimate:
+    return choice(MODEL, with_lengths(Request(packing=False, zero_stage=2), MODEL.model, EQUAL, epochs=1))
+
+
 def test_equal_samples_take_the_step_of_the_plan() -> None:
-    data = lengths((4096,) * 50, 64_000)
-    request = with_lengths(Request(packing=False), MODEL.model, data, epochs=1)
-    chosen = choice(MODEL, request)
-    run = run_time(MODEL, chosen, data, job(num_train_epochs=1.0))
+    chosen = chosen_for_equal()
+    run = run_time(MODEL, chosen, EQUAL, job(num_train_epochs=1.0))
     assert chosen.speed is not None
     assert run.seconds == pytest.approx(1000 * chosen.speed.step_s + run.checkpoint_s)
     assert (run.idle_share, run.cut_share) == (0, 0)
 
 
 def test_evaluations_and_checkpoints_take_their_time() -> None:
-    data = lengths((4096,) * 50, 64_000)
-    chosen = choice(MODEL, with_lengths(Request(packing=False), MODEL.model, data, epochs=1))
+    data, chosen = EQUAL, chosen_for_equal()
     plain = job(num_train_epochs=1.0, save_steps=5000)
     alone = run_time(MODEL, chosen, data, plain)
     assert (alone.evaluations, alone.checkpoints) == (0, 1)  # of the last step

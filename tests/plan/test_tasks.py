@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from dstrain.choices import LossKernel, Method, Task
+from dstrain.choices import LossKernel, Method, Offload, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts import probe
-from dstrain.facts.cluster import cluster as clusters
-from dstrain.facts.cluster import gpus
-from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.request import LrScaling, Request
 from dstrain.plan.search.decide import decide
-from dstrain.plan.search.notes import PREFERENCE_RATES
+from dstrain.plan.search.notes import PREFERENCE_RATES, learning_rate
 from dstrain.plan.speed.step_time import forward_s, speed
+from tests.plan.machines import cluster
 
 
 def workload(num_gpus: int = 8) -> Workload:
-    cluster = clusters.describe(gpu=gpus.gpu("h100-sxm"), gpu_origin=Origin.GIVEN, gpus=num_gpus)
-    return Workload(model=probe.read_model("qwen3-8b"), cluster=cluster)
+    return Workload(model=probe.read_model("qwen3-8b"), cluster=cluster(num_gpus))
 
 
 def test_a_pair_needs_the_memory_and_the_time_of_two_samples() -> None:
@@ -63,9 +62,11 @@ def test_what_pairs_cannot_have_contradicts_them(asked: dict[str, object]) -> No
         decide(workload(), Request(task=Task.DPO, seq_len=1024, **asked))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("scaling", "rate"), [(None, 1e-5), (LrScaling.LINEAR, 4e-5), (LrScaling.SQRT, 2e-5)])
-def test_the_learning_rate_follows_the_samples_of_a_step_where_asked(scaling: LrScaling | None, rate: float) -> None:
-    plan = decide(workload(), Request(seq_len=512, global_batch=256, lr_scaling=scaling))
-    assert plan.learning_rate == pytest.approx(rate)
+def test_the_learning_rate_follows_the_samples_of_a_step_where_asked() -> None:
+    rates = [learning_rate(Request(lr_scaling=scaling), 256) for scaling in (None, LrScaling.LINEAR, LrScaling.SQRT)]
+    assert rates == pytest.approx([1e-5, 4e-5, 2e-5])
+    settled: dict[str, Any] = {"zero_stage": 3, "micro_batch": 8, "offload": Offload.NONE, "grad_ckpt": True}
+    plan = decide(workload(), Request(lr_scaling=LrScaling.LINEAR, global_batch=256, seq_len=512, **settled))
+    assert plan.learning_rate == rates[1]
     (note,) = (note for note in plan.notes if "learning rate" in note)
     assert note.startswith("learning rate 1e-05 is meant for 64 samples a step; for 256")

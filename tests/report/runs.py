@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from cases import ask
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.job.schema import Job
 from dstrain.monitor.comparison import communication_s
+from dstrain.monitor.run_record import read
 from dstrain.monitor.sinks.jsonl import JsonlFile, read_jsonl
 from dstrain.monitor.verdict import FirstSteps
 from dstrain.oom import (
@@ -108,7 +110,7 @@ def judged(folder: Path) -> Path:
     place.preflight.write_text(to_json(Preflight(step=0, checks=checks, seconds=2.0, limit_s=60.0)))
     cluster, _ = _planned()
     job = Job(model="m", data="d", output_dir=str(folder))
-    steps = FirstSteps(run_dir=place, job=job, ds_config={}, model=None, cluster=cluster)
+    steps = FirstSteps(record=replace(read(place), job=job, ds_config={}, model=None, cluster=cluster))
     verdicts = [
         found | {"time_s": line["time_s"] + 0.001}
         for line in read_jsonl(place.metrics)

@@ -13,17 +13,14 @@ from typing import Any
 
 import pytest
 
-from dstrain.cli import status
-from dstrain.errors import InvalidConfig
+from dstrain.cli.verbs import status
 from dstrain.launch.run import state
-from dstrain.launch.run.state import Stage, StateWriter, note_restart
+from dstrain.launch.run.state import StateWriter, note_restart
+from dstrain.monitor.run_record import read
 from dstrain.report.page import page
-from dstrain.report.recorded import read
 from dstrain.report.report import Report, differing, report
-from dstrain.report.table import lines as table_lines
-from dstrain.report.table import table
-from dstrain.report.text import document, lines
-from dstrain.rundir import RunDir
+from dstrain.report.text import document, lines, side_by_side, side_by_side_lines
+from dstrain.rundir import RunDir, Stage
 from tests.draws import Draw
 from tests.report.runs import BEGAN, NIGHT, gpu_run, night, out_of_memory
 
@@ -115,7 +112,7 @@ def test_a_damaged_file_takes_what_it_tells_and_no_more(tmp_path: Path, name: st
     one = reported(folder)
     text = lines(one)
     assert json.loads(json.dumps(document(one)))["run_dir"] == str(folder)
-    assert table_lines(table([one, reported(NIGHT)]))
+    assert side_by_side_lines(side_by_side([one, reported(NIGHT)]))
     if damage in {"bytes", "folder"} and not name.endswith((".jsonl", ".sh")):
         assert any(f"{name} " in problem for problem in one.missing), one.missing
     if name in {"metrics.jsonl", "state.json", "plan.json"}:
@@ -147,8 +144,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return one, out_of_memory(gpu_run(folder / "gpu"))
 
 
+@pytest.mark.sweep
 def test_no_value_of_a_file_breaks_a_report_or_its_page(tmp_path: Path, whole: tuple[Path, Path], draw: Draw) -> None:
-    for number in draw(range(2000), 60):
+    for number in draw(range(2000), 20):
         rng = random.Random(number)
         folder = tmp_path / f"{number}"
         shutil.copytree(rng.choice(whole), folder)
@@ -187,6 +185,7 @@ def test_an_early_end_and_generated_texts_are_reported(tmp_path: Path) -> None:
     assert document(one)["best"] == best
 
 
+@pytest.mark.commands
 def test_an_out_of_memory_has_its_parts_beside_the_plan_and_changes_that_fit(tmp_path: Path) -> None:
     folder = out_of_memory(gpu_run(tmp_path / "run"))
     typed = ("dstrain", "run", "/jobs/8 gpus.yaml", "--port", "29600")
@@ -240,11 +239,6 @@ def test_a_failed_run_has_one_cause_and_the_rule_that_ended_it_leads(tmp_path: P
     assert status.document(place, state.read(place))["cause"] == cause
 
 
-def test_a_folder_that_is_no_run_directory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidConfig, match="is not a run directory"):
-        read(RunDir(tmp_path))
-
-
 def test_runs_side_by_side_show_the_settings_that_differ(tmp_path: Path) -> None:
     folders = [night(tmp_path / name) for name in ("a", "b")]
     for folder, rate in zip(folders, (0.02, 0.01), strict=True):
@@ -253,7 +247,7 @@ def test_runs_side_by_side_show_the_settings_that_differ(tmp_path: Path) -> None
         request.write_text(json.dumps(job))
     reports = [reported(folder) for folder in folders]
     assert differing(reports) == {"learning_rate": (0.02, 0.01)}
-    rows = {row[0]: row[1:] for row in table(reports)}
+    rows = {row[0]: row[1:] for row in side_by_side(reports)}
     assert rows["learning_rate"] == ["0.02", "0.01"]
     assert rows["hand edits"] == ["2", "2"]
 
@@ -266,3 +260,17 @@ def test_a_run_without_checks_before_its_first_step_says_so(tmp_path: Path) -> N
         (folder / "request.json").write_text(json.dumps(asked | {"preflight": is_on}))
         missing = report(read(RunDir(folder)), now=0).missing
         assert any(text.startswith(words) for text in missing) is not is_on
+
+
+def test_a_run_of_an_earlier_version_keeps_its_job_without_keys_that_are_gone(tmp_path: Path) -> None:
+    folder = night(tmp_path / "night")
+    request = folder / "request.json"
+    job = json.loads(request.read_text())
+    now = read(RunDir(folder)).job
+    gone = {"kto": {"beta": 0.1}, "audio_max_seconds": 30, "health": {**job["health"], "divergence": {"warn": 2.0}}}
+    request.write_text(json.dumps({**job, **gone, "monitor": {**job["monitor"], "notify": []}}))
+    record = read(RunDir(folder))
+    assert (record.job, record.unread) == (now, ())
+    request.write_text(json.dumps({**job, "task": "kto"}))
+    record = read(RunDir(folder))
+    assert (record.job, record.unread) == (None, ("request.json is damaged, or of another dstrain",))

@@ -17,8 +17,7 @@ from dstrain.facts.model.trace_records import Question
 from dstrain.facts.model.tracer import Questions
 from dstrain.records import from_data
 from dstrain.train.data.collate import without_adapter
-from dstrain.train.tracing.building import prepare
-from dstrain.train.tracing.inputs import make_inputs
+from dstrain.train.tracing.building import make_inputs, prepare
 
 
 def peak_bytes(question: Question) -> int:
@@ -72,5 +71,6 @@ def images(model: Any, ids: torch.Tensor, question: Question) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    torch.backends.mkldnn.set_flags(False)  # its products in bf16 have workspaces where a CPU has AMX
     asked = from_data(Questions, json.load(sys.stdin), locate=lambda place: str(place))
     print(json.dumps([peak_bytes(question) for question in asked.questions]))

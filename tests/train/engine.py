@@ -25,6 +25,8 @@ class Engine:
     def __init__(self, home: Path) -> None:
         self.home = home
         """Home and current folder of all ranks."""
+        self.pids: list[int] = []
+        """Process ids of the ranks that were started last."""
         paths = {"PYTHONPATH": os.pathsep.join(map(str, (CHECKOUT, QLORA, VIDEOS)))}
         line = [sys.executable, "-m", "tests.train.forked_ranks"]
         options: dict[str, Any] = {"cwd": home, "env": environment(home) | paths, "start_new_session": True}
@@ -57,10 +59,10 @@ class Engine:
         """
         request = {"program": [str(word) for word in program], "ranks": ranks, "log": str(log)}
         self._requests.write(json.dumps(request).encode() + b"\n")
-        pids, deadline = self._answer(), time.monotonic() + timeout_s
+        self.pids, deadline = self._answer(), time.monotonic() + timeout_s
         while not select.select([self._answers], [], [], 0.01)[0]:
             if is_over() or time.monotonic() > deadline:
-                for pid in pids:
+                for pid in self.pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 break

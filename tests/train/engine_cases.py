@@ -12,11 +12,10 @@ from dstrain.choices import LossKernel, Method, Offload, Optimizer, Precision, T
 from dstrain.facts.model.families import from_config
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.estimate import BF16_STATES
-from dstrain.plan.freezing import frozen_parts, with_frozen
+from dstrain.plan.configuration import BF16_STATES, DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import engine as planned_engine
-from dstrain.plan.memory.deepspeed.settings import settings_of
+from dstrain.plan.named_parts import frozen_parts, with_frozen
+from dstrain.plan.training_code import needs_reentrant
 from tests.train.engine import Engine
 
 STEPS = 2
@@ -364,7 +363,7 @@ def described(case: Case) -> dict[str, Any]:
         "task": configuration.batch.task,
         "is_full": case.is_full,
         "tiled_mlp": configuration.checkpointing.tiled_mlp,
-        "grad_ckpt": {"use_reentrant": settings_of(configuration).is_reentrant}
+        "grad_ckpt": {"use_reentrant": needs_reentrant(configuration.model.method, configuration.zero.stage)}
         if configuration.checkpointing.enabled
         else None,
         "lora": adapter if configuration.model.method is Method.LORA else None,

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dstrain.train import demo
-from dstrain.train.data.collate import Collator
+from dstrain.train.data.collate import Collator, shift
 from dstrain.train.data.packing import PackedRows, packed
-from dstrain.train.data.slices import shift
-from dstrain.train.evaluation import Share, loss_of, mean_loss
+from dstrain.train.loss import Share, loss_of, mean_loss
 from dstrain.train.rank import Rank
 
 RANKS = 3

@@ -20,8 +20,7 @@ from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.train.checkpoints.saved_model import family_of
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.media import load_media_reader
-from dstrain.train.data.media_collator import MediaCollator
+from dstrain.train.data.media import MediaCollator, load_media_reader
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.vision_families import FAMILIES

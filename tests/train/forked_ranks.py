@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from dstrain.launch.nodes.shared_memory import remove_buffers
+from dstrain.launch.nodes.node_runner import remove_buffers
 from tests.forked import run_and_exit
 from tests.train.launching import free_port
 
@@ -32,7 +32,7 @@ def import_everything() -> None:
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import dstrain.monitor.run_card
+    import dstrain.monitor.end_report
     import dstrain.train.setup  # noqa: F401
 
     get_checkpoint_conversion_mapping("qwen3")

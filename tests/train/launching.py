@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -121,28 +119,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(home: Path, program: Sequence[str], **options: Any) -> subprocess.Popen[str]:
-    """Starts the launcher in a process group of its own."""
-    home.mkdir(parents=True, exist_ok=True)
-    return subprocess.Popen(
-        command(home, program),
-        cwd=home,
-        env=environment(home) | options.pop("env", {}),
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        **options,
-    )
-
-
-def end_group(process: subprocess.Popen[str]) -> None:
-    """Kills whatever is left of the group that `start` made."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def losses(folder: Path) -> dict[int, float | None]:
     """Returns the loss of each step, the last word on it."""
     from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
@@ -170,6 +146,17 @@ def codes(folder: Path) -> list[list[int]]:
     return [json.loads(line) for line in Path(f"{folder}.codes").read_text().splitlines()]
 
 
+def require_resumed(cut: Path, whole: Path) -> None:
+    """Asserts that a run that was killed and has gone on ends as an undisturbed one, to the last bit."""
+    assert codes(whole) == [[0, 0]], said(whole)[-3000:]
+    assert codes(cut)[0][0] == -signal.SIGKILL
+    assert codes(cut)[1] == [0, 0], said(cut)[-3000:]
+    assert losses(cut) == losses(whole)
+    final, expected = tensors(cut / "final"), tensors(whole / "final")
+    assert final.keys() == expected.keys()
+    assert all(final[key].equal(expected[key]) for key in expected)
+
+
 def said(folder: Path, rank: int = 0) -> str:
     """Returns what a rank printed in all starts of `Engine.train` on a run directory."""
     return Path(f"{folder}.log.{rank}").read_text()
@@ -189,6 +176,13 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     from dstrain.monitor.sinks.jsonl import read_jsonl
 
     return [line for line in read_jsonl(folder / "metrics.jsonl") if "loss" in line]
+
+
+def evaluations(folder: Path) -> dict[int, float]:
+    """Returns the evaluation loss of a run by step."""
+    from dstrain.monitor.sinks.jsonl import read_jsonl
+
+    return {line["step"]: line["eval_loss"] for line in read_jsonl(folder / "metrics.jsonl") if "eval_loss" in line}
 
 
 def require_packed_as_alone(folder: Path) -> None:

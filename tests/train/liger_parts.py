@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from dstrain.train.liger import replace_kernels
+from dstrain.train.model import replace_kernels
 from tests.train.interpreting import complete_interpreter
 
 

@@ -44,7 +44,7 @@ def limit(most: int, since: Path) -> Callable[[], int]:
         count -= live.pop(key)[0]
 
     def fail(size: int) -> None:
-        from dstrain.train.out_of_memory import OBSERVER
+        from dstrain.train.memory import OBSERVER
 
         stats = {"allocated_bytes.all.current": count, "reserved_bytes.all.current": count}
         torch.cuda.memory_stats = lambda device=None: stats  # what there is to ask on a GPU

@@ -6,13 +6,15 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import accelerate.utils  # type: ignore[import-untyped]
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import PreTrainedModel, get_scheduler
 
 from dstrain.choices import Interval, Method, Precision, Schedule
+from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
-from dstrain.train.arguments import checkpointing_kwargs, training_arguments
+from dstrain.train.arguments import CHECKPOINTING, checkpointing_arguments, checkpointing_kwargs, training_arguments
 
 DS_CONFIG: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -30,20 +32,43 @@ def made(folder: Path, **fields: Any) -> Any:
     return training_arguments(job, DS_CONFIG, num_ranks=2, on_gpu=False)
 
 
-def test_a_nan_loss_is_not_filtered(tmp_path: Path) -> None:
-    assert made(tmp_path).logging_nan_inf_filter is False
+def test_only_sequence_parallelism_needs_a_newer_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(accelerate.utils, "DeepSpeedSequenceParallelConfig", raising=False)  # as before 1.12
+    assert made(tmp_path).parallelism_config is None
+    with pytest.raises(InvalidConfig, match=r"^sp: 2 needs accelerate 1\.12 or newer, not "):
+        made(tmp_path, sp=2)
 
 
-def test_transformers_reports_to_nobody(tmp_path: Path) -> None:
-    assert made(tmp_path).report_to == []
-
-
-def test_without_a_gpu_it_asks_for_the_cpu(tmp_path: Path) -> None:
-    assert made(tmp_path).use_cpu is True
-
-
-def test_determinism_is_asked_for_only_when_the_job_says_so(tmp_path: Path) -> None:
-    assert made(tmp_path).full_determinism is False
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        # a NaN loss is seen, Transformers reports to nobody, and without a GPU it asks for the CPU
+        ({}, {"logging_nan_inf_filter": False, "report_to": [], "use_cpu": True, "full_determinism": False}),
+        ({}, {"max_steps": -1, "save_strategy": "steps", CHECKPOINTING: True}),
+        ({"max_steps": 7, "grad_ckpt": False}, {"max_steps": 7, CHECKPOINTING: False}),
+        ({"precision": Precision.BF16}, {"bf16": True, "fp16": False}),
+        ({"precision": Precision.FP16}, {"bf16": False, "fp16": True}),
+        ({"precision": Precision.FP32}, {"bf16": False, "fp16": False}),
+        # an evaluation needs both data and an interval
+        ({"eval_data": "e", "eval_steps": 5}, {"eval_strategy": "steps"}),
+        ({"val_split": 0.1, "eval_steps": 5}, {"eval_strategy": "steps"}),
+        ({"eval_data": "e"}, {"eval_strategy": "no"}),
+        ({"eval_steps": 5}, {"eval_strategy": "no"}),
+        ({"eval_strategy": Interval.EPOCH}, {"eval_strategy": "no"}),
+        (
+            {"eval_data": "e", "eval_strategy": Interval.EPOCH, "save_strategy": Interval.EPOCH},
+            {"eval_strategy": "epoch", "save_strategy": "epoch"},
+        ),
+        ({"eval_data": "e", "eval_on_start": True}, {"eval_on_start": True}),
+        # intervals may be shares of the run
+        ({"save_steps": 0.25, "eval_data": "d", "eval_steps": 0.1}, {"save_steps": 0.25, "eval_steps": 0.1}),
+        ({"micro_batch": 2}, {"per_device_eval_batch_size": 2}),
+        ({"micro_batch": 2, "eval_micro_batch": 8}, {"per_device_eval_batch_size": 8}),
+    ],
+)
+def test_a_field_of_a_job_is_one_of_the_trainer(tmp_path: Path, fields: Any, expected: dict[str, Any]) -> None:
+    arguments = made(tmp_path, **fields)
+    assert {name: getattr(arguments, name) for name in expected} == expected
 
 
 def test_auto_values_are_filled_from_the_job(tmp_path: Path) -> None:
@@ -64,45 +89,6 @@ def test_warmup_is_a_share_of_the_steps(tmp_path: Path) -> None:
     arguments = made(tmp_path, warmup_ratio=0.1)
     assert arguments.get_warmup_steps(200) == 20
     assert made(tmp_path, warmup_ratio=1.0).get_warmup_steps(200) == 200
-
-
-def test_max_steps_ends_the_run_only_when_given(tmp_path: Path) -> None:
-    assert made(tmp_path).max_steps == -1
-    assert made(tmp_path, max_steps=7).max_steps == 7
-
-
-@pytest.mark.parametrize(
-    ("precision", "bf16", "fp16"),
-    [(Precision.BF16, True, False), (Precision.FP16, False, True), (Precision.FP32, False, False)],
-)
-def test_precision_is_one_of_three(tmp_path: Path, precision: Precision, bf16: bool, fp16: bool) -> None:
-    arguments = made(tmp_path, precision=precision)
-    assert (arguments.bf16, arguments.fp16) == (bf16, fp16)
-
-
-def test_an_evaluation_needs_both_data_and_an_interval(tmp_path: Path) -> None:
-    assert made(tmp_path, eval_data="e", eval_steps=5).eval_strategy == "steps"
-    assert made(tmp_path, val_split=0.1, eval_steps=5).eval_strategy == "steps"
-    assert made(tmp_path, eval_data="e").eval_strategy == "no"
-    assert made(tmp_path, eval_steps=5).eval_strategy == "no"
-
-
-def test_the_model_is_evaluated_and_saved_after_steps_or_epochs(tmp_path: Path) -> None:
-    by_epoch = made(tmp_path, eval_data="e", eval_strategy=Interval.EPOCH, save_strategy=Interval.EPOCH)
-    assert (by_epoch.eval_strategy, by_epoch.save_strategy) == ("epoch", "epoch")
-    assert made(tmp_path).save_strategy == "steps"
-    assert made(tmp_path, eval_strategy=Interval.EPOCH).eval_strategy == "no"
-    assert made(tmp_path, eval_data="e", eval_on_start=True).eval_on_start
-
-
-def test_intervals_may_be_shares_of_the_run(tmp_path: Path) -> None:
-    arguments = made(tmp_path, save_steps=0.25, eval_data="d", eval_steps=0.1)
-    assert (arguments.save_steps, arguments.eval_steps) == (0.25, 0.1)
-
-
-def test_evaluation_may_have_a_micro_batch_of_its_own(tmp_path: Path) -> None:
-    assert made(tmp_path, micro_batch=2).per_device_eval_batch_size == 2
-    assert made(tmp_path, micro_batch=2, eval_micro_batch=8).per_device_eval_batch_size == 8
 
 
 def test_the_schedule_has_its_own_parameters_and_a_warmup_in_steps(tmp_path: Path) -> None:
@@ -135,11 +121,22 @@ def test_recomputation_enters_again_only_for_adapters_under_zero_3() -> None:
     assert checkpointing_kwargs(lora, DS_CONFIG) == {"use_reentrant": False}
 
 
-def test_the_layers_to_recompute_reach_the_trainer(tmp_path: Path) -> None:
-    kwargs = made(tmp_path, grad_ckpt_every_n_layers=2, activation_offload=True).activation_checkpointing_kwargs
-    assert kwargs == {"use_reentrant": False, "every_n_layers": 2, "offload": True}
+def test_the_layers_to_recompute_reach_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def enable(self: PreTrainedModel, kwargs: Any = None, every_n_layers: int = 1, offload: bool = False) -> None: ...
+
+    monkeypatch.setattr(PreTrainedModel, f"{CHECKPOINTING}_enable", enable)  # older releases lack some of these
+    arguments = made(tmp_path, grad_ckpt_every_n_layers=2, activation_offload=True)
+    assert getattr(arguments, f"{CHECKPOINTING}_kwargs") == {
+        "use_reentrant": False,
+        "every_n_layers": 2,
+        "offload": True,
+    }
 
 
-def test_recomputation_is_off_when_the_job_says_so(tmp_path: Path) -> None:
-    assert made(tmp_path, grad_ckpt=False).activation_checkpointing is False
-    assert made(tmp_path).activation_checkpointing is True
+def test_a_release_without_a_form_of_recomputation_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def enable(self: PreTrainedModel, gradient_checkpointing_kwargs: Any = None) -> None: ...
+
+    monkeypatch.setattr(PreTrainedModel, f"{CHECKPOINTING}_enable", enable)
+    assert checkpointing_arguments({"use_reentrant": False})[CHECKPOINTING] is True
+    with pytest.raises(InvalidConfig, match="activation_offload needs a newer Transformers than"):
+        checkpointing_arguments({"use_reentrant": False, "offload": True})

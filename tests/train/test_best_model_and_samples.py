@@ -20,19 +20,20 @@ from transformers import (
 )
 
 from dstrain.choices import Interval, Method, Task
-from dstrain.errors import InvalidConfig
 from dstrain.job.monitor import Samples
 from dstrain.job.schema import Job
-from dstrain.monitor.best_model import BestModel, best_model
+from dstrain.monitor.outcomes import BestModel, best_model
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.rundir import RunDir
 from dstrain.train.arguments import training_arguments
-from dstrain.train.best_model import BestModelCallback
 from dstrain.train.checkpoints.export import locate
 from dstrain.train.generate import prompts_of
-from dstrain.train.preflight.generation import try_generation
+from dstrain.train.parts.saving import BestModelCallback
+from dstrain.train.preflight.samples import try_generation
 from tests.train.engine import Engine
-from tests.train.launching import change_job, codes, lines, losses, make_run, said, tensors
+from tests.train.launching import change_job, codes, evaluations, lines, losses, make_run, said, tensors
+
+pytestmark = pytest.mark.parts(6, at=0)
 
 PROMPTS = ("Who are you?", "Name a color.")
 NEW_TOKENS = 4
@@ -83,11 +84,6 @@ def runs(root: Path, demo: Path, engine: Engine) -> Path:
     change_job(folder / "full3", max_steps=12, resume="auto")
     engine.train(folder / "full3")
     return folder
-
-
-def evaluations(folder: Path) -> dict[int, float]:
-    """Returns the evaluation loss by step."""
-    return {line["step"]: line["eval_loss"] for line in read_jsonl(folder / "metrics.jsonl") if "eval_loss" in line}
 
 
 def recorded(folder: Path) -> BestModel:
@@ -200,8 +196,8 @@ def test_a_model_that_cannot_generate_ends_the_run_before_its_first_step() -> No
     broken: Any = SimpleNamespace(rehearse=lambda count: model.generate(prompt, max_new_tokens=count))
     trainer: Any = SimpleNamespace(model_wrapped=model)
     found = try_generation(trainer, broken, group=None)
-    assert isinstance(found.ends, InvalidConfig)
-    assert found.ends.problem.startswith("samples: the model cannot generate: IndexError: index out of range")
+    assert not found.passed
+    assert found.text.startswith("samples: the model cannot generate: IndexError: index out of range")
 
 
 def test_the_time_of_texts_is_not_that_of_steps(runs: Path) -> None:

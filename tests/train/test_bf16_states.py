@@ -14,13 +14,15 @@ from dstrain.choices import Optimizer
 from dstrain.config.resolve_auto import for_trainer, with_bf16_states
 from dstrain.job.schema import Job
 from dstrain.job.yaml_source import parse_yaml
-from dstrain.plan.configuration import DEFAULTS, changed
-from dstrain.plan.estimate import BF16_STATES
+from dstrain.plan.configuration import BF16_STATES, DEFAULTS, changed
 from dstrain.plan.memory.memory import shard_bytes
 from tests.cases import files
 from tests.train.engine import Engine
 from tests.train.launching import codes, losses, make_run, said, tensors, without_dropout
 from tests.train.test_elastic import go_on
+from tests.train.test_muon import ONE
+
+pytestmark = pytest.mark.parts(6, at=1)
 
 RANKS = {2: 2, 3: 1}
 """ZeRO stage → ranks that go on with a checkpoint of two."""
@@ -91,7 +93,7 @@ def test_a_job_fills_the_keys_of_the_engine_that_are_missing() -> None:
 
 
 def test_gen_config_writes_second_moments_that_fall() -> None:
-    written = files(model="qwen3-8b", gpus=8, gpu="h100", zero_stage=3, optimizer=Optimizer.ADAMW_BF16)
+    written = files(model="qwen3-8b", gpus=8, gpu="h100", zero_stage=3, optimizer=Optimizer.ADAMW_BF16, **ONE)
     job = parse_yaml(written["job.yaml"], "job.yaml")[0]
     assert (job["optimizer"], job["adam_beta2"]) == ("adamw_bf16", 0.95)
     assert not set(BF16_STATES) & json.loads(written["ds_config.json"])["bf16"].keys()

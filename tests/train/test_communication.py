@@ -15,10 +15,12 @@ from dstrain.facts.probe import read_model
 from dstrain.job.monitor import Monitor
 from dstrain.job.schema import Job
 from dstrain.monitor.sinks.jsonl import read_jsonl
-from dstrain.train.process_group import observed
 from dstrain.train.rank import Rank
+from dstrain.train.setup import observed
 from tests.train.engine import Engine
 from tests.train.launching import lines, make_run, said
+
+pytestmark = pytest.mark.parts(6, at=3)
 
 MEASURED, THROTTLED = 1e9, 5e7
 """Bytes per second that the links are said to have, and that they are held to."""

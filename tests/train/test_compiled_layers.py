@@ -13,26 +13,21 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dstrain.choices import CompileBackend
 from dstrain.errors import InvalidConfig
-from dstrain.train.compiled_layers import compile_layers
 from dstrain.train.loss import trial
+from dstrain.train.model import compile_layers
 from tests.train.engine import Engine
 from tests.train.launching import codes, losses, make_run, said, tensors, without_dropout
+from tests.train.tiny import sizes
+
+pytestmark = pytest.mark.parts(6, at=5)
 
 
 def tiny() -> Qwen3ForCausalLM:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "vocab_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    return Qwen3ForCausalLM(Qwen3Config(**sizes))
+    return Qwen3ForCausalLM(Qwen3Config(**sizes(layers=3, heads=4, vocab_size=64)))
 
 
+@pytest.mark.engine
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # which Dynamo hides itself
 def test_one_graph_serves_all_layers_and_lengths_and_trials_compile_nothing() -> None:
     model, eager = tiny(), tiny()

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-torch = pytest.importorskip("torch")
+from dstrain.choices import DataFormat, Task
+from dstrain.facts.data.datafile import check, samples
+from dstrain.facts.data.formats import PLAIN
+from dstrain.train import demo
+from dstrain.train.demo import ROWS, conversation
 
-from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-
-from dstrain.choices import DataFormat, Task  # noqa: E402
-from dstrain.facts.data.datafile import check, samples  # noqa: E402
-from dstrain.facts.data.sample_formats import PLAIN  # noqa: E402
-from dstrain.train import demo  # noqa: E402
-from dstrain.train.demo import ROWS, conversation  # noqa: E402
+pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,6 @@ def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number() -> None
 
 
 def test_no_question_about_a_picture_tells_its_answer(tmp_path: Path) -> None:
-    pytest.importorskip("PIL")
     from dstrain.train import demo_images
 
     made = demo_images.build(tmp_path)

@@ -11,7 +11,7 @@ import torch
 
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
-from dstrain.launch.prepare import resize_checkpoint, resume
+from dstrain.launch.prepare import resume
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train.checkpoints import universal_checkpoint
@@ -27,6 +27,8 @@ from tests.train.launching import (
     tensors,
     without_dropout,
 )
+
+pytestmark = pytest.mark.parts(6, at=4)
 
 NAMES = ["zero2", "zero3"]
 STEPS = 12
@@ -67,14 +69,14 @@ def go_on(run: Path, engine: Engine, *, ranks: int, in_child: bool = False) -> N
     job = load_json(Job, run / "request.json")
     resuming = resume.resuming(job, num_ranks=ranks)
     config = json.loads((run / "ds_config.resolved.json").read_text())
-    needed = resize_checkpoint.decide(resuming.saved, config, num_ranks=ranks)
+    needed = resume.decide(resuming.saved, config, num_ranks=ranks)
     assert needed is not None
     if not in_child:
         program = ("dstrain.train.checkpoints.universal_checkpoint", needed.checkpoint)
         assert engine.run(*program, log=Path(f"{run}.log"), ranks=1) == [0], said(run)
     told: list[str] = []
     for _ in range(2):  # of which the second finds the copy
-        resize_checkpoint.convert(needed, environment(run.parent), told.append)
+        resume.convert(needed, environment(run.parent), told.append)
     assert [text.split()[0] for text in told] == (["converting", "converted"] if in_child else [])
     change_job(run, grad_accum=resuming.job.grad_accum)
 
@@ -159,11 +161,12 @@ def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.commands
 def test_weights_that_were_dealt_out_in_turn_would_be_mixed_up(tmp_path: Path) -> None:
     checkpoint = _checkpoint(tmp_path, round_robin_gradients=True)
-    needed = resize_checkpoint.Resize(checkpoint=checkpoint, from_ranks=2, to_ranks=1)
+    needed = resume.Resize(checkpoint=checkpoint, from_ranks=2, to_ranks=1)
     with pytest.raises(InvalidConfig, match="would be mixed up") as caught:
-        resize_checkpoint.convert(needed, environment(tmp_path), lambda text: None)
+        resume.convert(needed, environment(tmp_path), lambda text: None)
     assert "cannot be converted for 1 rank:" in caught.value.problem
     assert "Run on 2 GPUs, or" in str(caught.value.hint)
     assert "dstrain export" in str(caught.value.hint)

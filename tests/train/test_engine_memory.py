@@ -29,6 +29,7 @@ def measured(
     return found
 
 
+@pytest.mark.parts(144)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_peak_and_steady_bytes_are_the_plans(case: Case, measured: dict[str, Measured]) -> None:
     real, plan = measured[case.name], predicted(case)
@@ -36,6 +37,7 @@ def test_peak_and_steady_bytes_are_the_plans(case: Case, measured: dict[str, Mea
     assert plan.steady == pytest.approx(real.steady, rel=0.01)
 
 
+@pytest.mark.parts(144)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_every_phase_of_the_step_is_the_plans(case: Case, measured: dict[str, Measured]) -> None:
     real, plan = measured[case.name], predicted(case)
@@ -50,6 +52,7 @@ def test_every_phase_of_the_step_is_the_plans(case: Case, measured: dict[str, Me
         assert plan.phases[phase] == pytest.approx(real.phases[phase], rel=0.04), phase
 
 
+@pytest.mark.parts(144)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_host_memory_and_each_pinned_buffer_are_the_plans(case: Case, measured: dict[str, Measured]) -> None:
     real, plan = measured[case.name], predicted(case)
@@ -57,6 +60,7 @@ def test_host_memory_and_each_pinned_buffer_are_the_plans(case: Case, measured: 
     assert plan.pinned == real.pinned
 
 
+@pytest.mark.parts(144)
 @pytest.mark.parametrize("case", CASES, ids=IDS)
 def test_nothing_is_left_of_an_engine_that_is_gone(case: Case, measured: dict[str, Measured]) -> None:
     assert measured[case.name].left == 0

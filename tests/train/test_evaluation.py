@@ -6,14 +6,13 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from dstrain.train import demo  # noqa: E402
-from dstrain.train.data.slices import shift  # noqa: E402
-from dstrain.train.evaluation import loss_of, mean_loss  # noqa: E402
-from tests.train import evaluating  # noqa: E402
-from tests.train.engine import Engine  # noqa: E402
+from dstrain.train import demo
+from dstrain.train.data.collate import shift
+from dstrain.train.loss import loss_of, mean_loss
+from tests.train import evaluating
+from tests.train.engine import Engine
 
 
 @pytest.fixture(scope="module")

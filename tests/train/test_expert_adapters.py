@@ -25,42 +25,33 @@ from dstrain.plan.memory.params import trained
 from dstrain.rundir import RunDir
 from dstrain.train.adapters import with_adapter
 from dstrain.train.data.prepare import prepare
-from dstrain.train.run_inputs import read
+from dstrain.train.rank import read
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.engine import Engine
 from tests.train.launching import EXACT, codes, losses, make_run, said, tensors
+from tests.train.tiny import experts, latent, sizes
 
 # of PEFT, which calls Transformers by a name that will change
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.parts(6, at=5),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_experts_per_tok": 2,
-}
-LATENT: dict[str, Any] = {
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-    "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1,
-}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24},
-    "mixtral": {"num_local_experts": 4, "sliding_window": None},
-    "deepseek_v3": {"n_routed_experts": 4, "moe_intermediate_size": 24, **LATENT},
-    "gpt_oss": {"num_local_experts": 4},
+    "qwen3_moe": {},
+    "mixtral": {"sliding_window": None},
+    "deepseek_v3": latent(),
+    "gpt_oss": {},
 }
 NAMES = ("experts.down_proj", "experts.gate_up_proj")
 LORA: dict[str, Any] = {"rank": 4, "alpha": 8, "targets": ["q_proj"], "target_parameters": list(NAMES)}
 
 
-def made(family: str, **sizes: Any) -> Any:
+def made(family: str, **options: Any) -> Any:
     """Returns a tiny model."""
+    own = {} if family == "qwen3" else experts(4, **FAMILIES.get(family, {}))
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**SIZES, **FAMILIES.get(family, {}), **sizes}))
+    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes(**own | options)))
 
 
 @pytest.fixture(scope="module")

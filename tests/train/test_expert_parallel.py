@@ -9,7 +9,7 @@ from deepspeed.runtime.zero.partitioned_param_coordinator import (  # type: igno
     PartitionedParameterCoordinator,
 )
 
-from dstrain.train.expert_parallel import gather_in_one_order
+from dstrain.train.parts.expert_parallel import gather_in_one_order
 
 GATHER = "_PartitionedParameterCoordinator__all_gather_params"
 

@@ -16,35 +16,19 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
-from dstrain.monitor.curves import tag_of
 from dstrain.monitor.expert_balance import EVENT, LoadMap, balance, curves, load_map, newest
 from dstrain.monitor.expert_loads import ExpertLoads, routers_of
+from dstrain.monitor.metrics import tag_of
 from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.monitor.sinks.sink import CELL
 from dstrain.train.loss import RouterLoss
 from tests.train.engine import Engine
 from tests.train.launching import codes, lines, losses, make_run, said
+from tests.train.tiny import experts, latent, sizes
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
-}
-LATENT: dict[str, Any] = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 16,
-}
+pytestmark = pytest.mark.parts(6, at=0)
+
+SPARSE = sizes() | experts(4, router_aux_loss_coef=0.25)
 
 
 def job(**values: Any) -> Job:
@@ -54,17 +38,17 @@ def job(**values: Any) -> Job:
 @pytest.mark.parametrize(
     ("family", "options", "num_layers"),
     [
-        ("qwen3_moe", {"num_experts": 6, "moe_intermediate_size": 16}, 2),
-        ("mixtral", {"num_local_experts": 6}, 2),
-        ("gpt_oss", {"num_local_experts": 6, "head_dim": 16}, 2),
-        ("glm4_moe", {"n_routed_experts": 6, **LATENT, "topk_group": 2, "head_dim": 16}, 1),
-        ("deepseek_v3", {"n_routed_experts": 6, **LATENT, "topk_group": 2}, 1),
+        ("qwen3_moe", experts(6), 2),
+        ("mixtral", experts(6), 2),
+        ("gpt_oss", experts(6), 2),
+        ("glm4_moe", experts(6) | latent(), 1),
+        ("deepseek_v3", experts(6) | latent(), 1),
         ("qwen3", {}, 0),
     ],
 )
 def test_every_router_is_counted_layer_by_layer(family: str, options: dict[str, Any], num_layers: int) -> None:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**{**SIZES, **options}))
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes(**options)))
     loads = ExpertLoads(routers_of(model), None)
     tokens = torch.randint(0, 96, (2, 10))
     model.eval()
@@ -114,7 +98,7 @@ def test_the_last_whole_map_counts() -> None:
 
 
 def test_the_coefficient_weighs_a_mean_over_micro_batches() -> None:
-    config = Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16, router_aux_loss_coef=0.25)
+    config = Qwen3MoeConfig(**SPARSE)
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(config)
     tokens = torch.randint(0, 96, (1, 12))
@@ -131,7 +115,7 @@ def test_the_coefficient_weighs_a_mean_over_micro_batches() -> None:
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 @pytest.mark.parametrize("is_reentrant", [False, True])
 def test_reentrant_checkpointing_of_adapters_would_not_train_it_and_is_refused(is_reentrant: bool) -> None:
-    config = Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16, router_aux_loss_coef=0.25)
+    config = Qwen3MoeConfig(**SPARSE)
     base = Qwen3MoeForCausalLM(config)
     base.enable_input_require_grads()
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": is_reentrant})
@@ -150,18 +134,17 @@ def test_reentrant_checkpointing_of_adapters_would_not_train_it_and_is_refused(i
 def test_without_a_coefficient_the_models_own_counts(
     coefficient: float | None, own: bool, is_on: bool, weight: float
 ) -> None:
-    sizes = {**SIZES, "num_experts": 4, "moe_intermediate_size": 16}
-    config = Qwen3MoeConfig(**sizes, router_aux_loss_coef=0.25, output_router_logits=own)
+    config = Qwen3MoeConfig(**SPARSE, output_router_logits=own)
     found = RouterLoss(Qwen3MoeForCausalLM(config), job(router_aux_loss_coef=coefficient), 2)
     assert (found.arguments, found.coefficient) == ({"output_router_logits": is_on}, weight)
 
 
 def test_models_and_jobs_without_such_a_loss_are_refused() -> None:
-    dense = AutoModelForCausalLM.from_config(Qwen3Config(**{**SIZES, "head_dim": 16}))
+    dense = AutoModelForCausalLM.from_config(Qwen3Config(**sizes()))
     with pytest.raises(InvalidConfig, match="Qwen3ForCausalLM has no auxiliary loss"):
         RouterLoss(dense, job(router_aux_loss_coef=0.1), 1)
     assert RouterLoss(dense, job(), 1).arguments == {}
-    sparse = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=16))
+    sparse = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SPARSE))
     with pytest.raises(InvalidConfig, match="tp is 2"):
         RouterLoss(sparse, job(router_aux_loss_coef=0.1, tp=2), 2)
 
@@ -172,10 +155,9 @@ def test_losses_and_norms_are_those_of_one_rank_on_two_that_accumulate(
 ) -> None:
     """Every sample is the same one, so that the auxiliary loss of a micro-batch does not depend on how many it has."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(demo / "model")
-    sizes = {**SIZES, "vocab_size": len(tokenizer), "num_experts": 4, "moe_intermediate_size": 16}
-    sizes["norm_topk_prob"] = True
+    own = {"vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, "norm_topk_prob": True}
     torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, pad_token_id=tokenizer.pad_token_id))
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SPARSE | own))
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     first = (demo / "train.jsonl").read_text().splitlines()[0]
@@ -190,10 +172,10 @@ def test_losses_and_norms_are_those_of_one_rank_on_two_that_accumulate(
     for ranks, micro_batch, grad_accum in ((1, 4, 1), (2, 1, 2)):
         folder = tmp_path / f"{ranks} ranks"
         kept = {"monitor": {"sinks": ["tensorboard"]}, "ep": ep} if ranks == 2 else {}
-        experts = {"expert_parallel": {"enabled": True, "autoep_size": ep}} if ranks * ep > 2 else {}
+        shared_experts = {"expert_parallel": {"enabled": True, "autoep_size": ep}} if ranks * ep > 2 else {}
         batch = {"micro_batch": micro_batch, "grad_accum": grad_accum}
         zero = {"stage": stage if ranks == 2 else 2}
-        make_run(folder, demo, zero=zero, engine=experts, **batch, **shared, **kept)
+        make_run(folder, demo, zero=zero, engine=shared_experts, **batch, **shared, **kept)
         engine.train(folder, ranks=ranks)
         assert set(codes(folder)[-1]) == {0}, said(folder)[-3000:]
         runs.append(folder)

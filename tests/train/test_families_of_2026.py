@@ -8,25 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
-torch = pytest.importorskip("torch")
+from dstrain.facts.model.model_files import read
+from dstrain.monitor.sinks.jsonl import read_jsonl
+from tests.train.engine import Engine
+from tests.train.launching import make_run
+from tests.train.tiny import sizes
 
-from safetensors.torch import save_file  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+pytestmark = pytest.mark.parts(6, at=2)
 
-from dstrain.facts.model.model_files import read  # noqa: E402
-from dstrain.monitor.sinks.jsonl import read_jsonl  # noqa: E402
-from tests.train.engine import Engine  # noqa: E402
-from tests.train.launching import make_run  # noqa: E402
-
-SHAPE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
+SHAPE = sizes(64, layers=2, heads=4, intermediate_size=64, max_position_embeddings=512, pad_token_id=0) | {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -48,7 +42,7 @@ def saved(name: str, demo: Path, folder: Path, **config: Any) -> tuple[Path, Any
     vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(name, **SHAPE, **config, vocab_size=vocabulary), dtype=torch.bfloat16
+        AutoConfig.for_model(name, **SHAPE | config | {"vocab_size": vocabulary}), dtype=torch.bfloat16
     )
     return folder, model
 

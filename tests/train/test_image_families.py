@@ -7,28 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("PIL")
-
 import torch
 from PIL import Image
 from transformers import AutoConfig
 
 from dstrain.choices import Method
 from dstrain.errors import InvalidConfig
-from dstrain.facts.model.parts import Part, part_of
+from dstrain.facts.model.traits import Part, part_of
 from dstrain.job.schema import Job
 from dstrain.train.checkpoints.saved_model import family_of
 from dstrain.train.data.media import image_text
 from dstrain.train.data.show import pieces
-from dstrain.train.data.tokenize import IGNORED
 from dstrain.train.model import load_model
 from tests.train.engine import Engine
 from tests.train.family_images import RATE, SAMPLES, STEPS, conversation, encoder, micro_batches
+from tests.train.vision import labelled, loss_and_count
 from tests.train.vision_families import FAMILIES, make_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # GLM-4V's processor
+pytestmark = [
+    pytest.mark.parts(6, at=2),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 IMAGES = {"wide": (64, 32), "tall": (24, 48)}
 """Name → width and height in pixels; some processors cut them into crops."""
 
@@ -57,19 +56,8 @@ def losses(models: Path, engine: Engine) -> list[dict[str, list[float]]]:
 def by_hand(folder: Path, family: str, processor: Any, name: str) -> dict[str, Any]:
     """Returns what the family's processor makes of a sample, with labels of the answer's tokens."""
     question, answer, names = SAMPLES[name]
-    prompt = (
-        f"<|im_start|>user\n{question.replace('<image>', FAMILIES[family].mark)}<|im_end|>\n<|im_start|>assistant\n"
-    )
-    given = {"images": [[Image.open(folder / f"{image}.png") for image in names]] if names else None}
-
-    def inputs_of(text: str) -> Any:
-        return processor(text=[text], **given, return_tensors="pt", add_special_tokens=False)
-
-    inputs = inputs_of(f"{prompt}{answer}<|im_end|>\n")
-    labels = inputs["input_ids"].clone()
-    labels[:, : inputs_of(prompt)["input_ids"].shape[1]] = IGNORED
-    labels[:, -1:] = IGNORED
-    return {**inputs, "labels": labels}
+    media = {"images": [[Image.open(folder / f"{image}.png") for image in names]]} if names else {}
+    return labelled(processor, question.replace("<image>", FAMILIES[family].mark), answer, **media)
 
 
 def media_token(folder: Path) -> int:
@@ -147,10 +135,8 @@ def test_losses_of_ranks_with_and_without_images_are_those_of_transformers(
     for step, names_of in enumerate(STEPS):
         optimizer.zero_grad()
         for rank, names in enumerate(names_of):
-            samples = [by_hand(models, family, whole, name) for name in names]
-            counts = [int((sample["labels"][:, 1:] != IGNORED).sum()) for sample in samples]
-            each = [model(**sample).loss * count for sample, count in zip(samples, counts, strict=True)]
-            loss = sum(each) / sum(counts)
+            each = [loss_and_count(model, by_hand(models, family, whole, name)) for name in names]
+            loss = sum(loss * count for loss, count in each) / sum(count for _, count in each)
             assert losses[rank][family][step] == pytest.approx(float(loss.detach()), rel=1e-4)
             (loss / 2).backward()
         optimizer.step()

@@ -7,22 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("PIL")
-
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
-from dstrain.facts.model.parts import Part, part_of
+from dstrain.facts.model.traits import Part, part_of
 from dstrain.job.schema import Job
-from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.train.data.media import MediaReader, load_media_reader
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.engine import Engine
-from tests.train.launching import EXACT, codes, lines, make_run, require_packed_as_alone, said, tensors
-from tests.train.vision import make_images, make_mixture, make_model, row, rows, write
+from tests.train.launching import (
+    EXACT,
+    codes,
+    evaluations,
+    lines,
+    make_run,
+    require_losses,
+    require_packed_as_alone,
+    said,
+    tensors,
+)
+from tests.train.vision import labelled, loss_and_count, make_images, make_mixture, make_model, row, rows, write
+
+pytestmark = pytest.mark.parts(6, at=3)
 
 STEPS, RATE = 4, 1e-3
 ALL = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
@@ -103,16 +110,8 @@ def loss_of(model: Any, processor: Any, folder: Path, name: str, other: str | No
     question, answer, images = SAMPLES[name]
     answer = answer if other is None else SAMPLES[other][1]
     question = question.replace("@", "<|vision_start|><|image_pad|><|vision_end|>")
-    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
     opened = [Image.open(folder / "images" / f"{image}.png") for image in images]
-
-    def inputs_of(text: str) -> Any:
-        return processor(text=[text], images=[opened] if opened else None, return_tensors="pt")
-
-    inputs, before = inputs_of(f"{prompt}{answer}<|im_end|>"), inputs_of(prompt)["input_ids"].shape[1]
-    labels = inputs["input_ids"].clone()
-    labels[:, :before] = -100
-    return model(**inputs, labels=labels).loss, int((labels[:, 1:] != -100).sum())
+    return loss_and_count(model, labelled(processor, question, answer, **({"images": [opened]} if opened else {})))
 
 
 def mean_loss(model: Any, processor: Any, folder: Path, names: Any) -> Any:
@@ -133,12 +132,7 @@ def test_every_loss_is_that_of_transformers_on_the_whole_batch(runs: Path, proce
         value.requires_grad_(part_of(parameter) in TRAINED[name])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=RATE, weight_decay=0.0)
     logged = lines(runs / name)
-    for line in logged:
-        expected = mean_loss(model, processor, runs, list(SAMPLES)[:8])
-        assert line["loss"] == pytest.approx(float(expected.detach()), rel=1e-4)
-        optimizer.zero_grad()
-        expected.backward()
-        optimizer.step()
+    require_losses(logged, optimizer, lambda: [loss_of(model, processor, runs, sample) for sample in list(SAMPLES)[:8]])
     assert len(logged) == STEPS
     final, base = tensors(runs / name / "final"), tensors(source)
     changed = {part_of(key) for key in base if not final[key].equal(base[key])}
@@ -183,10 +177,9 @@ def test_every_loss_of_pairs_with_images_is_that_of_the_formula(runs: Path, proc
 
 def test_an_evaluation_sees_each_image_once(runs: Path, processor: Any) -> None:
     for name in ("zero2", "packed"):
-        (line,) = (line for line in read_jsonl(runs / name / "metrics.jsonl") if "eval_loss" in line)
         with torch.no_grad():
             expected = mean_loss(loaded(runs / name / "final").eval(), processor, runs, EVALUATED)
-        assert line["eval_loss"] == pytest.approx(float(expected), rel=1e-4)
+        assert [*evaluations(runs / name).values()] == [pytest.approx(float(expected), rel=1e-4)]
 
 
 def test_a_packed_row_of_images_is_compared_with_its_samples_before_the_first_step(runs: Path) -> None:

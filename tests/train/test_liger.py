@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast, Qwen2MoeConfig, Qwen2MoeForCau
 
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import InvalidConfig
-from dstrain.plan.memory.layers.kernels import LIGER
-from dstrain.train.liger import replace_kernels
+from dstrain.facts.model.families import LIGER
+from dstrain.train.model import replace_kernels
 from tests.train.engine import Engine
 from tests.train.launching import CHECKOUT, EXACT, codes, lines, losses, make_run, said, tensors
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
+import torch
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
-torch = pytest.importorskip("torch")
-
-from transformers.models.qwen3_5 import modeling_qwen3_5  # noqa: E402
-
-from dstrain.train.tracing import linear_attention  # noqa: E402
-from dstrain.train.tracing.tracker import StorageTracker  # noqa: E402
+from dstrain.train.tracing import kernels
+from dstrain.train.tracing.tracker import StorageTracker
 
 B, S, KEYS, VALUES, D, WIDTH = 2, 100, 2, 4, 16, 8
 
@@ -31,7 +28,7 @@ def looks(tensors: list[Any]) -> list[tuple[Any, ...]]:
 
 def test_the_delta_rule_returns_what_transformers_own_does() -> None:
     found = []
-    rules = (modeling_qwen3_5.torch_chunk_gated_delta_rule, linear_attention.chunk_gated_delta_rule)
+    rules = (modeling_qwen3_5.torch_chunk_gated_delta_rule, kernels.chunk_gated_delta_rule)
     for device, rule in zip(("cpu", "meta"), rules, strict=True):
         given = inputs(device)
         out, state = rule(**given, use_qk_l2norm_in_kernel=True)
@@ -43,7 +40,7 @@ def test_the_delta_rule_returns_what_transformers_own_does() -> None:
 
 def test_the_convolution_returns_what_transformers_own_does() -> None:
     found = []
-    convolutions = (modeling_qwen3_5.causal_conv1d_fn, linear_attention.causal_conv1d_fn)
+    convolutions = (modeling_qwen3_5.causal_conv1d_fn, kernels.causal_conv1d_fn)
     for device, convolution in zip(("cpu", "meta"), convolutions, strict=True):
         states = torch.rand((B, S, D), device=device, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.rand((D, 4), device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -56,7 +53,7 @@ def test_the_convolution_returns_what_transformers_own_does() -> None:
 def test_the_delta_rule_keeps_what_fla_saves() -> None:
     given = inputs("meta")
     with StorageTracker(round_bytes=1, known=list(given.values())) as tracker:
-        out, _ = linear_attention.chunk_gated_delta_rule(**given)
+        out, _ = kernels.chunk_gated_delta_rule(**given)
         kept = tracker.live_bytes
     tokens = B * S
     queries_and_keys = 2 * KEYS * (2 * D + 4)  # normalised, with a reciprocal norm in fp32

@@ -24,6 +24,8 @@ from tests.train.engine import Engine
 from tests.train.engine_cases import LLAMA, case, run
 from tests.train.launching import QLORA
 
+pytestmark = pytest.mark.parts(6, at=0)
+
 SHAPE: Any = {
     "hidden_size": 512,
     "num_hidden_layers": 4,

@@ -25,29 +25,15 @@ from dstrain.errors import InvalidConfig
 from dstrain.job.model_changes import Lora
 from dstrain.train import loss as losses
 from dstrain.train.adapters import with_adapter
-from dstrain.train.data.slices import shift
-from dstrain.train.data.tokenize import IGNORED
-from dstrain.train.evaluation import loss_of
-from dstrain.train.loss import chunked_loss, is_that_of_logits, replace_loss, sums_of
+from dstrain.train.data.collate import shift
+from dstrain.train.data.rendering import IGNORED
+from dstrain.train.loss import chunked_loss, is_that_of_logits, loss_of, replace_loss, sums_of
+from tests.train.tiny import VISION_IDS, experts, sizes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
-TEXT: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "vocab_size": 64,
-}
+TEXT = sizes(layers=1, kv_heads=1, vocab_size=64)
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32}
-TOKENS: dict[str, Any] = {
-    "image_token_id": 5,
-    "video_token_id": 6,
-    "vision_start_token_id": 7,
-    "vision_end_token_id": 8,
-}
 
 
 def qwen3() -> Any:
@@ -58,7 +44,7 @@ def qwen2_5_vl() -> Any:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     vision = VISION | {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [0]}
     return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **TOKENS)
+        Qwen2_5_VLConfig(text_config=TEXT | {"rope_parameters": rope}, vision_config=vision, **VISION_IDS)
     )
 
 
@@ -96,8 +82,7 @@ def tied() -> Any:
 
 
 def qwen3_moe() -> Any:
-    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TEXT, **experts, output_router_logits=True))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TEXT, **experts(4), output_router_logits=True))
 
 
 def with_lora() -> Any:

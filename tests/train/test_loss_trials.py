@@ -127,6 +127,7 @@ def hands_on(kind: Any) -> Iterator[bool]:
             yield any(word.arg is None and ast.unparse(word.value) == others for word in node.keywords)
 
 
+@pytest.mark.engine
 def test_every_class_of_transformers_that_asks_for_its_loss_hands_on_the_token_count() -> None:
     """The others are tried before the first step."""
     asks = {kind: list(hands_on(kind)) for kind in classes()}

@@ -26,25 +26,20 @@ from dstrain.facts.model.families import from_config
 from dstrain.facts.probe import read_model
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.plan.memory.adapters import lora_params
+from dstrain.plan.memory.params import lora_params
 from dstrain.plan.memory.params import trained as planned
 from dstrain.train import model as models
 from dstrain.train.adapters import with_adapter
 from dstrain.train.model import load_model
 from dstrain.train.tokenizer import load_tokenizer, source_of
 from tests.train.engine_cases import LLAMA, SEEING, TIED
+from tests.train.tiny import VISION_IDS, experts, sizes
 
 # of PEFT, which calls Transformers by a name that will change
 pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
 
-TEXT = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 64,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+TEXT = sizes(layers=1, vocab_size=64) | {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 }
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
 
@@ -52,13 +47,7 @@ VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 32, "num_heads": 2
 @pytest.fixture(scope="module")
 def vision_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
-    tokens: dict[str, Any] = {
-        "image_token_id": 5,
-        "video_token_id": 6,
-        "vision_start_token_id": 7,
-        "vision_end_token_id": 8,
-    }
-    config = Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION | {"fullatt_block_indexes": [0]}, **tokens)
+    config = Qwen2_5_VLConfig(text_config=TEXT, vision_config=VISION | {"fullatt_block_indexes": [0]}, **VISION_IDS)
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
     return folder
 
@@ -116,7 +105,7 @@ def test_a_missing_package_is_named_with_how_to_install_it(vision_model: Path, m
     monkeypatch.setattr(models, "find_spec", find)
     with pytest.raises(EnvironmentProblem, match="bitsandbytes"):
         load_model(job(vision_model, method=Method.QLORA), str(vision_model), {})
-    with pytest.raises(EnvironmentProblem, match="ModelScope"):
+    with pytest.raises(EnvironmentProblem, match="modelscope needs modelscope"):
         source_of(job("Qwen/Qwen3-0.6B", hub=Hub.MODELSCOPE))
 
 
@@ -152,10 +141,7 @@ def test_adapters_of_embedding_and_head_have_the_parameters_that_are_planned(
 
 
 def test_all_linear_of_a_mixture_of_experts_is_attention(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
-    heads: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    config = Qwen3MoeConfig(**sizes, **heads, num_experts=4, num_experts_per_tok=2)
-    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes(layers=1), **experts(4))).save_pretrained(tmp_path)
     asked = job(tmp_path, method=Method.LORA, lora=Lora(rank=2, dropout=0.1))
     adapters = trained(load_model(asked, str(tmp_path), {}))
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in adapters} == {"q_proj", "k_proj", "v_proj", "o_proj"}

@@ -143,6 +143,7 @@ def metrics(folder: Path, key: str) -> dict[int, Any]:
     return {line["step"]: line[key] for line in current_steps(read_jsonl(folder / "metrics.jsonl")) if key in line}
 
 
+@pytest.mark.parts(144)
 def test_every_loss_norm_and_evaluation_is_that_of_one_rank(pair: tuple[Path, Path]) -> None:
     parallel, alone = pair
     assert set(codes(parallel)[0]) == {0}, said(parallel)[-3000:]
@@ -154,12 +155,14 @@ def test_every_loss_norm_and_evaluation_is_that_of_one_rank(pair: tuple[Path, Pa
     assert metrics(parallel, "eval_tokens") == metrics(alone, "eval_tokens")
 
 
+@pytest.mark.parts(144)
 def test_tokens_are_counted_once(pair: tuple[Path, Path]) -> None:
     parallel, alone = pair
     totals = [json.loads((folder / "summary.json").read_text())["tokens"] for folder in (parallel, alone)]
     assert totals[0] == totals[1]
 
 
+@pytest.mark.parts(144)
 def test_each_rank_is_timed_without_what_it_waits_for(pair: tuple[Path, Path]) -> None:
     parallel, _ = pair
     case = CASES[parallel.name]
@@ -171,6 +174,7 @@ def test_each_rank_is_timed_without_what_it_waits_for(pair: tuple[Path, Path]) -
     assert all(metrics(parallel, f"comm/{kind}_bytes").values())
 
 
+@pytest.mark.parts(144)
 def test_the_final_weights_are_those_of_one_rank(pair: tuple[Path, Path]) -> None:
     whole, expected = tensors(pair[0] / "final"), tensors(pair[1] / "final")
     assert set(whole) == set(expected)
@@ -178,6 +182,7 @@ def test_the_final_weights_are_those_of_one_rank(pair: tuple[Path, Path]) -> Non
         assert weight.allclose(expected[key], rtol=1e-2, atol=1e-4), key
 
 
+@pytest.mark.parts(144)
 def test_the_final_model_and_an_exported_checkpoint_have_the_logits_of_one_rank(
     pair: tuple[Path, Path], root: Path, engine: Engine
 ) -> None:
@@ -200,6 +205,7 @@ def logits(folder: Path) -> torch.Tensor:
     return values
 
 
+@pytest.mark.parts(144)
 def test_a_resumed_run_has_the_same_losses(pair: tuple[Path, Path], engine: Engine) -> None:
     parallel, _ = pair
     before, number = losses(parallel), int(json.loads((parallel / "summary.json").read_text())["ranks"])

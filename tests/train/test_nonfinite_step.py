@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from dstrain.monitor.sinks.jsonl import read_jsonl
-from dstrain.train.step_watch import Evidence
+from dstrain.train.parts.step_watch import Evidence
 from tests.train.engine import Engine
 from tests.train.launching import codes, lines, make_run, said
+
+pytestmark = pytest.mark.parts(6, at=1)
 
 
 class Words:

@@ -17,17 +17,18 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.probe import read_model
 from dstrain.job.model_changes import Lora, shape_of_adapter
 from dstrain.job.schema import Job
-from dstrain.monitor.sinks.jsonl import read_jsonl
-from dstrain.plan.freezing import with_frozen
 from dstrain.plan.memory.params import trained
+from dstrain.plan.named_parts import with_frozen
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
 from dstrain.train import adapters
+from dstrain.train.adapters import freeze
 from dstrain.train.checkpoints.checkpoints import choose
-from dstrain.train.model_parts import freeze
-from dstrain.train.saving import require_weights
+from dstrain.train.parts.saving import require_weights
 from tests.train.engine import Engine
-from tests.train.launching import codes, losses, make_run, said, tensors
+from tests.train.launching import codes, evaluations, losses, make_run, said, tensors
+
+pytestmark = pytest.mark.parts(6, at=4)
 
 FROZEN = ["embed_tokens", r"layers\.0\."]
 """Patterns of the parameters that a run freezes."""
@@ -100,11 +101,6 @@ def test_weights_alone_need_to_be_gathered() -> None:
 # Adapters that go on, and modules that train whole beside them
 
 
-def evaluations(folder: Path) -> dict[int, float]:
-    """Returns the evaluation loss by step."""
-    return {line["step"]: line["eval_loss"] for line in read_jsonl(folder / "metrics.jsonl") if "eval_loss" in line}
-
-
 def test_a_run_goes_on_from_the_weights_of_an_adapter(runs: Path) -> None:
     assert codes(runs / "tokens") == [[0, 0]], said(runs / "tokens")[-3000:]
     assert codes(runs / "on") == [[0, 0]], said(runs / "on")[-3000:]
@@ -116,7 +112,7 @@ def test_peft_loads_an_adapter_with_its_whole_modules_to_the_same_loss(runs: Pat
     from peft import PeftModel
 
     from dstrain.train.data.prepare import prepare
-    from dstrain.train.run_inputs import read
+    from dstrain.train.rank import read
     from dstrain.train.tokenizer import load_tokenizer
 
     assert codes(runs / "first") == [[0, 0]], said(runs / "first")[-3000:]

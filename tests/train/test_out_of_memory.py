@@ -15,9 +15,9 @@ from benchmarks.out_of_memory import tried
 from dstrain.oom import OutOfMemory, Phase
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
-from dstrain.train import optimizer_states, out_of_memory
-from dstrain.train.out_of_memory import _PHASES, is_out_of_memory, phase_of, record
-from dstrain.train.saving import Saver
+from dstrain.train import memory
+from dstrain.train.memory import _PHASES, is_out_of_memory, phase_of, record
+from dstrain.train.parts.saving import Saver
 from dstrain.train.trainer import Trainer
 from tests.train.engine import Engine
 from tests.train.points import Space
@@ -49,8 +49,8 @@ ENGINE = "deepspeed/runtime/engine.py"
         ([STEP, ("compute_loss", "transformers/trainer.py")], Phase.FORWARD),
         ([STEP, ("backward", "accelerate/accelerator.py"), ("backward", ENGINE)], Phase.BACKWARD),
         ([STEP, ("backward", "accelerate/accelerator.py"), ("step", ENGINE)], Phase.STEP),
-        ([("allocate_states", "dstrain/train/optimizer_states.py")], Phase.STEP),
-        ([("reserved_for_first_step", "dstrain/train/optimizer_states.py")], Phase.STEP),
+        ([("allocate_states", "dstrain/train/memory.py")], Phase.STEP),
+        ([("reserved_for_first_step", "dstrain/train/memory.py")], Phase.STEP),
         ([("evaluation_loop", "dstrain/train/trainer.py")], Phase.EVALUATION),
         ([("_save_checkpoint", "dstrain/train/trainer.py")], Phase.SAVE),
     ],
@@ -63,11 +63,14 @@ def test_the_functions_on_the_stack_tell_the_phase(stack: list[tuple[str, str]],
 def test_the_functions_are_those_of_the_installed_packages() -> None:
     from deepspeed.runtime import engine
 
+    files = {
+        owner: str(inspect.getsourcefile(owner)) for owner in (engine.DeepSpeedEngine, *Trainer.__mro__[:-1], Saver)
+    }
     for function, file, _ in _PHASES:
-        classes: tuple[Any, ...] = (*Trainer.__mro__, Saver) if "deepspeed" not in file else (engine.DeepSpeedEngine,)
-        classes = (getattr(optimizer_states, function),) if "states" in file else classes
-        sources = {inspect.getsourcefile(owner): inspect.getsource(owner) for owner in classes if owner is not object}
-        assert any(str(path).endswith(file) and f"def {function}(" in text for path, text in sources.items()), function
+        if file.endswith("/memory.py"):
+            assert getattr(memory, function).__module__ == memory.__name__
+        else:
+            assert any(path.endswith(file) and function in vars(owner) for owner, path in files.items()), function
 
 
 def test_errors_of_the_host_and_of_programs_are_no_such_failure() -> None:
@@ -82,8 +85,8 @@ def test_errors_of_the_host_and_of_programs_are_no_such_failure() -> None:
 def test_the_first_rank_writes_and_no_other_replaces_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"allocated_bytes.all.current": 60, "reserved_bytes.all.current": 70}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
-    monkeypatch.setattr(out_of_memory, "OBSERVER", out_of_memory.Observer())
-    out_of_memory.OBSERVER(0, 20, 100, 10)
+    monkeypatch.setattr(memory, "OBSERVER", memory.Observer())
+    memory.OBSERVER(0, 20, 100, 10)
     for rank in (3, 1):
         record(failure(STEP), RunDir(tmp_path), rank)
     found = load_json(OutOfMemory, tmp_path / "oom.json")

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -23,12 +19,14 @@ from tests.train.launching import (
     lines,
     losses,
     make_run,
+    require_resumed,
     said,
     short_talks,
-    tensors,
     without_dropout,
     write_parts,
 )
+
+pytestmark = pytest.mark.parts(6, at=5)
 
 STEPS, RATE, BETA = 6, 1e-3, 0.1
 FIGURES = ("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins", "logps/chosen")
@@ -182,10 +180,7 @@ def test_qlora_learns_preferences(runs: Path, need: Callable[[bool, str], None])
 
 
 def test_a_killed_run_goes_on_with_the_reference_of_its_beginning(runs: Path) -> None:
-    assert [each[0] for each in codes(runs / "cut")] == [-signal.SIGKILL, 0]
-    assert losses(runs / "cut") == losses(runs / "whole")
-    whole, cut = tensors(runs / "whole" / "final"), tensors(runs / "cut" / "final")
-    assert all(whole[key].equal(cut[key]) for key in whole)
+    require_resumed(runs / "cut", runs / "whole")
     text = said(runs / "cut")
     assert text.count("computing reference log-probabilities of the training data") == 1
     assert text.count("reference log-probabilities of the training data: reference-") == 1

@@ -21,14 +21,12 @@ from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.preflight import Check, CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
-from dstrain.train import optimizer_states
-from dstrain.train.data.collate import Collator
+from dstrain.train import memory
+from dstrain.train.data.collate import Collator, shift
 from dstrain.train.data.packing import PackedRows, Packing
-from dstrain.train.data.slices import shift
-from dstrain.train.evaluation import loss_of
-from dstrain.train.preflight import packed_loss
-from dstrain.train.preflight.checks import LIMIT_S, Checks
-from dstrain.train.preflight.found import Found
+from dstrain.train.loss import loss_of
+from dstrain.train.preflight import samples
+from dstrain.train.preflight.checks import LIMIT_S, Checks, Row
 from dstrain.train.preflight.worst_batch import drawn, heaviest
 from dstrain.train.rank import Rank
 from tests.train.engine import Engine
@@ -97,9 +95,9 @@ def test_states_made_before_the_first_step_are_those_that_adamw_makes_in_it(is_f
     parameters = [torch.nn.Parameter(torch.arange(6.0).reshape(2, 3)) for _ in range(2)]
     optimizers = [torch.optim.AdamW([parameter], lr=0.1, fused=is_fused) for parameter in parameters]
     engine = SimpleNamespace(optimizer=optimizers[0], device="cpu")
-    assert optimizer_states.states_to_come(engine, bytes_per_state=None) == 2 * 6 * 4
-    optimizer_states.allocate_states(engine)
-    assert optimizer_states.states_to_come(engine, bytes_per_state=None) == 0
+    assert memory.states_to_come(engine, bytes_per_state=None) == 2 * 6 * 4
+    memory.allocate_states(engine)
+    assert memory.states_to_come(engine, bytes_per_state=None) == 0
     for parameter, optimizer in zip(parameters, optimizers, strict=True):
         for _ in range(2):
             parameter.grad = torch.ones_like(parameter)
@@ -123,9 +121,11 @@ def test_a_check_that_would_exceed_the_limit_does_not_begin_and_is_named(
     place = RunDir(tmp_path)
     some = Checks(job=job, run_dir=place, rank=rank, group=None, tokenizer=None, facts=Facts(), step_s=None)
     some.begin(planned_steps=100)
-    cheap = Found(passed=True, text="cheap")
-    assert some.check(CheckName.LABELS, lambda: cheap, cost_s=LIMIT_S - 1) is cheap
-    assert some.check(CheckName.EVALUATION, lambda: cheap, cost_s=LIMIT_S + 1) is None
+    cheap = Check(name=CheckName.LABELS, passed=True, text="cheap")
+    some._pass_s = LIMIT_S / 10
+    trainer: Any = None
+    some.check(Row(CheckName.LABELS, lambda checks, trainer: [cheap], passes=lambda trainer: 9), trainer)
+    some.check(Row(CheckName.EVALUATION, lambda checks, trainer: [cheap], passes=lambda trainer: 11), trainer)
     some.write(step=0)
     assert [check.passed for check in load_json(Preflight, place.preflight).checks] == [True, None]
     assert "- evaluation: skipped: all checks together would take more than 1 min" in capsys.readouterr().err
@@ -170,7 +170,7 @@ def model() -> LlamaForCausalLM:
     return made
 
 
-def compared(model: LlamaForCausalLM, *left_out: str) -> packed_loss.PackedLoss:
+def compared(model: LlamaForCausalLM, *left_out: str) -> samples.PackedLoss:
     """Returns the losses of packed samples under a model that does not get some of its inputs."""
     data = PackedRows(samples=rows(9, 12, 7).with_format("arrow"), rows=Packing.of([[0, 1, 2]]))
     collator = Collator(pad_token_id=0, packing=True)
@@ -180,21 +180,21 @@ def compared(model: LlamaForCausalLM, *left_out: str) -> packed_loss.PackedLoss:
         with torch.no_grad():
             return loss_of(model(**inputs).logits, shift(batch["labels"]))
 
-    members = packed_loss.some_samples(data)
+    members = samples.some_samples(data)
     assert members == [0, 1, 2]
-    return packed_loss.compare(data, members, batch_of=lambda row: collator([row]), totals_of=totals_of, group=None)
+    return samples.compare_samples(data, members, batch_of=lambda row: collator([row]), totals_of=totals_of, group=None)
 
 
 def test_a_packed_row_has_the_loss_of_its_samples(model: LlamaForCausalLM) -> None:
-    assert compared(model).agrees(packed_loss.tolerance(torch.float32, tf32=False))
+    assert compared(model).agrees(samples.tolerance(torch.float32, tf32=False))
 
 
 def test_a_model_that_ignores_positions_has_another_loss_of_a_packed_row(model: LlamaForCausalLM) -> None:
     pair = compared(model, "position_ids")
-    found = pair.found(3, packed_loss.tolerance(torch.float32, tf32=False), "float32")
+    found = pair.found(3, samples.tolerance(torch.float32, tf32=False), "float32")
     assert not found.passed
     assert "rounding in float32 explains 0.1%" in found.text
-    assert not pair.agrees(packed_loss.tolerance(torch.bfloat16, tf32=False))
+    assert not pair.agrees(samples.tolerance(torch.bfloat16, tf32=False))
 
 
 def test_a_checkpoint_is_written_and_removed_before_the_first_step(runs: Path) -> None:

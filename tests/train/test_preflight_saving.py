@@ -17,12 +17,11 @@ import torch
 from dstrain.choices import Interval
 from dstrain.errors import EnvironmentProblem
 from dstrain.job.schema import Job
-from dstrain.preflight import CheckName, Preflight
+from dstrain.preflight import Check, CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
-from dstrain.train.checkpoints.node_storage import Disk
-from dstrain.train.preflight.found import Found
-from dstrain.train.preflight.saving import try_saving
+from dstrain.train.checkpoints.checkpoints import Disk
+from dstrain.train.preflight.saving import no_room, try_saving
 from dstrain.train.rank import Rank
 from dstrain.units import GIB, TIB
 from tests.cli.test_doctor import Need
@@ -48,7 +47,7 @@ def trainer(folder: Path, steps: int, **job: Any) -> Any:
     return made
 
 
-def found(folder: Path, steps: int = 100, *, planned: int | None = None, left_s: float = 60.0, **job: Any) -> Found:
+def found(folder: Path, steps: int = 100, *, planned: int | None = None, left_s: float = 60.0, **job: Any) -> Check:
     made = try_saving(trainer(folder, steps, **job), planned_bytes=planned, left_s=left_s, step_s=1e-4)
     assert list(folder.iterdir()) == []
     return made
@@ -72,27 +71,31 @@ def most_of_the_disk(folder: Path) -> int:
 
 def test_later_checkpoints_that_do_not_fit_are_told_and_the_run_goes_on(tmp_path: Path) -> None:
     made = found(tmp_path, planned=most_of_the_disk(tmp_path), save_total_limit=2)
-    assert (made.passed, made.ends) == (False, None)
-    assert re.search("; but .* are free, and the 3 checkpoints that exist at once need .*: lower save_total", made.text)
+    assert (made.passed, no_room(trainer(tmp_path, 100), made)) == (False, None)
+    assert re.search(
+        "; but 3 checkpoints that exist at once take .*, and .* are free on the disk of rank 0: lower save_total",
+        made.text,
+    )
 
 
 def test_a_run_with_fewer_checkpoints_needs_room_for_these(tmp_path: Path) -> None:
     planned = most_of_the_disk(tmp_path)
-    assert "the 10 checkpoints" in found(tmp_path, planned=planned, save_total_limit=None).text
-    assert "the 2 checkpoints" in found(tmp_path, 11, planned=planned).text
+    assert "; but 10 checkpoints" in found(tmp_path, planned=planned, save_total_limit=None).text
+    assert "; but 2 checkpoints" in found(tmp_path, 11, planned=planned).text
     assert found(tmp_path, 10, planned=planned).passed
     by_epoch = found(tmp_path, 10, planned=planned, save_total_limit=9, save_strategy=Interval.EPOCH)
-    assert "the 3 checkpoints" in by_epoch.text
+    assert "; but 3 checkpoints" in by_epoch.text
 
 
 def test_the_first_checkpoint_without_room_is_an_error_that_names_both_sizes(tmp_path: Path) -> None:
     made = found(tmp_path, 10, planned=500 * TIB)
     assert not made.passed
-    assert isinstance(made.ends, EnvironmentProblem)
-    assert made.text in made.ends.problem
-    assert made.text.startswith("the first checkpoint needs 500.0 TiB, and ")
-    assert "save_only_model: true" in (made.ends.hint or "")
-    weights_only = found(tmp_path, 10, planned=500 * TIB, save_only_model=True).ends
+    error = no_room(trainer(tmp_path, 10), made)
+    assert error is not None
+    assert made.text in error.problem
+    assert made.text.startswith("one checkpoint takes 500.0 TiB, and ")
+    assert "save_only_model: true" in (error.hint or "")
+    weights_only = no_room(trainer(tmp_path, 10, save_only_model=True), made)
     assert weights_only is not None
     assert "save_only_model" not in (weights_only.hint or "")
 
@@ -114,12 +117,12 @@ def test_two_ranks_that_cannot_save_end_before_the_first_step(small_disk: Path, 
     codes = engine.run("dstrain.train", run, log=small_disk.parent / "log")
     log = (small_disk.parent / "log.0").read_text()
     assert codes == [EnvironmentProblem.exit_code] * 2, log[-3000:]
-    assert f"no checkpoint can be written to {run}: the first checkpoint needs " in log
+    assert f"no checkpoint can be written to {run}: one checkpoint takes " in log
     assert "Traceback" not in log
     assert not lines(run)
     (saving,) = [one for one in load_json(Preflight, run / "preflight.json").checks if one.name is CheckName.SAVING]
     assert saving.passed is False
-    assert saving.text.startswith("the first checkpoint needs ")
+    assert saving.text.startswith("one checkpoint takes ")
 
 
 def test_a_small_checkpoint_is_written_and_its_share_of_the_run_told(tmp_path: Path) -> None:

@@ -12,16 +12,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dstrain.choices import LossOn
 from dstrain.job.schema import Job
-from dstrain.preflight import CheckName, Preflight
+from dstrain.preflight import Check, CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
-from dstrain.train.data.collate import Collator
-from dstrain.train.data.slices import shift
+from dstrain.train.data.collate import Collator, shift
 from dstrain.train.data.tokenize import Encoder
 from dstrain.train.demo import CHAT_TEMPLATE
-from dstrain.train.evaluation import loss_of
-from dstrain.train.preflight import template
-from dstrain.train.preflight.found import Found
+from dstrain.train.loss import loss_of
+from dstrain.train.preflight import samples
 from dstrain.train.rank import Rank
 from tests.train.engine import Engine
 from tests.train.launching import codes, make_run, said
@@ -44,13 +42,13 @@ def taught(root: Path, demo: Path) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(demo / "model")
     model: Any = AutoModelForCausalLM.from_pretrained(demo / "model", dtype=torch.float32)
     job = Job(model="m", data=str(folder / "few.jsonl"), output_dir="o")
-    samples = []
+    taught: list[dict[str, list[int]]] = []
     for text in (KNOWN, CHAT_TEMPLATE):
         tokenizer.chat_template = text
         encoder = Encoder(tokenizer=tokenizer, seq_len=256, loss_on=LossOn.ANSWER)
-        every = encoder.encode(template._conversations(job))
-        samples += [{"input_ids": each.input_ids, "labels": each.labels} for each in every]
-    batch = Collator(pad_token_id=0, packing=False)(samples)
+        every = encoder.encode(samples._conversations(job))
+        taught += [{"input_ids": each.input_ids, "labels": each.labels} for each in every]
+    batch = Collator(pad_token_id=0, packing=False)(taught)
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for _ in range(40):
         model(**batch).loss.backward()
@@ -61,7 +59,7 @@ def taught(root: Path, demo: Path) -> Path:
     return folder
 
 
-def compared(model: Path, data: Path, chat_template: str | None) -> Found | None:
+def compared(model: Path, data: Path, chat_template: str | None) -> Check | None:
     """Returns what the check says of a model on one rank."""
     job = Job(model=str(model), data=str(data), output_dir="o", chat_template=chat_template)
     engine = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -77,7 +75,7 @@ def compared(model: Path, data: Path, chat_template: str | None) -> Found | None
         trial_size=lambda: 1,
         totals=lambda engine, batch: loss_of(engine(batch["input_ids"]).logits, shift(batch["labels"])),
     )
-    return template.compare(trainer, vocab_size=2048)
+    return samples.compare_template(trainer, vocab_size=2048)
 
 
 def test_a_template_that_the_model_does_not_know_is_told_before_the_first_step(
@@ -110,4 +108,4 @@ def test_a_model_that_has_learned_nothing_knows_neither(taught: Path, demo: Path
 
 def test_the_models_own_template_is_not_compared(taught: Path) -> None:
     assert compared(taught / "model", taught / "few.jsonl", CHAT_TEMPLATE) is None
-    assert not template.has_choice(Job(model="m", data="d", output_dir="o"))
+    assert not samples.has_choice(Job(model="m", data="d", output_dir="o"))

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed.distributed_c10d import Store
 
-from dstrain.facts.ports import is_free
+from dstrain.facts.network import is_free
 from dstrain.heartbeat import MARK, mark_on
-from dstrain.train.process_group import PortTaken, meet
+from dstrain.train.setup import PortTaken, meet
 from tests.train.launching import free_port
 
 

@@ -20,18 +20,19 @@ from dstrain.train.checkpoints.export import export
 from dstrain.train.rope_scaling import scale
 from tests.train.engine import Engine
 from tests.train.launching import codes, losses, make_run, said
+from tests.train.tiny import sizes
 
 # of PEFT, which calls Transformers by a name that will change
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+pytestmark = [
+    pytest.mark.parts(6, at=3),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),
+]
 
 OWN = 32
 YARN: Mapping[str, Any] = MappingProxyType(
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": OWN}
 )
-SIZES: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": OWN, "pad_token_id": 0,
-}  # fmt: skip
+SIZES = sizes(64, heads=4, kv_heads=4, max_position_embeddings=OWN, pad_token_id=0)
 
 
 def config(model_type: str, **values: Any) -> Any:

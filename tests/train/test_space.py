@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import shlex
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,10 @@ import pytest
 from benchmarks.questions import QUESTIONS, asked, written
 from dstrain.choices import Attention, LossKernel, Method, Offload, Precision
 from dstrain.errors import DoesNotFit
+from dstrain.facts.model.families import SHARED_EXPERTS
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.request import Request
 from dstrain.plan.search.decide import decide
-from dstrain.plan.search.rules import SHARED_EXPERTS
 from dstrain.plan.search.search_space import space
 from tests.train.engine import Engine
 from tests.train.points import Point, Space, needs_bitsandbytes, workload_of
@@ -31,8 +32,8 @@ MODELS = ("qwen3-8b", "qwen3-8b", "llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v3"
 
 @pytest.fixture(scope="module")
 def tiny(root: Path, demo: Path, engine: Engine) -> Space:
-    folder = root / "space"
-    folder.mkdir()
+    # another module's test may run between two of these, which ends the fixture and makes it again
+    folder = Path(tempfile.mkdtemp(prefix="space", dir=root))
     return Space(folder=folder, demo=demo, engine=engine)
 
 
@@ -59,6 +60,7 @@ def drawn(tiny: Space, number: int) -> Point:
     return Point(alias=alias, workload=workload, configuration=chosen.configuration(model))
 
 
+@pytest.mark.parts(144)
 @pytest.mark.parametrize("number", range(DRAWS))
 def test_a_point_trains_as_one_rank_without_zero_does(
     tiny: Space, need: Callable[[object, str], None], number: int
@@ -69,6 +71,7 @@ def test_a_point_trains_as_one_rank_without_zero_does(
     tiny.trains_as_one_rank_does(point, str(number))
 
 
+@pytest.mark.parts(16)
 @pytest.mark.parametrize(("alias", "zero_stage"), list(itertools.product(SHARED, (1, 2, 3))))
 def test_shared_experts_train_as_one_rank_does(tiny: Space, alias: str, zero_stage: int) -> None:
     values = {"ep": 2, "zero_stage": zero_stage, "precision": Precision.FP32, "seq_len": 64, "grad_accum": 4}
@@ -128,6 +131,7 @@ def shrunk(tiny: Space, words: str) -> Point | None:
     return Point(alias=alias, workload=workload_of(tiny.model(alias), nodes, per_node), configuration=chosen)
 
 
+@pytest.mark.parts(24)
 @pytest.mark.parametrize("number", range(1, len(QUESTIONS) + 1))
 def test_the_choice_for_a_question_trains(tiny: Space, need: Callable[[object, str], None], number: int) -> None:
     words = QUESTIONS[number - 1].words

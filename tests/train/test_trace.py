@@ -14,14 +14,15 @@ import pytest
 
 from dstrain.choices import Attention, Method, Precision
 from dstrain.facts.model.model_facts import Kind
-from dstrain.facts.model.parts import FROZEN
 from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
-from dstrain.facts.model.traced_model import from_description
-from dstrain.facts.model.tracer import Answer, Failure, Questions, ask
+from dstrain.facts.model.tracer import Answer, Failure, Questions, ask, from_description
+from dstrain.facts.model.traits import FROZEN
 from dstrain.job.model_changes import Lora
 from dstrain.records import to_data
 from tests.conftest import asked_for
 from tests.train import vision_families
+
+pytestmark = pytest.mark.engine
 
 B, S, L, V = 2, 128, 3, 2000
 H, INNER, HEADS, KV, D = 256, 384, 8, 2, 32
@@ -324,13 +325,6 @@ def test_what_cannot_be_traced_is_said(answers: dict[str, Answer], name: str, sa
     assert says in failure.problem
 
 
-def test_only_the_answers_are_on_standard_output() -> None:
-    asked = json.dumps(to_data(Questions(questions=(QUESTIONS["images"],))))
-    program = [sys.executable, "-m", "dstrain.train.trace"]
-    done = subprocess.run(program, input=asked, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["answers"][0]["problem"] == "images of llama cannot be traced"
-
-
 RNG_STATE_BYTES = 5056 + 64
 """What a checkpointed layer keeps on a CPU: the state of its random numbers."""
 
@@ -401,6 +395,7 @@ def on_a_cpu(request: pytest.FixtureRequest) -> dict[str, tuple[int, int]]:
     return dict(zip(names, zip(traced, json.loads(done.stdout), strict=True), strict=True))
 
 
+@pytest.mark.parts(12)
 @pytest.mark.parametrize("name", ON_A_CPU)
 def test_a_trace_equals_what_pytorch_allocates(on_a_cpu: dict[str, tuple[int, int]], name: str) -> None:
     traced, allocated = on_a_cpu[name]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.data_loader import DataLoaderShard  # type: ignore[import-untyped]
 
-from dstrain.train.parallel import Alone
+from dstrain.train.parts.parallel import Alone
 from dstrain.train.trainer import Trainer
 
 

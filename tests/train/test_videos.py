@@ -10,10 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("PIL")
-
 import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor
@@ -21,7 +17,20 @@ from transformers.video_utils import VideoMetadata
 
 from tests.train.engine import Engine
 from tests.train.launching import EXACT, codes, lines, make_run, require_losses, require_packed_as_alone, said
-from tests.train.vision import FRAMES, make_images, make_model, make_videos, need_videos, sampled, video_rows, write
+from tests.train.vision import (
+    FRAMES,
+    labelled,
+    loss_and_count,
+    make_images,
+    make_model,
+    make_videos,
+    need_videos,
+    sampled,
+    video_rows,
+    write,
+)
+
+pytestmark = pytest.mark.parts(6, at=4)
 
 STEPS, RATE = 3, 1e-3
 ALL = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
@@ -93,14 +102,7 @@ def loss_of(model: Any, processor: Any, folder: Path, sample: Any) -> tuple[Any,
     question, answer, video, image = sample
     for mark, name in (("#", "video"), ("@", "image")):
         question = question.replace(mark, f"<|vision_start|><|{name}_pad|><|vision_end|>")
-    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    inputs, before = (
-        processor(text=[text], **media_of(processor, folder, video, image), return_tensors="pt")
-        for text in (f"{prompt}{answer}<|im_end|>", prompt)
-    )
-    labels = inputs["input_ids"].clone()
-    labels[:, : before["input_ids"].shape[1]] = -100
-    return model(**inputs, labels=labels).loss, int((labels[:, 1:] != -100).sum())
+    return loss_and_count(model, labelled(processor, question, answer, **media_of(processor, folder, video, image)))
 
 
 @pytest.mark.parametrize("name", RUNS)

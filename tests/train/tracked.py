@@ -24,11 +24,11 @@ from deepspeed.accelerator.real_accelerator import get_accelerator, set_accelera
 from dstrain.choices import LossKernel, Optimizer, Task
 from dstrain.job.schema import Job
 from dstrain.train import loss
-from dstrain.train.adapters import require_input_grads
+from dstrain.train.adapters import freeze_parts, require_input_grads
+from dstrain.train.arguments import recompute
 from dstrain.train.loss import replace_loss
-from dstrain.train.model_parts import freeze_parts
+from dstrain.train.model import tile_mlps
 from dstrain.train.preferences.dpo import DpoObjective
-from dstrain.train.tiled_mlp import tile_mlps
 from dstrain.train.tracing.kernels import token_losses
 from tests.train.tracking import DEVICE, HOST, Ledger, TwoPlaceAccelerator, two_places, use_private_buffers
 
@@ -59,7 +59,7 @@ def build(case: dict[str, Any]) -> Any:
         )
     if case["grad_ckpt"] is not None:
         code.save_on_cpu = Waiting
-        model.activation_checkpointing_enable(case["grad_ckpt"], offload=case["activation_offload"])
+        recompute(model, case["grad_ckpt"], **({"offload": True} if case["activation_offload"] else {}))
     loss.token_losses = token_losses  # the chunks of a CPU are in fp32
     if case["loss"] != LossKernel.FULL and case["task"] != Task.DPO:
         replace_loss(model, LossKernel(case["loss"]))
@@ -135,7 +135,7 @@ def share_experts(model: Any, optimizer: Any, section: dict[str, Any], *, stage:
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
     from deepspeed.moe import ep_router
 
-    from dstrain.train.expert_parallel import find_classes_by_name, gather_in_one_order, part_experts
+    from dstrain.train.parts.expert_parallel import find_classes_by_name, gather_in_one_order, part_experts
 
     class Evenly:
         def __getattr__(self, name: str) -> Any:
@@ -253,7 +253,7 @@ def share_rows(model: Any, case: dict[str, Any]) -> Any:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    from dstrain.train.data.by_sample import attend_by_sample, by_sample
+    from dstrain.train.data.isolation import attend_by_sample, by_sample
 
     if case["packing"]:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = by_sample(ALL_ATTENTION_FUNCTIONS["sdpa"])

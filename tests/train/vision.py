@@ -14,8 +14,10 @@ from PIL import Image
 from transformers import Qwen3VLConfig, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 from transformers.video_utils import load_video
 
+from dstrain.train.data.rendering import IGNORED
 from dstrain.train.demo import SEED
 from dstrain.train.demo_images import make_vision_tokenizer, save_model
+from tests.train.tiny import sizes
 
 COLORS = ("red", "green", "blue", "white")
 Row = dict[str, Any]
@@ -24,15 +26,9 @@ Row = dict[str, Any]
 def make_model(folder: Path) -> Path:
     """Writes a model with two decoder layers and three tower blocks, its tokenizer and its processor."""
     texts = [*COLORS, "What is the color of this? It is of two images or none"] * 4
-    text = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]},
-    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    text = sizes(64, heads=4, rope_parameters=rope)
+    del text["vocab_size"]  # the tokenizer's
     tower = {
         "depth": 3,
         "hidden_size": 32,
@@ -139,6 +135,24 @@ def row(question: Any, answer: str, *images: str) -> Row:
     """Returns a question, perhaps about images, and its answer."""
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     return {"messages": turns, "images": list(images)}
+
+
+def labelled(processor: Any, question: str, answer: str, **media: Any) -> dict[str, Any]:
+    """Returns what Transformers' processor makes of a question and its answer, with labels of the answer's tokens."""
+    prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    inputs, before = (
+        processor(text=[text], return_tensors="pt", add_special_tokens=False, **media)
+        for text in (f"{prompt}{answer}<|im_end|>\n", prompt)
+    )
+    labels = inputs["input_ids"].clone()
+    labels[:, : before["input_ids"].shape[1]] = IGNORED
+    labels[:, -1:] = IGNORED
+    return {**inputs, "labels": labels}
+
+
+def loss_and_count(model: Any, inputs: dict[str, Any]) -> tuple[Any, int]:
+    """Returns the mean loss of inputs as Transformers computes it, and the number of their targets."""
+    return model(**inputs).loss, int((inputs["labels"][:, 1:] != IGNORED).sum())
 
 
 def write(file: Path, rows: list[Row]) -> Path:

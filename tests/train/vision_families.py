@@ -13,21 +13,14 @@ import torch
 from transformers import PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dstrain.facts.model.vision_towers import IMAGE_PACKAGES
+from dstrain.facts.model.traits import traits
 from dstrain.train.checkpoints.saved_model import family_of
 from dstrain.train.demo import make_tokenizer
+from tests.train.tiny import sizes
 
 SIDE = 8
 """Side of a tower's patch, in pixels."""
-_TEXT = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-}
+_TEXT = sizes(64, heads=4, max_position_embeddings=512)
 _ROTATED = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
 _TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 _QWEN_TOWER = {
@@ -189,7 +182,7 @@ ALL: dict[str, Family] = {
     ),
 }
 ALL["smolvlm"] = replace(ALL["idefics3"], reader=("SmolVLMImageProcessor", ALL["idefics3"].reader[1]))
-FAMILIES = {name: family for name, family in ALL.items() if find_spec(IMAGE_PACKAGES.get(name, "PIL"))}
+FAMILIES = {name: family for name, family in ALL.items() if find_spec(traits(name).image_package or "PIL")}
 """`model_type` → family whose packages are installed."""
 
 

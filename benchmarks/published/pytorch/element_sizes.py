@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.published.pytorch.weights import Weight
-from dstrain.choices import Optimizer, StateDtypes
+from benchmarks.published.training_code import published
+from dstrain.choices import Optimizer
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.deepspeed.allocations import Script
+from dstrain.plan.memory.caching_allocator import Event
+from dstrain.plan.memory.deepspeed.allocations import MAIN
 from dstrain.plan.memory.layers.ops import FP32
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 
@@ -41,7 +43,7 @@ def elements(configuration: Configuration) -> Elements:
     """
     compute = configuration.model.item
     has_adapter = not configuration.model.is_full
-    is_wide = configuration.code.has_peft if has_adapter else configuration.model.state_dtypes is StateDtypes.AUTOCAST
+    is_wide = published(configuration.code).has_peft if has_adapter else configuration.code.is_autocast
     trained = FP32 if is_wide else compute
     states: dict[Optimizer, tuple[float, ...]] = {
         Optimizer.ADAMW: (trained, trained),
@@ -49,14 +51,45 @@ def elements(configuration: Configuration) -> Elements:
         Optimizer.LION: (trained,),
     }
     hosted = configuration.zero.is_offloaded
-    foreach = configuration.step.optimizer is Optimizer.ADAMW and not configuration.code.fuses_step and not hosted
+    foreach = (
+        configuration.step.optimizer is Optimizer.ADAMW and not published(configuration.code).fuses_step and not hosted
+    )
     return Elements(
         compute=compute,
-        quantized=NF4_BYTES_PER_PARAM + configuration.code.scale_bytes,
+        quantized=NF4_BYTES_PER_PARAM + published(configuration.code).scale_bytes,
         trained=trained,
         states=() if hosted else states.get(configuration.step.optimizer, ()),
         temporary=trained if foreach else 0,
     )
+
+
+class Script:
+    """Writes events for the allocator; an id is what `allocate` returns."""
+
+    def __init__(self, first_id: int = -1) -> None:
+        self.events: list[Event] = []
+        self._next = first_id
+
+    def allocate(self, size: float, stream: int = MAIN) -> int:
+        """Allocates; ids are negative, unlike a recording's."""
+        key, self._next = self._next, self._next - 1
+        nbytes = round(size)
+        if nbytes:
+            self.events.append((key, nbytes, stream) if stream else (key, nbytes))
+        return key
+
+    def free(self, *keys: int) -> None:
+        """Frees, in this order."""
+        self.events += [(key, 0) for key in keys]
+
+    def take(self) -> list[Event]:
+        """Returns the events since the last call."""
+        taken, self.events = self.events, []
+        return taken
+
+    def allocate_all(self, sizes: Iterable[float], stream: int = MAIN) -> list[int]:
+        """Allocates each size in order."""
+        return [self.allocate(size, stream) for size in sizes]
 
 
 def step(script: Script, groups: Sequence[Sequence[float]], sizes: Elements, *, is_first: bool) -> None:

@@ -7,57 +7,54 @@ FSDP, perhaps as one rank loads the whole model.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 
-from benchmarks.published.pytorch import fsdp, unsharded
+from benchmarks.published.pytorch import fsdp, live_bytes, unsharded
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan import estimate
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.caching_allocator import Allocator
-from dstrain.plan.memory.deepspeed.settings import micro_batches_played
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.layers.attention import as_attended
+from dstrain.plan.memory.memory import assembled
 from dstrain.plan.memory.outside import outside_bytes
-from dstrain.plan.memory.reserved import AMPERE_WORKSPACE_BYTES, Reserved, replayed, workspace_bytes
+from dstrain.plan.memory.peak import Peak
+from dstrain.plan.memory.reserved import AMPERE_WORKSPACE_BYTES, Held, Reserved, replayed, workspace_bytes
 from dstrain.plan.memory.zero import sharing_ranks
-from dstrain.plan.speed.step_time import delayed
 
 
 def assess(workload: Workload, configuration: Configuration) -> Estimate:
-    """Returns the product's estimate of any configuration; of PyTorch alone with the replay of its allocations."""
-    found = estimate.assess(workload, configuration)
-    if configuration.model.is_deepspeed or not _is_scripted(workload.model, configuration):
-        return found
-    attended, gpu = as_attended(configuration, workload.cluster.gpu), workload.cluster.gpu
-    outside = outside_bytes(workload.cluster, attended, workload.measured)
+    """Returns the product's estimate; of PyTorch alone with its own live bytes and a replay of its allocations."""
+    if configuration.code.sharding is None:
+        return estimate.assess(workload, configuration)
+    model, gpu, attended = workload.model, workload.cluster.gpu, as_attended(configuration, workload.cluster.gpu)
     ranks = sharing_ranks(workload.cluster, attended)
+    peak = live_bytes.peak(model, attended, ranks)
+    needs = assembled(
+        workload, attended, live_bytes.states(model, attended, ranks), peak, _held(workload, attended, ranks, peak)
+    )
+    return estimate.estimate_of(workload, configuration, needs, round(estimate.USABLE_GPU_RATIO * gpu.memory_bytes))
+
+
+def _held(workload: Workload, configuration: Configuration, ranks: int, peak: Peak) -> Held:
+    """Returns the memory of the allocator: replayed, or an upper estimate."""
+    model, gpu = workload.model, workload.cluster.gpu
+    workspace, outside = workspace_bytes(gpu), outside_bytes(workload.cluster, configuration, workload.measured)
+    live = peak.total + 2 * workspace
+    most = round(live_bytes.quick_ratio(model, configuration, ranks, peak) * live)
+    if not _is_scripted(model, configuration):
+        return Held(least=live, most=most, settled=most)
     for capacity in (gpu.memory_bytes - outside, None):
-        held = reserved(workload.model, attended, ranks, capacity_bytes=capacity, workspace_bytes=workspace_bytes(gpu))
+        held = reserved(model, configuration, ranks, capacity_bytes=capacity, workspace_bytes=workspace)
         if not held.out_of_memory:
             break
-    return _with_held(found, held)
-
-
-def _with_held(found: Estimate, held: Reserved) -> Estimate:
-    needs = found.memory
-    live, parts = needs.live_bytes_per_gpu, needs.breakdown_bytes
-    parts = replace(parts, fragmentation=max(live, held.settled_bytes) - live)
-    configuration = found.configuration
-    retries = held.settled_retries * configuration.step.grad_accum // micro_batches_played(configuration)
-    return replace(
-        found,
-        memory=replace(
-            needs,
-            reserved_bytes_per_gpu=max(live, held.reserved_bytes),
-            device_bytes_per_gpu=parts.total,
-            retries_per_step=retries,
-            breakdown_bytes=parts,
-        ),
-        fits_gpu=needs.load.fits_gpu and parts.total <= found.usable_bytes_per_gpu,
-        speed=None if found.speed is None else delayed(found.speed, retries),
+    return Held(
+        least=live,
+        most=max(live, held.reserved_bytes),
+        settled=max(live, held.settled_bytes),
+        retries_per_step=held.settled_retries * configuration.step.grad_accum // min(configuration.step.grad_accum, 2),
     )
 
 
@@ -76,7 +73,7 @@ def reserved(
     capacity_bytes: int | None,
     workspace_bytes: int = AMPERE_WORKSPACE_BYTES,
 ) -> Reserved:
-    """Returns what the caching allocator holds on one rank of `num_ranks`, whose GPU leaves it `capacity_bytes`."""
+    """Returns the allocator's bytes on one rank of `num_ranks`, whose GPU leaves it `capacity_bytes`."""
     writer = unsharded.steps if configuration.zero.stage < 3 else fsdp.steps
     steps = writer(model, configuration, num_ranks, workspace_bytes)
     allocator = Allocator(

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from benchmarks.published.pytorch.element_sizes import elements, step
-from benchmarks.published.pytorch.unsharded import plain_passes
+from benchmarks.published.pytorch.element_sizes import Script, elements, step
+from benchmarks.published.pytorch.unsharded import plain_variant
 from benchmarks.published.pytorch.weights import Weight, weights
-from dstrain.choices import StateDtypes
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Event
-from dstrain.plan.memory.deepspeed.allocations import REDUCE, UNSHARD, Script
+from dstrain.plan.memory.deepspeed.allocations import REDUCE, UNSHARD
 from dstrain.plan.memory.layers.ops import FP32
-from dstrain.plan.memory.layers.record_pass import record
-from dstrain.plan.memory.layers.recording import Key, Recording, TapeEvent
-from dstrain.plan.memory.layers.tensor import GradRelease
+from dstrain.plan.memory.layers.recording import Recording, record
+from dstrain.plan.memory.layers.tape import GradRelease, Key, TapeEvent
 
 IN_FLIGHT = 2
 """Gathered units that may wait to be given back: a third gather waits for the GPU to be done with the first of them.
@@ -42,7 +40,7 @@ def steps(
     run.wrap()
     run.script.allocate(workspace_bytes)
     yield run.script.take()
-    recording = record(model, configuration, plain_passes(configuration, GradRelease.AFTER_LAYER))
+    recording = record(model, plain_variant(configuration, GradRelease.AFTER_LAYER))
     groups = run.pieces(rank)
     is_first = True
     while True:
@@ -62,7 +60,7 @@ class _Run:
         model_weights = weights(model, configuration.model, configuration.code)
         self.units: list[tuple[Weight, ...]] = [(*model_weights.before, *model_weights.after), *model_weights.layers]
         self.is_full = configuration.model.is_full
-        self.is_wide = self.is_full and configuration.model.state_dtypes is StateDtypes.AUTOCAST
+        self.is_wide = self.is_full and configuration.code.is_autocast
         self.is_hosted = configuration.zero.offloads_params
         self.bytes = [self._flat_bytes(unit) for unit in self.units]
         self.script = Script()

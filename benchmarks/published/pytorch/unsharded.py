@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from benchmarks.published.pytorch.element_sizes import Elements, elements, step
+from benchmarks.named_peaks import variant_of
+from benchmarks.published.pytorch.element_sizes import Elements, Script, elements, step
 from benchmarks.published.pytorch.weights import Weight, weights
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.caching_allocator import Event
-from dstrain.plan.memory.deepspeed.allocations import Script
-from dstrain.plan.memory.layers.record_pass import Passes, record
-from dstrain.plan.memory.layers.recording import Recording
-from dstrain.plan.memory.layers.tensor import GradRelease
+from dstrain.plan.memory.layers.context import Variant
+from dstrain.plan.memory.layers.recording import Recording, record
+from dstrain.plan.memory.layers.tape import GradRelease, TapeEvent
 from dstrain.units import MIB
 
 DDP_BUCKET_BYTES = 25 * MIB
@@ -50,10 +51,17 @@ def steps(
 
 def _micro_batches(model: ModelFacts, configuration: Configuration) -> tuple[Recording, Recording | None]:
     """Returns the first micro-batch of a step and, if a step has more, one that adds to its gradients."""
-    first = record(model, configuration, plain_passes(configuration, GradRelease.AT_STEP))
+    first = record(model, plain_variant(configuration, GradRelease.AT_STEP))
     if configuration.step.grad_accum == 1:
         return first, None
-    return first, record(model, configuration, plain_passes(configuration, GradRelease.AT_ONCE)).renamed()
+    return first, _renamed(record(model, plain_variant(configuration, GradRelease.AT_ONCE)))
+
+
+def _renamed(recording: Recording) -> Recording:
+    """Returns the recording with other ids, so that tensors that another one leaves may still be there."""
+    events: list[TapeEvent] = [(("again", key), size) for key, size in recording.events]
+    freed: list[TapeEvent] = [(("again", key), size) for key, size in recording.freed]
+    return replace(recording, events=events, freed=freed)
 
 
 def _micro_batch(script: Script, recording: Recording, workspace_bytes: int) -> None:
@@ -75,6 +83,6 @@ def _buckets(trained: list[Weight], sizes: Elements) -> Iterator[float]:
     yield filled
 
 
-def plain_passes(configuration: Configuration, release: GradRelease) -> Passes:
-    """Returns how PyTorch alone runs one."""
-    return Passes(release=release, stops_early=configuration.code.stops_early)
+def plain_variant(configuration: Configuration, release: GradRelease) -> Variant:
+    """Returns the settings of the tape for PyTorch alone."""
+    return replace(variant_of(configuration), release=release)

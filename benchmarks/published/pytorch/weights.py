@@ -5,11 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from benchmarks.published.training_code import published
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
 from dstrain.plan.configuration import TrainedModel
-from dstrain.plan.memory.adapters import adapted, adapted_experts, adapter_sizes, kept_whole
-from dstrain.plan.memory.params import is_in_layer, is_inside, trains_in_full
+from dstrain.plan.memory.params import (
+    adapted,
+    adapted_experts,
+    adapter_sizes,
+    is_in_layer,
+    is_inside,
+    kept_whole,
+    trains_in_full,
+)
 from dstrain.plan.training_code import TrainingCode
 
 
@@ -81,11 +89,11 @@ def weights(model: ModelFacts, trained_model: TrainedModel, code: TrainingCode) 
 
 
 def _is_quantized(group: TensorGroup, code: TrainingCode) -> bool:
-    return group.is_quantizable or (code.has_linear_experts and group.kind in (Kind.EXPERT, Kind.ROUTER))
+    return group.is_quantizable or (published(code).has_linear_experts and group.kind in (Kind.EXPERT, Kind.ROUTER))
 
 
 def _parts(group: TensorGroup, code: TrainingCode) -> int:
     """Returns how many tensors hold a group: one, unless every expert has linears of its own."""
-    if not code.has_linear_experts or group.kind is not Kind.EXPERT or len(group.shape) < 3:
+    if not published(code).has_linear_experts or group.kind is not Kind.EXPERT or len(group.shape) < 3:
         return 1
     return group.shape[0] * (2 if "gate_up" in group.name else 1)

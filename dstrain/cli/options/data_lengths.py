@@ -11,12 +11,11 @@ from dstrain.choices import Hub
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.data.datafile import files_of, is_file_name
+from dstrain.facts.data.datafile import files_of, is_file_name, reading_for
 from dstrain.facts.data.image_patches import eye_of
-from dstrain.facts.data.job_reading import reading_for
 from dstrain.facts.data.lengths import SAMPLED_ROWS, Lengths, media_in, mixed, read_lengths
 from dstrain.facts.data.mixture import epoch_counts, held_out_counts
-from dstrain.facts.data.row_counts import count_rows
+from dstrain.facts.data.rows import count_rows
 from dstrain.facts.model import model_files
 from dstrain.facts.model.hub_config import tokenizer_file
 from dstrain.facts.model.model_facts import ModelFacts
@@ -39,7 +38,7 @@ _FEWEST_ROWS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceLengths:
-    """What is known of one data set."""
+    """The known facts of one data set."""
 
     name: str
     lengths: Lengths
@@ -55,12 +54,12 @@ class SourceLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """What is known of the training data."""
+    """The known facts of the training data."""
 
     lengths: Lengths | None = None
     """The lengths of an epoch; None if they are not known."""
     sources: tuple[SourceLengths, ...] = ()
-    """Those of each data set."""
+    """The facts of each data set."""
     job: Job | None = None
     """The job that trains on them; None if they are not known."""
     eval_samples: int = 0
@@ -115,9 +114,9 @@ def histogram(lengths: Lengths) -> dict[int, float]:
 def read(
     options: Mapping[str, Any], model: ModelFacts, *, job: Path | None = None, keeps_list: bool = False
 ) -> TrainingData:
-    """Returns what is known of `--data`; epochs, steps and all else are those of the job file, if there is one.
+    """Returns the known facts of `--data`; epochs, steps and all else come from the job file, if there is one.
 
-    With `keeps_list` the data sets are those of the job file, which its user may have edited. What cannot be read is no
+    With `keeps_list` the data sets come from the job file, which its user may have edited. Unreadable data are no
     error here: `dstrain run` checks the data, and their file may be on another machine.
     """
     try:
@@ -179,6 +178,7 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
         if source.max_samples is not None and source.max_samples <= lengths.num_samples:
             lengths = replace(lengths, num_samples=source.max_samples, estimate=None)
         found.append(lengths)
+    # the same arithmetic as that of the ranks: held out first, then mixed by weights
     counts = [lengths.num_samples for lengths in found]
     held_out = held_out_counts(counts, job.val_split) if job.val_split is not None else [0] * len(counts)
     counts = [size - out for size, out in zip(counts, held_out, strict=True)]
@@ -197,7 +197,7 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
 
 
 def _without_tokenizer(job: Job, model: ModelFacts) -> TrainingData:
-    """Returns what rows say without their lengths."""
+    """Returns the facts that rows show without their lengths."""
     download = "" if is_local(model.source) else f": hf download {model.source}"
     return TrainingData(
         has_media=any(media_in(source.path, reading_for(source, job)) for source in job.train_sources),

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Offload
-from dstrain.cli import gen_config
-from dstrain.cli.options.question import PlanInputs, plan_inputs
+from dstrain.cli.options.question import PlanInputs, plan_inputs, request_of
 from dstrain.cli.options.remembered import ResolvedOptions, as_input, relative
 from dstrain.cli.options.typed import spelled
+from dstrain.cli.verbs import gen_config
 from dstrain.config import jsonc
 from dstrain.config.document import REMOVED, lookup
 from dstrain.config.imports.converters import HYBRID
@@ -21,28 +21,30 @@ from dstrain.config.imports.source import Fate
 from dstrain.config.imports.walk import Imported, Note, Value, is_full
 from dstrain.config.templates.files import config_text
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
+from dstrain.facts.model.families import LIGER
 from dstrain.job.model_changes import ALL_LINEAR
+from dstrain.job.schema import Job
 from dstrain.plan.estimate import effective
-from dstrain.plan.memory.adapters import named_targets
-from dstrain.plan.memory.layers.kernels import LIGER
-from dstrain.plan.request import Request
+from dstrain.plan.memory.params import named_targets
+from dstrain.plan.request import SPEED, Request
 from dstrain.plan.rope_scaling import TooLong
-from dstrain.plan.search.contradictions import Terms, Unsatisfiable
+from dstrain.plan.search.search_space import Terms, Unsatisfiable
 
-_REQUESTED = (
-    *("method", "seq_len", "micro_batch", "grad_ckpt", "activation_offload", "tiled_mlp", "precision", "attn"),
-    *("packing", "sp", "tp", "ep", "optimizer", "liger", "hub", "task", "torch_compile"),
-)
+_DEFAULTS = {param.name: param.default for param in gen_config.command.params}
+_JOB = {field.name: field.default for field in fields(Job)}
+_REQUESTED = tuple(name for name in _JOB if name in _DEFAULTS and name in {*Request.__dataclass_fields__, "hub"})
 """Keys of a job that are options of gen-config, too."""
-_OFF = {"liger": False, "torch_compile": False, "tp": 1}
-"""Values that need no option."""
-_UNASKED = {"activation_offload": False, "tiled_mlp": False, "sp": 1, "ep": 1}
-"""What the planner chooses where nobody asks, and a file without the key does not do."""
+_CHOSEN = frozenset({"micro_batch", "grad_accum", "grad_ckpt", "grad_ckpt_every_n_layers", "loss", "attn"})
+"""Choices that the planner makes for a file without their keys."""
+_UNASKED = {
+    name: _JOB[name] for name in SPEED if name in _REQUESTED and _DEFAULTS[name] is None and name not in _CHOSEN
+}
+"""Further choices that it makes if nobody asks, as a job without the key has them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportInputs:
-    """What an imported file asks of the planner."""
+    """The questions of an imported file to the planner."""
 
     imported: Imported
     """With the values that depend on the machines."""
@@ -53,11 +55,6 @@ class ImportInputs:
     """The text of its DeepSpeed configuration; None if gen-config's is to be written."""
     config_name: str
     """The name of that configuration in messages."""
-
-    @property
-    def open(self) -> dict[str, Any]:
-        """The choices of the planner's own that the file does not make."""
-        return dict.fromkeys(name for name in _UNASKED if name not in self.imported.values)
 
 
 def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> ImportInputs:
@@ -73,7 +70,8 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
         raise InvalidConfig(
             f"{imported.source.path}: names no model, as a file of {title} need not", hint="Add --model NAME."
         )
-    given = {name: values[name].value for name in _REQUESTED if name in values and _OFF.get(name) != values[name].value}
+    asked = ((name, values[name].value) for name in _REQUESTED if name in values)
+    given = {name: value for name, value in asked if not isinstance(value, Mapping) and value != _DEFAULTS[name]}
     given |= {key: values[key].value for key in _DATA if key in values and isinstance(values[key].value, str)}
     options = {"model": str(model), **_machines(imported), **_UNASKED, **given, **typed}
     if "output_dir" in values:
@@ -88,10 +86,11 @@ def import_inputs(imported: Imported, typed: Mapping[str, Any], out: Path) -> Im
         imported, facts = _without_liger(imported, facts)
         options.pop("liger")
     added = _whole(plan, facts) if config is None else _strategy(config, name, facts)
+    # last: the batch of other tools is by GPU, so it depends on the machines and the parallelism
     imported, batch = _with_batch(_with_targets(imported, facts), facts)
     options |= added | batch
     if added or batch:
-        facts = replace(facts, request=plan_request(_parsed(options)))
+        facts = replace(facts, request=request_of(_parsed(options)))
     inputs = {key: as_input(key, value, out) for key, value in options.items()}
     resolved = ResolvedOptions(options=_parsed(options), inputs=inputs, is_repeated=False)
     return ImportInputs(imported=imported, asked=resolved, facts=facts, config=config, config_name=name)
@@ -182,19 +181,14 @@ def _facts(options: Mapping[str, Any], imported: Imported) -> PlanInputs:
         raise EnvironmentProblem(error.problem, place=place, hint=hint) from None
 
 
-def plan_request(options: dict[str, Any]) -> Request:
-    """Returns the request in the options of gen-config."""
-    return Request(**{name: options[name] for name in Request.__dataclass_fields__ if name in options})
-
-
 def _parsed(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns every option of gen-config as if these had been typed."""
-    context = gen_config.command.make_context("gen-config", shlex.split(spelled(options)))
-    return dict(context.params)
+    with gen_config.command.make_context("gen-config", shlex.split(spelled(options))) as context:
+        return dict(context.params)
 
 
 def _machines(imported: Imported) -> dict[str, Any]:
-    """Returns the options for the machines that the file names; a number of GPUs is that of all nodes."""
+    """Returns the options for the machines that the file names; a number of GPUs counts all nodes."""
     machines = imported.of("machines")
     nodes = machines.get("nodes", 1)
     per_node = machines.get("gpus_per_node") or machines.get("visible")

@@ -1,32 +1,87 @@
-"""Turns the planning options into facts and a request."""
+"""Turns the planning options into facts and a request, with the images of a sample counted."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Attention, LossKernel, Precision, Task
 from dstrain.cli.console import say_lines
-from dstrain.cli.options.counted_images import counted_patches
 from dstrain.cli.options.typed import spelled
-from dstrain.errors import InvalidConfig, Place
+from dstrain.errors import DstrainError, InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, hostfile, links, machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.model import trace_records
+from dstrain.facts.data.datafile import files_of, is_file_name, reading_for
+from dstrain.facts.data.image_patches import Eye, eye_of
+from dstrain.facts.data.lengths import usable_rows
+from dstrain.facts.data.rows import spread
+from dstrain.facts.data.turns import Conversation
+from dstrain.facts.model import aliases, trace_records
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.parts import Part
+from dstrain.facts.model.traits import Part
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
+from dstrain.job.file import read_job
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import PARTS, broken
-from dstrain.plan.freezing import frozen_parts, images_beyond, traced_without, unplanned_parts, with_frozen
+from dstrain.plan.named_parts import frozen_parts, images_beyond, traced_without, unplanned_parts, with_frozen
 from dstrain.plan.request import Request
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
-from dstrain.units import MIB, format_bytes
+from dstrain.records import require_in_range
+from dstrain.units import MIB, counted, format_bytes
+
+_ROWS = 200
+"""Rows that are looked at."""
+
+
+def counted_patches(options: Mapping[str, Any]) -> tuple[int, str | None]:
+    """Returns the most patches that the images of a sample have, and how they were counted; 0 if they are not known.
+
+    They are not without data here, for a model whose processor cuts images by another rule, and for videos.
+    """
+    data = options.get("data")
+    if not data:
+        return 0, None
+    try:
+        job = (
+            read_job(Path(data), is_only_read=True).job
+            if data.endswith((".yaml", ".yml"))
+            else Job(model="", output_dir="", data=data)
+        )
+        sees = eye_of(_source(options), options["hub"], max_pixels=job.max_pixels, min_pixels=job.min_pixels)
+        return (job.image_patches, None) if sees is None or job.image_patches else _most(job, options, sees)
+    except (DstrainError, OSError):
+        return 0, None  # the reader of the data reports the error
+
+
+def _source(options: Mapping[str, Any]) -> str:
+    """Returns the folder or the id of the model."""
+    name = str(Path(options["model"]).expanduser())
+    known = None if Path(name).exists() else aliases.resolve(options["model"])
+    return known[1].hub_id if known is not None and known[1].hub_id else name
+
+
+def _most(job: Job, options: Mapping[str, Any], sees: Eye) -> tuple[int, str | None]:
+    found: list[int] = []
+    sources = [source for source in job.train_sources if is_file_name(source.path)]
+    files = [(source, file) for source in sources for file in files_of(source.path) if file.exists()]
+    for source, file in files:
+        rows, _ = spread(file, -(-_ROWS // len(files)))
+        for _, sides in usable_rows(file, rows[:_ROWS], reading_for(source, job)):
+            if isinstance(sides[0], Conversation) and sides[0].has_media:
+                patches = sees.patches_of(sides[0])
+                if patches is None:
+                    return 0, None
+                found.append(patches)
+    if not found:
+        return 0, None
+    looked = f"the most that the images of a sample have, of {counted(len(found), 'sample')} that were looked at"
+    return max(found), f"--image-patches {max(found)}: {looked} ({sum(found) / len(found):,.0f} on average)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +101,7 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None, is_firs
     name none. Only the first question of a command prints notes.
     """
     hosts = _named_hosts(options)
-    request = _request(options)
+    request = request_of(options)
     if not request.image_patches:
         patches, counted_how = counted_patches(options)
         request = replace(request, image_patches=patches)
@@ -58,6 +113,7 @@ def plan_inputs(options: dict[str, Any], *, last: Cluster | None = None, is_firs
         say_lines([f"note: {lack.problem}; dstrain run refuses it: {lack.hint}"])
     if is_first and problem is not None:
         say_lines([f"note: {problem}"])
+    # a plan for machines that have no names yet leaves placeholders, which lint and run refuse
     if hosts is None:
         single = cluster.num_nodes == 1
         hosts = (
@@ -118,30 +174,21 @@ def _least_loss(request: Request) -> LossKernel:
     return LossKernel.CHUNKED if request.task is Task.DPO else LossKernel.FUSED
 
 
-def _request(options: dict[str, Any]) -> Request:
+def request_of(options: dict[str, Any]) -> Request:
     """Returns the request; options of `plan` alone allow more than gen-config can write."""
     values = {field.name: options[field.name] for field in fields(Request) if field.name in options}
     if "lora_rank" not in options:
         return Request(**values)
-    if options["lora_rank"] < 1:
-        raise InvalidConfig(f"--lora-rank is {options['lora_rank']}", hint="Write --lora-rank 8 or more.")
-    if not 0 <= options["lora_dropout"] < 1:
-        raise InvalidConfig(f"--lora-dropout is {options['lora_dropout']}", hint="Write a share, such as 0.05.")
     names, experts = (
         tuple(name.strip() for name in options[key].split(",") if name.strip())
         for key in ("lora_targets", "lora_target_parameters")
     )
     if not names and not experts:
         raise InvalidConfig("--lora-targets names no layer", hint="Write --lora-targets all-linear, or layer names.")
-    return Request(
-        **values,
-        lora=Lora(
-            rank=options["lora_rank"],
-            dropout=options["lora_dropout"],
-            targets=names,
-            target_parameters=experts,
-        ),
-    )
+    rank, dropout = options["lora_rank"], options["lora_dropout"]
+    lora = Lora(rank=rank, dropout=dropout, targets=names, target_parameters=experts)
+    require_in_range(lora, prefix="lora-")
+    return Request(**values, lora=lora)
 
 
 def _named_hosts(options: dict[str, Any]) -> Hosts | None:

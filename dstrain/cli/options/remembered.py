@@ -1,4 +1,4 @@
-"""Resolves the options of gen-config: those typed now, over those of the last time."""
+"""Resolves the options of gen-config: the ones typed now over the ones of the last time, spelled as typed."""
 
 from __future__ import annotations
 
@@ -29,13 +29,16 @@ class ResolvedOptions:
     inputs: Mapping[str, Any]
     """Those that were typed, now or the last time, as the lock keeps them."""
     is_repeated: bool
-    """Whether those of the last time count too."""
+    """Whether the ones of the last time count too."""
 
 
 def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> ResolvedOptions:
-    """Returns what is asked. A model typed now makes a new question; without one the inputs of the last time hold, and
-    options typed now replace those of the same name. Raises UsageError if neither names a model, InvalidConfig
-    where only the lock, which may be somebody else's, names templates."""
+    """Returns the options that count.
+
+    A model typed now makes a new question; without one the inputs of the last time hold, and options typed now replace
+    the ones of the same name. Raises UsageError if neither names a model, InvalidConfig if only the lock, which may be
+    somebody else's, names templates.
+    """
     context = click.get_current_context()
     given = {name: as_input(name, value, folder) for name, value in typed(options).items()}
     if options["model"] is not None:
@@ -44,6 +47,7 @@ def asked(options: Mapping[str, Any], lock: Lock | None, folder: Path) -> Resolv
         why = "has none: its files were adopted" if lock else "is not there to repeat"
         raise click.UsageError(f"Missing option '--model', and {folder / LOCK} {why}.", context)
     inputs = {**lock.inputs, **given}
+    # --hosts typed now ends the --hostfile of the last time, which would contradict it
     for names in _ALTERNATIVES:
         if any(name in given for name in names):
             inputs = {name: value for name, value in inputs.items() if name in given or name not in names}

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dstrain.doctor.finding import SIGNS, Finding, Mark, count_text, errors
+from dstrain.findings import SIGNS, Finding, Severity, errors, lines, signs_text
 from dstrain.records import to_data
-from dstrain.wrapping import COLUMNS
 
 if TYPE_CHECKING:
-    from dstrain.doctor.network_judge import Expected
-    from dstrain.doctor.network_measure import Answer
+    from dstrain.doctor.network_measure import Answer, Expected
 
 _GROUPS = {
     "job": "job",
@@ -34,40 +31,29 @@ _GROUPS = {
 _PLAIN = str.maketrans({"✓": "+", "✗": "x", "→": ">", "─": "-", "·": "|", "×": "x"})
 
 
-def lines(finding: Finding) -> list[str]:
-    """Returns a finding: its mark and text, then the command that fixes it, which is never broken."""
-    text = f"{SIGNS[finding.mark]} {finding.what}"
-    if finding.fix is not None and len(text) + len(finding.fix) + 5 <= COLUMNS:
-        return [f"  {text} → {finding.fix}"]
-    rows = textwrap.wrap(text, COLUMNS - 2, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    rows += [f"  {line}" for line in finding.drawing]
-    rows += [f"  → {finding.fix}"] if finding.fix is not None else []
-    return [f"  {row}" for row in rows]
-
-
 def grouped(findings: Sequence[Finding], *, verbose: bool) -> list[str]:
-    """Returns findings under their headings; what is fine is only counted unless verbose, except for drawings."""
+    """Returns findings under their headings; facts without a problem are only counted unless verbose."""
     rows: list[str] = []
     for heading in dict.fromkeys(_GROUPS.values()):
-        members = [finding for finding in findings if _GROUPS[finding.subject] == heading]
+        members = [finding for finding in findings if _GROUPS[finding.rule] == heading]
         shown = _shown(members, verbose=verbose)
         if members:
             num_hidden = len(members) - len(shown)
-            rows += [f"{heading}: {num_hidden} {SIGNS[Mark.OK]}" if num_hidden else heading, *_lines(shown)]
+            rows += [f"{heading}: {num_hidden} {SIGNS[Severity.OK]}" if num_hidden else heading, *_lines(shown)]
     return rows
 
 
 def of_hosts(hosts: Mapping[str, Sequence[Finding]], variables: Mapping[str, str], *, verbose: bool) -> list[str]:
     """Returns the findings of several hosts: counts per host, then what all hosts that answer share, then the rest.
 
-    What is fine is only counted unless verbose, except for drawings; `variables` are what `dstrain run` sets.
+    Facts without a problem are only counted unless verbose, except for tables; `variables` are what `dstrain run` sets.
     """
     width = max(len(host) for host in hosts)
-    rows = [f"{_worst(findings)} {host:<{width}}  {count_text(findings)}" for host, findings in hosts.items()]
+    rows = [f"{_worst(findings)} {host:<{width}}  {signs_text(findings)}" for host, findings in hosts.items()]
     if variables:
         rows += [f"✓ dstrain run sets {' '.join(f'{name}={value}' for name, value in variables.items())}"]
     shown = {host: _shown(findings, verbose=verbose) for host, findings in hosts.items()}
-    answering = [host for host, findings in hosts.items() if any(finding.subject != "hosts" for finding in findings)]
+    answering = [host for host, findings in hosts.items() if any(finding.rule != "hosts" for finding in findings)]
     common = [
         finding for finding in shown[answering[0]] if all(finding in shown[host] for host in answering)
     ] if answering else []  # fmt: skip
@@ -80,7 +66,7 @@ def of_hosts(hosts: Mapping[str, Sequence[Finding]], variables: Mapping[str, str
 
 
 def _shown(findings: Sequence[Finding], *, verbose: bool) -> list[Finding]:
-    return [finding for finding in findings if verbose or finding.mark is not Mark.OK or finding.drawing]
+    return [finding for finding in findings if verbose or finding.severity is not Severity.OK or finding.table]
 
 
 def _lines(findings: Sequence[Finding]) -> list[str]:
@@ -88,8 +74,8 @@ def _lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _worst(findings: Sequence[Finding]) -> str:
-    marks = {finding.mark for finding in findings}
-    return SIGNS[next(mark for mark in (Mark.ERROR, Mark.WARNING, Mark.OK) if mark in marks or mark is Mark.OK)]
+    present = {finding.severity for finding in findings}
+    return next((sign for severity, sign in reversed(SIGNS.items()) if severity in present), SIGNS[Severity.OK])
 
 
 def document(hosts: Mapping[str, Sequence[Finding]], variables: Mapping[str, str]) -> dict[str, Any]:
@@ -103,7 +89,7 @@ def document(hosts: Mapping[str, Sequence[Finding]], variables: Mapping[str, str
 
 
 def _counts(findings: Sequence[Finding]) -> dict[str, int]:
-    return {str(mark): sum(finding.mark is mark for finding in findings) for mark in Mark}
+    return {str(mark): sum(finding.severity is mark for finding in findings) for mark in SIGNS}
 
 
 def network_document(

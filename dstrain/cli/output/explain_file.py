@@ -8,15 +8,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.cli.output.effects import cost_text
+from dstrain.cli.output.edits import cost_text
 from dstrain.cli.output.plan import LIMITS, subject_lines
 from dstrain.config.document import dotted
-from dstrain.config.explain.file import BATCH, OTHER, PRECISION, ZERO, Entry, Section, rest_bytes, sections
-from dstrain.config.explain.key import Here, estimate_of
+from dstrain.config.explain.file import (
+    BATCH,
+    OTHER,
+    PRECISION,
+    ZERO,
+    Entry,
+    Here,
+    Section,
+    estimate_of,
+    rest_bytes,
+    sections,
+)
+from dstrain.config.jsonc import json_pointer
 from dstrain.config.key_bytes import scale
-from dstrain.config.key_text import meaning, summary
-from dstrain.config.lint.finding import json_pointer
-from dstrain.config.lint.subject import ABSENT, JobContext
+from dstrain.config.keys.table import meaning, summary
+from dstrain.config.lint.rule import ABSENT, JobContext
 from dstrain.config.resolve_auto import filled
 from dstrain.facts.ds_config import offload_device, written_device, zero_stage
 from dstrain.facts.workload import Workload
@@ -24,7 +34,7 @@ from dstrain.launch.prepare.job_context import request_of, workload_of
 from dstrain.plan.estimate import unplanned_optimizer
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import arithmetic, batch_label, label
-from dstrain.plan.speed.setting import row_samples
+from dstrain.plan.speed.compute import row_samples
 from dstrain.units import format_bytes, format_seconds
 from dstrain.wrapping import wrapped
 

@@ -1,4 +1,4 @@
-"""Prints the explanation of one key, as text or JSON."""
+"""Prints the explanation of a key of ds_config.json or job.yaml, as text or JSON."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dstrain.cli.output.effects import cost_text, effect_text
+from dstrain.cli.output.edits import cost_text, effect_text
 from dstrain.cli.output.plan import subject_lines
 from dstrain.config.document import REMOVED, lookup
-from dstrain.config.explain.key import OF_JOB, Chosen, Here, Way, choose, counted, ways, why
-from dstrain.config.jsonc import Pointer
+from dstrain.config.explain.file import Chosen, Here, Way, choose, counted, ways, why
+from dstrain.config.explain.job_key import JobKey
+from dstrain.config.jsonc import Pointer, json_pointer
 from dstrain.config.key_bytes import Scale, cost, scale
-from dstrain.config.key_text import default_text, kind_text, meaning
 from dstrain.config.keys.key import Key, Kind
-from dstrain.config.keys.table import children, is_read
-from dstrain.config.lint.finding import json_pointer
-from dstrain.config.lint.subject import ABSENT
-from dstrain.config.resolve_auto import JOB_KEYS
+from dstrain.config.keys.table import children, default_text, is_read, kind_text, meaning
+from dstrain.config.lint.rule import ABSENT
+from dstrain.config.resolve_auto import JOB_KEYS, REPEATED_KEYS
 from dstrain.errors import DstrainError
 from dstrain.facts.ds_config import zero_stage
-from dstrain.plan.effect import Effect
 from dstrain.plan.estimate import unplanned_optimizer
+from dstrain.plan.estimate_records import Effect
+from dstrain.plan.labels import title
 from dstrain.units import format_bytes, format_seconds
-from dstrain.wrapping import wrapped
+from dstrain.wrapping import aligned, wrapped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +38,9 @@ class Explanation:
     here: Here | None
     """The job with its configuration, model and machines; None if one of them is missing."""
     missing: str | None
-    """What is missing, if something is."""
+    """The missing piece, if there is one."""
     chosen: Chosen | None
-    """What dstrain would write."""
+    """The value that dstrain would write."""
     unchosen: str | None
     """Why dstrain cannot choose, if it cannot."""
     ways: tuple[Way, ...]
@@ -99,7 +99,7 @@ def _facts(key: Key) -> list[tuple[str, str]]:
 
 
 def _here_lines(explanation: Explanation) -> list[str]:
-    """Returns what holds for the job, or what is missing to say so."""
+    """Returns the value for the job, or the piece that is missing to say it."""
     key, here = explanation.key, explanation.here
     if here is None:
         return [
@@ -119,8 +119,8 @@ def _here_lines(explanation: Explanation) -> list[str]:
 
 
 def _of_job(key: Key, here: Here, now: Any) -> str:
-    """Returns what ranks get from the job in place of a number that the configuration lacks."""
-    name = OF_JOB.get(key.path, "precision")
+    """Returns the number that ranks get from the job if the configuration lacks it."""
+    name = REPEATED_KEYS.get(key.path, "precision")
     if now not in (ABSENT, REMOVED, "auto") or name == "precision" or getattr(here.request, name) is None:
         return ""
     return f"; ranks get {getattr(here.request, name)} ({name} of the job)"
@@ -132,7 +132,7 @@ def _chosen_lines(explanation: Explanation, path: Pointer, by: Scale) -> list[st
         return [f"  dstrain   unknown: {explanation.unchosen}"]
     fits = "" if chosen.fits else " (the closest; does not fit)"
     value = _value_text(lookup(chosen.config, path), chosen.config, explanation.key, by)
-    text = [f"  dstrain   {value}, with {chosen.configuration.title}{fits}"]
+    text = [f"  dstrain   {value}, with {title(chosen.configuration)}{fits}"]
     return text + [f"    - {reason}" for reason in why(explanation.key, chosen)]
 
 
@@ -154,13 +154,12 @@ def _way_lines(explanation: Explanation, by: Scale) -> list[str]:
     problem = next((way.problem for way in explanation.ways if way.problem), None)
     if problem is not None and not any(way.effect for way in explanation.ways):
         return [f"No numbers: {problem}."]
-    what = f"{OF_JOB[path]} of the job" if path in OF_JOB else place[1].path.removeprefix("zero_optimization.")
-    labels = [_label(way) for way in explanation.ways]
-    width = max(map(len, labels))
+    of_job = REPEATED_KEYS.get(path)
+    what = f"{of_job} of the job" if of_job is not None else place[1].path.removeprefix("zero_optimization.")
     text = [f"Memory and time if only {what} changes"]
     if path.startswith("optimizer") and explanation.here and (note := unplanned_optimizer(explanation.here.config)):
         text.append(f"  {note}")
-    return text + [f"  {label:<{width}}  {_does(way)}" for label, way in zip(labels, explanation.ways, strict=True)]
+    return text + [f"  {line}" for line in aligned([(_label(way), _does(way)) for way in explanation.ways])]
 
 
 def _label(way: Way) -> str:
@@ -201,6 +200,7 @@ def document(explanation: Explanation) -> dict[str, Any]:
 
 
 def _here_document(explanation: Explanation, here: Here) -> dict[str, Any]:
+    # a key with a name of the user's in its path, such as a group's, is looked up where the user pointed
     path = tuple(explanation.key.path.split(".")) if "*" not in explanation.key.path else explanation.pointer
     chosen, cluster = explanation.chosen, here.workload.cluster
     return {
@@ -214,7 +214,7 @@ def _here_document(explanation: Explanation, here: Here) -> dict[str, Any]:
         else {
             "is_written": lookup(chosen.config, path) is not ABSENT,
             "value": _plain(lookup(chosen.config, path)),
-            "title": chosen.configuration.title,
+            "title": title(chosen.configuration),
             "fits": chosen.fits,
             "reasons": why(explanation.key, chosen),
         },
@@ -236,3 +236,39 @@ def _here_document(explanation: Explanation, here: Here) -> dict[str, Any]:
 
 def _plain(value: Any) -> Any:
     return None if value is ABSENT or value is REMOVED else value
+
+
+def job_key_lines(key: JobKey, job: Mapping[str, Any] | None) -> list[str]:
+    """Returns the explanation in lines that fit a terminal; `job` is the job file here, if there is one."""
+    facts = [("type", key.type_text)]
+    if (default := key.default_text) is not None:
+        facts.append(("default", default))
+    if key.inside:
+        facts.append(("inside", ", ".join(key.inside)))
+    if key.fills:
+        facts.append(("fills in", f'"auto" of {", ".join(key.fills)} in ds_config.json'))
+    if (here := _here(key, job)) is not None:
+        facts.append(("here", here))
+    text = [f"{key.path} of job.yaml", f"  {key.meaning}", "", *(f"  {label:<9} {value}" for label, value in facts)]
+    return [wrapped(line) for line in text]
+
+
+def _here(key: JobKey, job: Mapping[str, Any] | None) -> str | None:
+    """Returns the value in the job here; None without a job, and for a key of several data sets or rules."""
+    if job is None or "[]" in key.path or ".RULE." in key.path:
+        return None
+    value = lookup(job, tuple(key.path.split(".")))
+    return "not written" if value is ABSENT else json.dumps(value, ensure_ascii=False)
+
+
+def job_key_document(key: JobKey) -> dict[str, Any]:
+    """Returns the answer as JSON-ready data."""
+    return {
+        "key": key.path,
+        "meaning": key.meaning,
+        "type": key.type_text,
+        "default": key.schema.get("default"),
+        "is_required": key.is_required,
+        "inside": list(key.inside),
+        "fills": list(key.fills),
+    }

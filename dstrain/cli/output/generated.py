@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import Method, Optimizer
 from dstrain.cli.options.question import PlanInputs
-from dstrain.cli.output.run_time import time_lines
+from dstrain.cli.output.plan import time_lines
 from dstrain.facts.cluster import hostfile
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.job.yaml_source import parse_yaml
@@ -55,7 +55,7 @@ def _job_key(text: str | None, key: str) -> Any:
 
 
 def edited_lines(edited: Edited, trained: RunTime | None, cluster: Cluster) -> list[str]:
-    """Returns what the files train with the edits that stay in them, where that differs from the plan."""
+    """Returns the training by the files with the edits that stay, if it differs from the plan."""
     estimate = edited.estimate
     if not estimate.fits:
         lines = [f"edits    the files keep yours, too large: {estimate.shortage}"]
@@ -75,7 +75,7 @@ def next_lines(
     with_edits: Mapping[str, Any] = MappingProxyType({"fits": True}),
     has_errors: bool = False,
 ) -> list[str]:
-    """Returns what to type next, one line each: not the run, if lint refuses the files, or if they do not fit
+    """Returns the next commands, one line each: not the run, if lint refuses the files, or if they do not fit
     `with_edits` or have no plan."""
     where = "" if out == Path() else f"{out}/"
     steps = []

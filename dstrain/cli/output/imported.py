@@ -1,4 +1,4 @@
-"""Prints what became of an imported file: its cost beside dstrain's plan, its faults, and what has no counterpart."""
+"""Prints an imported file: its cost beside dstrain's plan, its faults, and the keys without a counterpart."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dstrain.config.imports.converters import runs_deepspeed
 from dstrain.config.imports.source import Fate
 from dstrain.config.imports.walk import Imported, Note, Value
 from dstrain.config.lint.advisories import Advisory
-from dstrain.config.lint.finding import Finding, count_text, lines, printable
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.workload import Workload
+from dstrain.findings import Finding, count_text, lines, printable
 from dstrain.plan.configuration import flat
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
@@ -34,7 +34,7 @@ HEADINGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportReport:
-    """What is known of an imported file."""
+    """Facts about an imported file."""
 
     imported: Imported
     workload: Workload
@@ -43,9 +43,9 @@ class ImportReport:
     ours: Survey
     """The plan for the same model, data and batch without the file's choices."""
     findings: Sequence[Finding]
-    """What lint says, with places in the file."""
+    """Findings of lint, with places in the file."""
     past_faults: Sequence[Advisory]
-    """What other releases of DeepSpeed did wrong with the file's settings."""
+    """Faults of other releases of DeepSpeed with the file's settings."""
 
 
 def report_lines(report: ImportReport) -> list[str]:
@@ -58,7 +58,7 @@ def report_lines(report: ImportReport) -> list[str]:
 
 
 def _cost_lines(report: ImportReport) -> list[str]:
-    """Returns the figures of the file's settings, then those of dstrain's plan if it is another one."""
+    """Returns the figures of the file's settings, then dstrain's plan's if it is another one."""
     ours = report.ours.proposals[0]
     if report.theirs is None:
         return [
@@ -113,14 +113,14 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
 
 
 def _past_lines(fault: Advisory) -> list[str]:
-    """Returns what a file has trained if it ran under a release with a fault."""
+    """Returns the training of a file that ran under a release with a fault."""
     releases = f"{fault.since} to before {fault.fixed}" if fault.since else f"before {fault.fixed}"
     text = f"under DeepSpeed {releases} it trained something else: {fault.effect} (DeepSpeed#{fault.pull}, {fault.id})"
     return wrapped(text).splitlines()
 
 
 def read_lines(imported: Imported) -> list[str]:
-    """Returns what was read of a file that is refused: its values, and the keys that are not simply written. The error
+    """Returns the contents of a file that is refused: its values, and the keys that are not simply written. The error
     names those for which it is refused."""
     source = imported.source
     read = [
@@ -137,7 +137,7 @@ def _read(imported: Imported) -> list[tuple[str, Value]]:
 
 
 def read_document(imported: Imported) -> dict[str, Any]:
-    """Returns what was read of a file that is refused as JSON-ready data."""
+    """Returns the contents of a file that is refused, as JSON-ready data."""
     read = [
         {"target": target, "value": value.value, "key": value.key, "file": value.place.file, "line": value.place.line}
         for target, value in _read(imported)

@@ -1,4 +1,4 @@
-"""Writes a plan as one HTML page: what the terminal shows, and the plans of near questions for its sliders."""
+"""Writes a plan as one HTML page: the terminal's figures, and the plans of near questions for its sliders."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from dstrain import __version__
 from dstrain.cli.console import talk
 from dstrain.cli.options.question import PlanInputs
 from dstrain.cli.options.typed import spelled
-from dstrain.cli.output.memory_bars import PARTS, part_bytes
-from dstrain.cli.output.plan import considered, plan_document, table_row
+from dstrain.cli.output.plan import PARTS, considered, part_bytes, plan_document, table_row
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
@@ -29,7 +28,7 @@ from dstrain.units import GIB
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What was asked on the command line."""
+    """The question on the command line."""
 
     verb: str
     """`plan` or `gen-config`."""

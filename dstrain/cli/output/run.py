@@ -1,4 +1,4 @@
-"""Prints what a run starts, and how it ended."""
+"""Prints a run before its start, and its result."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from dstrain.errors import RunFailed
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.ds_config import zero_stage
 from dstrain.launch.prepare.prepare import PreparedRun
-from dstrain.monitor.best_model import best_model
 from dstrain.monitor.mode import upload_command
+from dstrain.monitor.outcomes import best_model
 from dstrain.paths import shown
 from dstrain.plan.labels import arithmetic
 from dstrain.rundir import RunDir
 from dstrain.units import format_bytes, format_count, format_seconds
+from dstrain.wrapping import aligned
 
 
 def before_lines(prepared: PreparedRun) -> list[str]:
-    """Returns what the run starts, with notes."""
+    """Returns the run that starts, with notes."""
     job, hosts = prepared.job, prepared.hosts
+    # of an assumed GPU neither the name nor the predicted memory is shown: both would be guesses
     is_known = prepared.cluster.gpu_origin is not Origin.ASSUMED
     device = "CPU" if prepared.on_cpu else prepared.cluster.gpu.name if is_known else "GPU"
     machines = "this machine" if prepared.is_local else f"{len(hosts.hosts)} hosts"
@@ -119,8 +121,7 @@ def _state_rows(states: dict[str, Any] | None) -> list[tuple[str, str]]:
 def summary_text(summary: dict[str, Any], run_dir: RunDir) -> str:
     """Returns the result of the run, and what to type next."""
     rows = summary_rows(summary)
-    width = max(len(name) for name, _ in rows)
-    lines = ["", *(f"{name:<{width}}  {value}" for name, value in rows), ""]
+    lines = ["", *aligned(rows), ""]
     lines.append(f"next: dstrain report {shlex.quote(shown(str(run_dir.path)))}")
     lines.append("      (how it went, and how far it was from its plan)")
     if summary.get("swanlab_to_upload"):

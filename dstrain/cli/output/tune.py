@@ -1,17 +1,31 @@
-"""Prints what `dstrain tune` will run, and what it measured."""
+"""Candidates of `dstrain tune`: prints what will run and what it measured."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from dstrain.launch.run.trial import Ending, Trial
+from dstrain.cli.console import say_lines
+from dstrain.cli.verbs import run
+from dstrain.config.edits.other_choices import JobFiles, OtherChoices, with_choices
+from dstrain.config.remedy import UNADAPTED, Adaptation
+from dstrain.errors import InvalidConfig
+from dstrain.facts.workload import Workload
+from dstrain.launch.launch import Launch
+from dstrain.launch.run import trial as trials
+from dstrain.launch.run.trial import Ending, Trial, title_of
 from dstrain.monitor.windows import is_slower
+from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.search.alternatives import with_fastest_batch
+from dstrain.plan.search.rules import compiled
 from dstrain.records import to_data
+from dstrain.rundir import RunDir
 from dstrain.units import counted, format_bytes, format_seconds
+from dstrain.wrapping import aligned
 
 NONE = "-"
 
@@ -66,7 +80,7 @@ class Row:
 
     @property
     def compile_s(self) -> float | None:
-        """How much longer it took to start than its base: what compiling costs; None if that is unknown."""
+        """How much longer it took to start than its base, the cost of compiling; None if unknown."""
         starts = [row.trial.start_s if row is not None and row.trial is not None else None for row in (self, self.base)]
         own, other = starts
         return max(0.0, own - other) if own is not None and other is not None else None
@@ -105,7 +119,7 @@ def _is_slower(row: Row, best: Row) -> bool:
 
 
 def verdict(row: Row, best: Row | None, rows: Sequence[Row] = ()) -> str:
-    """Returns what came of a configuration, in words."""
+    """Returns the result of a configuration, in words."""
     if row.trial is None:
         return "not tried"
     if row.trial.ending is Ending.OUT_OF_MEMORY:
@@ -128,7 +142,7 @@ def verdict(row: Row, best: Row | None, rows: Sequence[Row] = ()) -> str:
 
 
 def _compiling(row: Row) -> str:
-    """Returns what compiling costs, and after how many steps of the run that is paid back; empty if nothing is."""
+    """Returns the cost of compiling, and the steps of the run that pay it back; empty if none do."""
     if row.compile_s is None or row.pays_back_after is None:
         return ""
     planned = "a run of unknown length" if row.planned_steps is None else f"{row.planned_steps:,}"
@@ -138,7 +152,7 @@ def _compiling(row: Row) -> str:
 
 
 def told(row: Row) -> str:
-    """Returns what came of a configuration that has just run."""
+    """Returns the result of a configuration that has just run."""
     assert row.trial is not None
     took = format_seconds(row.trial.seconds)
     if row.step_s is None:
@@ -165,7 +179,7 @@ def table(rows: Sequence[Row]) -> list[str]:
         )
         for row in rows
     ]
-    lines = list(_aligned(cells))
+    lines = aligned(cells, right=range(1, len(cells[0]) - 1))
     if any(row.is_present for row in rows):
         lines.append("* the present configuration")
     return lines
@@ -175,15 +189,8 @@ def _rate(value: float | None) -> str:
     return NONE if value is None else f"{value:,.0f}"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        numbers = (f"{cell:>{width}}" for cell, width in zip(row[1:-1], widths[1:-1], strict=True))
-        yield "  ".join((f"{row[0]:<{widths[0]}}", *numbers, row[-1])).rstrip()
-
-
 def dry_lines(rows: Sequence[Row], steps: int) -> Iterator[str]:
-    """Yields what would run, and how long by the plan."""
+    """Yields the trials, and their time by the plan."""
     for row in rows:
         speed, sign = row.estimate.speed, "* " if row.is_present else "  "
         memory = format_bytes(row.estimate.memory.device_bytes_per_gpu)
@@ -225,3 +232,108 @@ def document(rows: Sequence[Row]) -> dict[str, Any]:
             for row in rows
         ],
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options, by name."""
+
+    job: Path
+    budget: float = 30.0
+    steps: int = 20
+    candidates: int = 5
+    no_doctor: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+    overrides: tuple[str, ...] = ()
+    """`key=value` by which the runs differ from the job, beside every trial's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A configuration to measure."""
+
+    row: Row
+    """Its result; with a trial if it was measured before, or is refused before it starts."""
+    chosen: OtherChoices | None
+    """Its changes to the files; None for the present one, and one that is refused."""
+    launch: Launch | None
+    """None for one that is refused."""
+    compiles_fastest: bool = False
+    """Whether its turn comes with the choices of the fastest of the others."""
+
+
+def run_options(options: Options, changed: Sequence[str] = ()) -> run.Options:
+    """Returns the options of `dstrain run` for a short run."""
+    return run.Options(job=options.job, overrides=(*trials.OVERRIDES, *options.overrides, *changed))
+
+
+def launch_at(options: Options, estimate: Estimate, run_dir: RunDir, adaptation: Adaptation = UNADAPTED) -> Launch:
+    """Returns the launch of a configuration, in a folder below the run directory of its job."""
+    folder = trials.folder_of(run_dir, estimate.configuration)
+    chosen = run_options(options, [f"output_dir={folder}"])
+    return run.launch_of(chosen, run.allocated(chosen), adaptation)
+
+
+def candidate_of(
+    options: Options, files: JobFiles, workload: Workload, run_dir: RunDir, estimate: Estimate
+) -> Candidate:
+    """Returns a configuration that differs from the present one; one that lint or the model refuses has failed."""
+    try:
+        chosen = with_choices(files, estimate, workload)
+        launch = launch_at(options, estimate, run_dir, Adaptation(overrides=chosen.overrides, changes=chosen.changes))
+    except InvalidConfig as error:
+        say_lines([f"refused  {title_of(estimate.configuration)}: {error.problem}"])
+        refused = Trial(ending=trials.Ending.FAILED, key="", seconds=0.0, problem=error.problem)
+        title, gpus = title_of(estimate.configuration), workload.cluster.num_gpus
+        return Candidate(
+            row=Row(title=title, estimate=estimate, num_gpus=gpus, trial=refused), chosen=None, launch=None
+        )
+    return ready(options, launch, chosen)
+
+
+def ready(options: Options, launch: Launch, chosen: OtherChoices | None, *, is_present: bool = False) -> Candidate:
+    """Returns a configuration that can run, with what was measured before."""
+    prepared = launch.prepared
+    assert prepared.estimate is not None, "the job has an estimate, and its model and machines are the same"
+    known = trials.earlier(prepared.run_dir, trials.key_of(prepared, options.steps))
+    row = Row(
+        title=title_of(prepared.estimate.configuration),
+        estimate=prepared.estimate,
+        num_gpus=prepared.cluster.num_gpus,
+        trial=known,
+        is_present=is_present,
+        is_earlier=known is not None,
+    )
+    return Candidate(row=row, chosen=chosen, launch=launch)
+
+
+def in_turn(
+    workload: Workload,
+    make: Callable[[Estimate], Candidate],
+    planned_steps: Callable[[], int | None],
+    one: Candidate,
+    rows: Sequence[Row],
+) -> Candidate:
+    """Returns a candidate as it is measured after others: with the micro-batch that was the fastest, unless it was
+    measured itself, or the fastest of all with compiled layers, beside the steps of the run if they are known."""
+    if one.compiles_fastest:
+        timed = [row for row in rows if row.step_s is not None]
+        if not timed:
+            return one
+        base = min(timed, key=lambda row: row.step_s or 0.0)
+        found = compiled_candidate(workload, make, base.estimate)
+        if found is None:
+            return one
+        return replace(found, row=replace(found.row, base=base, planned_steps=planned_steps()))
+    if one.row.trial is not None:
+        return one
+    measured = [(row.estimate, row.step_s) for row in rows if row.step_s is not None]
+    other = with_fastest_batch(workload, one.row.estimate, measured)
+    return one if other is one.row.estimate else make(other)
+
+
+def compiled_candidate(workload: Workload, make: Callable[[Estimate], Candidate], base: Estimate) -> Candidate | None:
+    """Returns a configuration with compiled layers; None if they are compiled already, or cannot be."""
+    other = compiled(workload, base.configuration)
+    return None if other is None else replace(make(assess(workload, other)), compiles_fastest=True)

@@ -249,7 +249,7 @@ def _indent(document: Document, parent: Pointer) -> str:
 
 
 def _unit(document: Document) -> str:
-    """Returns one level of indentation: that of the document's first member, or two spaces."""
+    """Returns one level of indentation: the one before the document's first member, or two spaces."""
     for _, span in _children(document, ()):
         if _begins_line(document.text, span.key):
             return _line_indent(document.text, span.key) or "  "

@@ -58,7 +58,7 @@ class Lock:
     cluster: Cluster | None = None
     """The machines, as detected or assumed at that time; None for adopted files."""
     contents: RowContents | None = None
-    """What rows of the data held at that time; None if the data were not read."""
+    """Contents of the data's rows at that time; None if the data were not read."""
     base: Mapping[str, str]
     """File name → the exact generated text, from which hand edits are detected."""
     unsettled: Mapping[str, tuple[Unsettled, ...]] = field(default_factory=dict)
@@ -91,7 +91,7 @@ def planned_cluster(folder: Path) -> Cluster | None:
 
 
 def planned_contents(folder: Path) -> RowContents | None:
-    """Returns what rows of the data held when the files of a folder were generated; None if unknown."""
+    """Returns the contents of the data's rows when the files of a folder were generated; None if unknown."""
     lock = read_lock(folder)
     return lock.contents if lock is not None else None
 
@@ -177,7 +177,7 @@ def write_files(
     copies of your files first, the lock last. Returns the names of the changed files.
 
     A `.new` file from `before` is updated while its conflict is open and then deleted; one of yours is kept. Copies
-    have the mode of their file, and the lock that of the job, so that nobody can read more than before.
+    have the mode of their file, and the lock the mode of the job, so that nobody can read more than before.
     """
     ours = before.base if before else {}
     earlier = new_files(folder, ours)

@@ -8,12 +8,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.choices import Offload
 from dstrain.config.document import Change, dotted
 from dstrain.config.edits import edit
 from dstrain.config.edits.lock import LOCK, Lock, backups, read_lock, standing, write_files
-from dstrain.config.edits.manual_edits import edits_in
-from dstrain.config.edits.regenerate import Decision, Regenerated, Standing, merge, regenerate
+from dstrain.config.edits.regenerate import Decision, Regenerated, Standing, edits_in, merge, regenerate
 from dstrain.config.resolve_auto import BATCH_KEYS
 from dstrain.config.templates.files import config_values, template_of
 from dstrain.config.templates.templates import render_json, template_hash
@@ -21,20 +19,17 @@ from dstrain.errors import Conflict
 from dstrain.facts.workload import Workload
 from dstrain.job.schema import Job
 from dstrain.paths import alone, write_together
-from dstrain.plan.configuration import DEFAULTS, Configuration, flat
+from dstrain.plan.configuration import DEFAULTS, Configuration, choices, flat
 from dstrain.plan.estimate_records import Estimate, Plan
 from dstrain.plan.search.search_space import global_batch
 
 JOB, CONFIG = "job.yaml", "ds_config.json"
-_OF_JOB = (
-    *("micro_batch", "grad_accum", "sp", "grad_ckpt", "grad_ckpt_every_n_layers", "activation_offload", "tiled_mlp"),
-    "torch_compile",
-)
-"""Choices that the job file holds; ds_config.json holds those of ZeRO."""
-_STRATEGY = frozenset({"stage", "offload_optimizer", "offload_param", "zero_hpz_partition_size"})
+_TUNED = {name: choice for name, choice in choices().items() if choice.is_tuned}
+_OF_JOB = tuple(name for name, choice in _TUNED.items() if not choice.is_of_zero)
+"""Choices that the job file holds; ds_config.json holds ZeRO's."""
+_STRATEGY = frozenset(key.split(".")[1] for choice in _TUNED.values() for key in choice.keys)
 """Keys of `zero_optimization` that decide how ZeRO works; the others are sizes and habits."""
-_CHOICE_OF_KEY = {"stage": "zero_stage", "offload_optimizer": "offload", "offload_param": "offload"}
-OPEN = ("zero_stage", "offload", *(name for name in _OF_JOB if name != "grad_accum"))
+OPEN = tuple(name for name in _TUNED if name != "grad_accum")
 """Choices that may differ at the same global batch, by the names of requests."""
 
 
@@ -89,10 +84,10 @@ def settled_choices(files: JobFiles) -> frozenset[str]:
         for item in edits_in(name, files.lock.base[name], text, shown=str(files.paths[name]))
     ]
     edited = {str(item.pointer[-1]) for item in edits if item.file == JOB and len(item.pointer) == 1}
-    of_zero = [
+    of_zero = {
         item.pointer[1] for item in edits if item.pointer[:1] == ("zero_optimization",) and len(item.pointer) > 1
-    ]
-    edited |= {_CHOICE_OF_KEY[str(key)] for key in of_zero if key in _CHOICE_OF_KEY}
+    }
+    edited |= {name for name, choice in _TUNED.items() for key in choice.keys if key.split(".")[1] in of_zero}
     given = files.lock.inputs.keys() - {*files.lock.tuned}
     return frozenset(OPEN) & (edited | given)
 
@@ -186,11 +181,8 @@ def inputs_of(estimate: Estimate, workload: Workload) -> dict[str, Any]:
     values = flat(estimate.configuration)
     options: dict[str, Any] = {name: values[name] for name in ("zero_stage", "micro_batch", "grad_ckpt")}
     options["global_batch"] = global_batch(workload.cluster, estimate.configuration)
-    if values["offload"] is not Offload.NONE:
-        options["offload"] = values["offload"].value
     usual = flat(DEFAULTS)
-    names = ("grad_ckpt_every_n_layers", "activation_offload", "tiled_mlp", "torch_compile", "sp")
-    return options | {name: values[name] for name in names if values[name] != usual[name]}
+    return options | {name: values[name] for name in OPEN if values[name] != usual[name]}
 
 
 def write(files: JobFiles, chosen: OtherChoices, workload: Workload) -> list[Path]:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 from dstrain.config.document import dotted
-from dstrain.config.key_text import listed
+from dstrain.config.keys.table import listed
 from dstrain.config.resolve_auto import JOB_KEYS
 from dstrain.config.schema import job_schema
 

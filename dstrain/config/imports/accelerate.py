@@ -41,7 +41,7 @@ _STRATEGIES = {
 
 
 def _strategy(kind: str, source: Source) -> Converted:
-    """Returns how a kind of training shards states where no key of its own says it."""
+    """Returns how a kind of training shards states, unless it has a key for that."""
     keys = _STRATEGIES.get(kind)
     if keys is None or any(source.given(key) is not ABSENT for key in keys):
         return READ
@@ -53,8 +53,12 @@ def _switch(kind: str) -> Convert:
     return lambda value, source: _strategy(kind, source) if convert.flag(value, source) else ABSENT
 
 
+_use_deepspeed = _switch("DEEPSPEED")
+_use_fsdp = _switch("FSDP")
+
+
 def _fsdp_offload(value: Any, source: Source) -> Any:
-    """Returns nothing: the key is read with those of FSDP's strategy, or with the choice of FSDP."""
+    """Returns nothing: the key is read with FSDP's other keys."""
     is_fsdp = source.value("use_fsdp") is True or str(source.value("distributed_type")).upper() == "FSDP"
     is_read = is_fsdp or any(source.given(key) is not ABSENT for key in _STRATEGIES["FSDP"])
     return READ if convert.flag(value, source) and is_read else ABSENT
@@ -68,6 +72,14 @@ def _of(kind: str, converter: Convert) -> Convert:
         return converter(value, source) if given is ABSENT or str(given).upper() == kind else ABSENT
 
     return converted
+
+
+_deepspeed_file = _of("DEEPSPEED", ds_config)
+_deepspeed_number = _of("DEEPSPEED", convert.number_unless_auto)
+_deepspeed_offload = _of("DEEPSPEED", offload)
+_deepspeed_offload_params = _of("DEEPSPEED", offload_params)
+_fsdp_flag = _of("FSDP", convert.flag)
+_fsdp_sharding = _of("FSDP", sharding)
 
 
 def _compiled(value: Any, _: Source) -> Any:
@@ -92,25 +104,9 @@ def _stage(value: Any, source: Source) -> Any:
     return int(convert.number(value, source))
 
 
-_FSDP = "ZeRO takes the place of FSDP"
-_NODES = "`dstrain run` starts the ranks over ssh or the scheduler's hosts; see the hostfile"
+_deepspeed_stage = _of("DEEPSPEED", _stage)
 
-_CONVERTERS = {
-    "compiled": _compiled,
-    "deepspeed_file": _of("DEEPSPEED", ds_config),
-    "deepspeed_number": _of("DEEPSPEED", convert.number_unless_auto),
-    "deepspeed_offload": _of("DEEPSPEED", offload),
-    "deepspeed_offload_params": _of("DEEPSPEED", offload_params),
-    "deepspeed_stage": _of("DEEPSPEED", _stage),
-    "fsdp_flag": _of("FSDP", convert.flag),
-    "fsdp_offload": _fsdp_offload,
-    "fsdp_sharding": _of("FSDP", sharding),
-    "kind": _kind,
-    "precision": _precision,
-    "use_deepspeed": _switch("DEEPSPEED"),
-    "use_fsdp": _switch("FSDP"),
-}
-ROWS = rows_of("accelerate", _CONVERTERS)
+ROWS = rows_of("accelerate", globals())
 """The keys of its file; its options on a command line have the same names."""
 
 SECTIONS = ("deepspeed_config", "fsdp_config", "parallelism_config", "dynamo_config")

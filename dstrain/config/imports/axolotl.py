@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from dstrain.config.document import lookup
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import preferences
 from dstrain.config.imports.converters import ds_config
-from dstrain.config.imports.shared import RANKS, TRAINING_ARGUMENTS
 from dstrain.config.imports.source import ABSENT, READ, Converted, OtherTraining, Source, Tool, Unmatched
-from dstrain.config.imports.tables import rows_of
+from dstrain.config.imports.tables import RANKS, TRAINING_ARGUMENTS, rows_of
 from dstrain.job.model_changes import ALL_LINEAR
 
 
@@ -116,7 +114,7 @@ def _new_tokens(value: Any, source: Source) -> Any:
 
 
 def _saves(value: Any, source: Source) -> Any:
-    """Returns nothing where another key says when checkpoints are written."""
+    """Returns nothing if another key says when checkpoints are written."""
     if source.given("save_steps") is not ABSENT or source.given("saves_per_epoch") is not ABSENT:
         return ABSENT
     return convert.strategy("save_strategy")(value, source)
@@ -134,7 +132,7 @@ def _sinks(name: str) -> Any:
 
 
 def _fp16(value: Any, source: Source) -> Any:
-    """Returns nothing where `bf16` decides; its default is bf16 where the GPU has it."""
+    """Returns nothing if `bf16` decides; its default is bf16 if the GPU has it."""
     if source.given("bf16") is not ABSENT or not convert.flag(value, source):
         return READ
     raise Unmatched("bf16 is `auto` by default, and wins where the GPU has bf16; set precision to fp16")
@@ -165,27 +163,8 @@ def _ds_config(value: Any, source: Source) -> Any:
     return Converted(values={"plan.ds_config": found}, note=note)
 
 
-_CONVERTERS: dict[str, Callable[..., Any]] = {
-    "checkpointing": _checkpointing,
-    "ds_config": _ds_config,
-    "evaluations": _evaluations,
-    "experts": _experts,
-    "fp16": _fp16,
-    "liger": _liger,
-    "linear": _linear,
-    "method": _method,
-    "new_tokens": _new_tokens,
-    "per_epoch": _per_epoch,
-    "saves": _saves,
-    "sinks": _sinks,
-    "targets": _targets,
-    "task": _task,
-    "truth": _truth,
-    "unfrozen": _unfrozen,
-    "warmup_ratio": _warmup_ratio,
-}
 _PASSED_ON = {key: row for key, row in TRAINING_ARGUMENTS.items() if row.default is ABSENT}
-ROWS = rows_of("axolotl", _CONVERTERS, base=_PASSED_ON)
-"""Its own keys, and those of Transformers that it passes on."""
+ROWS = rows_of("axolotl", globals(), base=_PASSED_ON)
+"""Its own keys, and the keys of Transformers that it passes on."""
 
 TOOL = Tool(name="axolotl", title="axolotl", rows=ROWS, environment=RANKS, sections=("fsdp_config",))

@@ -282,7 +282,7 @@ drops = one_of(
     {"delete": "drop", "drop": "drop", "right": "truncate", "truncate": "truncate"},
     "dstrain truncates at the end, or drops",
 )
-"""What happens to a sample that is too long."""
+"""Treatment of a sample that is too long."""
 
 
 def resume(value: Any, _: Source) -> Any:
@@ -353,7 +353,7 @@ def fully_sharded(source: Source) -> Converted:
 def _zero(strategy: str, *, offloads: bool) -> Converted:
     """Returns ZeRO's counterpart of a strategy of FSDP. Parameters leave the GPU in stage 3 only.
 
-    A hybrid one shards inside a node and copies between nodes, as MiCS did until DeepSpeed 0.19; what is left of it is
+    A hybrid one shards inside a node and copies between nodes, as MiCS did until DeepSpeed 0.19; the rest of it is
     hpZ's copy of the parameters. Source: torch 2.13 distributed/fsdp/api.py: ShardingStrategy.
     """
     stage = _SHARDING[strategy]
@@ -373,7 +373,7 @@ _OFFLOADS = {("none", "none"): "none", ("cpu", "none"): "optimizer", ("cpu", "cp
 
 
 def offload(value: Any, source: Source) -> Any:
-    """Returns what accelerate's `deepspeed_config` lets leave the GPU."""
+    """Returns the offload of accelerate's `deepspeed_config`."""
     params = str(source.value("deepspeed_config.offload_param_device", "none")).lower()
     stage = number(source.value("deepspeed_config.zero_stage", 2), source)
     pair = str(value).lower(), params if stage == 3 else "none"
@@ -384,7 +384,7 @@ def offload(value: Any, source: Source) -> Any:
 
 
 def offload_params(value: Any, source: Source) -> Any:
-    """Returns what leaves the GPU if only parameters are to."""
+    """Returns the offload if only parameters are offloaded."""
     if source.given("deepspeed_config.offload_optimizer_device") is not ABSENT:
         return READ
     return ABSENT if str(value).lower() == "none" else offload("none", source)

@@ -13,7 +13,7 @@ from dstrain.config.imports.converters import listed, names
 from dstrain.config.imports.preferences import is_dpo
 from dstrain.config.imports.source import ABSENT, READ, Convert, Converted, OtherTraining, Source, Unmatched
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.sample_formats import SIDES
+from dstrain.facts.data.formats import SIDES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class DataSet:
     settings: Mapping[str, Any]
     """The keys of `DataSource`; a key without value is None."""
     losses: tuple[str, ...] = ()
-    """What of it a job does not express, and what to do."""
+    """The parts that a job does not express, and the advice."""
     limits: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the job that the tool sets for such data if its file does not."""
 
@@ -55,7 +55,7 @@ _LIMITS: Mapping[str, Mapping[str, tuple[str, Any]]] = {
         "video_maxlen": ("video_maxlen", 128),
     },
 }
-"""Column → its keys that limit what is in it, each with that of a job and its default. Source: LLaMA-Factory 0.9
+"""Column → its keys that limit its content, each with the job's key and its default. Source: LLaMA-Factory 0.9
 hparams/model_args.py: ProcessorArguments."""
 
 
@@ -69,7 +69,7 @@ def llamafactory(target: str) -> Convert:
 
 
 def media_dir(value: Any, source: Source) -> Any:
-    """Writes nothing for LLaMA-Factory's folder of images if it is that of the data. Raises Unmatched for another."""
+    """Writes nothing for LLaMA-Factory's folder of images if the data are in it too. Raises Unmatched for another."""
     sets = _named(names(source.value("dataset"), source), source)
     if {Path(str(one.settings["path"])).resolve().parent for one in sets} != {Path(str(value)).expanduser().resolve()}:
         raise Unmatched("paths of images are relative to the data file")
@@ -114,6 +114,7 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
         turns = columns.get("messages", "conversations")
         renamed, form = {} if turns in _TURNS else {"messages": turns}, "messages"
     if entry.get("ranking"):
+        # pairs have two answers in the place of one
         renamed.pop("output", None)
         renamed, form = renamed | {side: columns.get(side, side) for side in SIDES}, "preference"
     renamed |= {key: columns[key] for key in ("images", "videos") if key in columns}
@@ -131,7 +132,7 @@ def _of_info(entry: Mapping[str, Any], folder: Path, source: Source) -> DataSet:
 
 
 def rows(value: Any, source: Source) -> Any:
-    """Returns a file of rows, or those of a folder. Raises Unmatched for one that is not here."""
+    """Returns a file of rows, or the files of a folder. Raises Unmatched for one that is not here."""
     found = [_local_rows(str(name), source) for name in listed(value)]
     return found[0] if len(found) == 1 else [{"path": path} for path in found]
 

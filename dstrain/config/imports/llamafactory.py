@@ -7,7 +7,6 @@ from typing import Any
 
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import preferences
-from dstrain.config.imports.shared import RANKS, TRAINING_ARGUMENTS
 from dstrain.config.imports.source import (
     ABSENT,
     READ,
@@ -17,7 +16,7 @@ from dstrain.config.imports.source import (
     Tool,
     Unmatched,
 )
-from dstrain.config.imports.tables import rows_of
+from dstrain.config.imports.tables import RANKS, TRAINING_ARGUMENTS, rows_of
 
 
 def _stage(value: Any, source: Source) -> Any:
@@ -103,23 +102,9 @@ def _history(value: Any, source: Source) -> Any:
 NO_LIMIT = 2**63 - 1
 """As LLaMA-Factory itself leaves the size of an image to the processor. Source: data/mm_plugin.py."""
 
-_CONVERTERS = {
-    "alpha": _alpha,
-    "history": _history,
-    "least_pixels": _least_pixels,
-    "loss_of_dpo": preferences.of_dpo(preferences.dpo_loss),
-    "method": _method,
-    "neat_packing": _neat_packing,
-    "nothing": convert.always(READ),
-    "packing": _packing,
-    "pixels": _pixels,
-    "precision": _precision,
-    "resized": _resized,
-    "sinks": _sinks,
-    "stage": _stage,
-    "template": _template,
-}
-ROWS = rows_of("llamafactory", _CONVERTERS, base=TRAINING_ARGUMENTS)
-"""Its own keys, and those of Transformers, which it passes on."""
+_nothing = convert.always(READ)
+
+ROWS = rows_of("llamafactory", globals(), base=TRAINING_ARGUMENTS)
+"""Its own keys, and the keys of Transformers, which it passes on."""
 
 TOOL = Tool(name="llamafactory", title="LLaMA-Factory", rows=ROWS, environment=RANKS)

@@ -19,18 +19,8 @@ _SUPERVISED = ("sft", "finetune", "finetuning", "supervised", "instruct")
 _PRETRAINING = ("pt", "cpt", "clm", "pretrain", "pretraining")
 _OTHERS = (
     *("ppo", "grpo", "gspo", "dapo", "rloo", "orpo", "cpo", "simpo", "mpo", "bco", "rlhf", "rlvr", "prm", "opd"),
-    *(
-        "gkd",
-        "distill",
-        "distillation",
-        "cls",
-        "classification",
-        "classifier",
-        "embedding",
-        "reranker",
-        "rerank",
-        "mlm",
-    ),
+    *("gkd", "distill", "distillation", "cls", "classification", "classifier"),
+    *("embedding", "reranker", "rerank", "mlm"),
 )
 _TASK_NAMES = {
     **{name: name for name in (*_DPO, *_ELSEWHERE, *_OTHERS)},
@@ -54,7 +44,7 @@ def words_of(name: str) -> list[str]:
 
 
 def named_task(source: Source) -> str | None:
-    """Returns what the names of a script and of its folders say that it trains; the nearest one that says something."""
+    """Returns the task that the names of a script and its folders suggest; the nearest name counts."""
     for name in source.value("script_name", ()):
         for part in reversed(Path(name).parts):
             found = [_TASK_NAMES[word] for word in words_of(part) if word in _TASK_NAMES]
@@ -64,7 +54,7 @@ def named_task(source: Source) -> str | None:
 
 
 def name_says(source: Source, words: Iterable[str]) -> bool:
-    """Returns whether the name of a script, or that of its file, has one of these words."""
+    """Returns whether the name of a script or of its file has one of these words."""
     return any(word in words for name in source.value("script_name", ()) for word in words_of(Path(name).name))
 
 
@@ -102,3 +92,7 @@ def dpo_loss(value: Any, _: Source) -> str:
     if others or name not in tuple(DpoLoss):
         raise OtherTraining(f"`{value}`: dstrain's losses of preferences are {', '.join(DpoLoss)}")
     return name
+
+
+loss_of_dpo = of_dpo(dpo_loss)
+"""Converts a loss that is read for DPO alone."""

@@ -159,7 +159,7 @@ _OTHER_WORK = re.compile(
 
 def _of_script(path: Path, text: str, tool: str | None, given: Mapping[str, str]) -> Source:
     """Returns the settings of the first training command of a script, or of the first one with options if there is one;
-    what else would train, and lines that are left of a command, are told."""
+    other commands that would train, and the rest of a command's lines, are told."""
     found, unread = list[Source](), dict[str, Setting]()
     for command in shell.commands(text, str(path), given):
         source, word = _of_any(path, command, tool), command.words[0]
@@ -205,7 +205,7 @@ def _of_any(path: Path, command: shell.Command, tool: str | None) -> Source | No
 
 
 def _script_word(command: shell.Command) -> tuple[int, int] | None:
-    """Returns the index of a launcher in a command, and that of the Python script or module that it starts."""
+    """Returns the indices of a launcher in a command and of the Python script or module that it starts."""
     texts = command.texts
     names = [text.rpartition("/")[2] for text in texts]
     if (at := names.index("trl") if "trl" in names[:-1] else -1) >= 0 and texts[at + 1] in preferences.TRL:
@@ -257,6 +257,7 @@ def _of_launcher(path: Path, command: shell.Command, start: int, at: int) -> Sou
     settings = {_plain(key, tool): _negated(key, setting, tool) for key, setting in settings.items()}
     unread = {} if options or file else {program: Setting(value=_WITHOUT, place=word.place)}
     source = Source(path=path, tool=tool, settings=settings, environment=_environment(command), unread=unread)
+    # options of the command line replace the settings of accelerate's file
     named = source.settings.get("config_file")
     if named is None:
         return source

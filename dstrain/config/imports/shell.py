@@ -64,7 +64,7 @@ def commands(text: str, name: str, given: Mapping[str, str] | None = None) -> It
 
 
 def _tokens(text: str, name: str, place: Place | None = None) -> Iterator[_Token]:
-    """Yields the tokens of a script; all have the one `place` if the text is not that of the file itself."""
+    """Yields the tokens of a script; all have the one `place` if the text is not the file's own."""
     at, heredocs, end = 0, list[str](), -1
     while at < len(text):
         if blank := _BLANK.match(text, at):
@@ -86,6 +86,7 @@ def _tokens(text: str, name: str, place: Place | None = None) -> Iterator[_Token
             heredocs.append(word[1].strip("'\"\\"))
         at = end = stop
         if raw == "\n":
+            # bodies follow the line that names them, in its order
             for delimiter in heredocs:
                 body = re.compile(rf"^\t*{re.escape(delimiter)}$\n?", re.MULTILINE).search(text, at)
                 at = body.end() if body else len(text)
@@ -251,7 +252,7 @@ class _Reader:
         self.status = status
 
     def _tested(self, token: _Token) -> str:
-        """Returns a word of a test; what nobody has set is empty."""
+        """Returns a word of a test; a variable that nobody has set is empty."""
         words = expanded(token.raw, token.place, self.values, is_split=False, unset="")
         return _UNKNOWN if any(word.computed for word in words) else " ".join(word.text for word in words)
 
@@ -264,6 +265,7 @@ class _Reader:
             if token.kind == "redirection":
                 self.at += not self._raw().isspace()
             elif match and (is_start or tokens[0].raw in _DECLARES):
+                # `name+=(…)` appends
                 before = self.values.known.get(match[1], ()) if match[2] else ()
                 assigned[match[1]] = (*before, *self._assigned(match[3], token))
             elif is_start and token.raw in _DECLARES:
@@ -298,7 +300,7 @@ class _Reader:
     def _called(
         self, words: tuple[Word, ...], assigned: Mapping[str, tuple[Word, ...]], live: bool | None
     ) -> Iterator[Command]:
-        """Yields a command, or those of the function or the text that it names."""
+        """Yields a command, or the commands of the function or the text that it names."""
         texts = [word.text for word in words]
         if live is False or not texts:
             return

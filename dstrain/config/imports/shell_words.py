@@ -25,10 +25,10 @@ class Word:
 
 @dataclass(slots=True, kw_only=True)
 class Values:
-    """What a script knows at one of its commands."""
+    """The state of a script at one of its commands."""
 
     known: dict[str, tuple[Word, ...]]
-    """Variable → its words; those of an array may be several."""
+    """Variable → its words; an array may have several."""
     script: str
     args: Sequence[Word] = ()
     """The arguments of a function, or of the script, which are not known."""
@@ -94,6 +94,7 @@ def expanded(raw: str, place: Place, values: Values, *, is_split: bool = True, u
         sign, stop = raw[at], end_of(raw, at) if raw[at] in _PARTS[is_double] else at + 1
         if sign == "\\":
             following = raw[at + 1 : at + 2]
+            # in double quotes a backslash escapes these alone
             keeps = is_double and following not in '$`"\\\n'
             fields[-1].text += (sign if keeps else "") + (following if following != "\n" else "")
             fields[-1].is_quoted = True
@@ -105,6 +106,7 @@ def expanded(raw: str, place: Place, values: Values, *, is_split: bool = True, u
             fields[-1].is_quoted = True
         elif sign in "$`":
             if sign == "$" and (name := re.compile(r"\$(?:\w+|[@*#?$!-])").match(raw, at)):
+                # $10 is $1 and a 0
                 stop = name.end() if not name[0][1].isdigit() else at + 2
             found = _substituted(raw[at:stop], place, values, unset)
             _add(
@@ -190,6 +192,7 @@ def _parameter(inner: str, place: Place, values: Values) -> Sequence[Word] | Non
         return found
     if not rest or found is None:
         return found
+    # what is left are edits: `${name%.json}`, `${name##*/}`, `${name/a/b}`
     texts = [_edited(word.text, rest) for word in found]
     if any(text is None for text in texts):
         return None
@@ -247,7 +250,7 @@ _OPERATORS: Mapping[type[ast.AST], Callable[[int, int], int]] = {
     ast.LShift: operator.lshift,
     ast.RShift: operator.rshift,
 }
-"""What a shell computes with whole numbers."""
+"""Integer operators of a shell."""
 _COMPARED: Mapping[type[ast.AST], Callable[[int, int], bool]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,

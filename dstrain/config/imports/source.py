@@ -1,4 +1,4 @@
-"""The settings of another tool's file, each with its place, and the rows of its table: what becomes of a key."""
+"""The settings of another tool's file, each with its place, and the rows of its table: the fate of each key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ABSENT: Any = REMOVED
 
 
 class Fate(StrEnum):
-    """What becomes of a key."""
+    """The fate of a key."""
 
     WRITTEN = "written"
     """It has a counterpart, which is written."""
@@ -39,7 +39,7 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What a converter returns if one value alone does not say it."""
+    """The result of a converter if one value alone does not express it."""
 
     values: Mapping[str, Any]
     """Target → value."""
@@ -48,7 +48,7 @@ class Converted:
 
 
 READ = Converted(values={})
-"""What a converter returns for a value that is no key of its own: another key is written by it, or nothing need be."""
+"""The result of a converter for a value without a key of its own: it writes another key, or nothing is needed."""
 
 
 class Unmatched(Exception):
@@ -85,9 +85,9 @@ class Row:
     """A key of job.yaml (`lora.rank` reaches inside), `plan.X` for a choice of gen-config, or `machines.X`."""
     convert: Convert = same
     default: Any = ABSENT
-    """What the tool takes if the key is absent, in its own terms."""
+    """The tool's default if the key is absent, in its own terms."""
     note: str = ""
-    """What to do instead, or why nothing is needed."""
+    """The advice, or why nothing is needed."""
     unless: tuple[Any, ...] = (False,)
     """Values that mean the same as an absent key."""
 
@@ -102,7 +102,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """In place of a value: what only a shell can compute."""
+    """In place of a value: an expression that only a shell can compute."""
 
     text: str
 
@@ -166,7 +166,7 @@ class Source:
 
 
 def settings_of(data: Mapping[str, Any], locate: Locator, sections: tuple[str, ...]) -> dict[str, Setting]:
-    """Returns the settings of a mapping; those of a section have its name before theirs."""
+    """Returns the settings of a mapping; in a section they have its name before theirs."""
     settings: dict[str, Setting] = {}
     for key, value in data.items():
         if key in sections and isinstance(value, Mapping):

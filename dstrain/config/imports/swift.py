@@ -8,7 +8,6 @@ from typing import Any
 
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import preferences
-from dstrain.config.imports.shared import RANKS, TRAINING_ARGUMENTS
 from dstrain.config.imports.source import (
     ABSENT,
     Converted,
@@ -17,7 +16,7 @@ from dstrain.config.imports.source import (
     Tool,
     Unmatched,
 )
-from dstrain.config.imports.tables import rows_of
+from dstrain.config.imports.tables import RANKS, TRAINING_ARGUMENTS, rows_of
 
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _LEARNING_RATE = {"full": 1e-5}
@@ -78,6 +77,7 @@ def _frozen(_: Any, source: Source) -> Any:
     return [*patterns, *([str(pattern)] if pattern else [])] or ABSENT
 
 
+@preferences.of_dpo
 def _sft_weight(value: Any, source: Source) -> Any:
     note = "the mean per token of each answer; ms-swift's is over all tokens of a micro-batch"
     return ABSENT if value is None else Converted(values={"dpo.sft_weight": convert.number(value, source)}, note=note)
@@ -91,26 +91,14 @@ def _loss(value: Any, source: Source) -> Any:
     return ABSENT
 
 
-_CONVERTERS = {
-    "accumulation": _accumulation,
-    "dtype": convert.one_of(_DTYPES, "bf16 is written"),
-    "frozen": _frozen,
-    "hub": _hub,
-    "learning_rate": _learning_rate,
-    "length": _length,
-    "loss": _loss,
-    "loss_scale": _loss_scale,
-    "method": _method,
-    "mode": convert.one_of({"cloud": "online", "local": "local"}, "its modes are cloud and local"),
-    "pixels": _pixels,
-    "sft_weight": preferences.of_dpo(_sft_weight),
-}
-ROWS = rows_of("swift", _CONVERTERS, base=TRAINING_ARGUMENTS)
-"""Its own keys, and those of Transformers, which it passes on."""
+_dtype = convert.one_of(_DTYPES, "bf16 is written")
+_mode = convert.one_of({"cloud": "online", "local": "local"}, "its modes are cloud and local")
 
-_TOKEN = "a token is counted as 32 × 32 pixels, as in Qwen3-VL; in Qwen2.5-VL it has 28 × 28"
-_MEDIA = rows_of("swift_variables", _CONVERTERS)
-"""Variables that its templates read, for qwen-vl-utils. They have no defaults of ms-swift's own: those of qwen-vl-utils
-are the limits of the models' processors. Source: ms-swift 4.4 swift/model/models/qwen.py: patch_qwen_vl_utils."""
+ROWS = rows_of("swift", globals(), base=TRAINING_ARGUMENTS)
+"""Its own keys, and the keys of Transformers, which it passes on."""
+
+_MEDIA = rows_of("swift_variables", globals())
+"""Variables that its templates read, for qwen-vl-utils. They have no defaults of ms-swift's own: in qwen-vl-utils
+these are the limits of the models' processors. Source: ms-swift 4.4 swift/model/models/qwen.py: patch_qwen_vl_utils."""
 
 TOOL = Tool(name="swift", title="ms-swift", rows=ROWS, environment={**RANKS, **_MEDIA})

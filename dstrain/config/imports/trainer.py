@@ -13,7 +13,6 @@ from typing import Any
 from dstrain.config.imports import converters as convert
 from dstrain.config.imports import preferences
 from dstrain.config.imports.accelerate import ROWS as ACCELERATE
-from dstrain.config.imports.shared import LAUNCHERS, RANKS, TRAINING_ARGUMENTS
 from dstrain.config.imports.source import (
     ABSENT,
     READ,
@@ -25,7 +24,7 @@ from dstrain.config.imports.source import (
     Tool,
     Unmatched,
 )
-from dstrain.config.imports.tables import read_table, rows_of
+from dstrain.config.imports.tables import LAUNCHERS, RANKS, TRAINING_ARGUMENTS, read_table, rows_of
 from dstrain.job.model_changes import ALL_LINEAR
 
 _SWITCHES = ("use_peft", "use_lora", "lora_enable", "enable_lora")
@@ -67,7 +66,7 @@ _SIZE = "its size is in the code of the script; add --lora_r N --lora_alpha N to
 
 
 def rank(value: Any, source: Source) -> Any:
-    """Returns the rank of an adapter, and the method, which it asks for where no switch does."""
+    """Returns the rank of an adapter, and the method, which it asks for if no switch does."""
     if value is None:
         return 16 if _is_trl(source) else ABSENT
     found = {"lora.rank": convert.count(value, source)}
@@ -117,14 +116,10 @@ def _preference(convert_: Convert) -> Convert:
     return converted
 
 
-def _sft_weight(value: Any, source: Source) -> Any:
-    return ABSENT if value is None else convert.number(value, source)
-
-
 def _loss_type(value: Any, source: Source) -> Any:
     if value in ("nll", "causal_lm") and not preferences.is_dpo(source):
         return READ
-    return _preference(preferences.of_dpo(preferences.dpo_loss))(value, source)
+    return _preference(preferences.loss_of_dpo)(value, source)
 
 
 def _mixed(value: Any, source: Source) -> Any:
@@ -154,7 +149,7 @@ def _betas(value: Any, _: Source) -> Any:
     return Converted(values={"adam_beta1": value[0], "adam_beta2": value[1]})
 
 
-def _optimizer(value: Any, source: Source) -> Any:
+def _engine_optimizer(value: Any, source: Source) -> Any:
     name = str(value).lower()
     if name not in ("adam", "adamw"):
         raise Unmatched(f"`{value}` stays in ds_config.json, and dstrain's figures are for AdamW")
@@ -195,13 +190,17 @@ def _no_bias(value: Any, _: Source) -> Any:
 
 
 def _answers(value: Any, source: Source) -> Any:
-    """Returns what the loss is on; TRL's switch is off by default, which its chats and its completions take apart."""
+    """Returns the tokens with loss; TRL's switch, off by default, means different things for chats and completions."""
     if preferences.is_dpo(source):
         return READ
     if convert.flag(value, source):
         return "answer"
     note = "on every token of a chat, as TRL's is; of completions to prompts TRL learns the completion: loss_on: answer"
     return Converted(values={"loss_on": "all"}, note=note)
+
+
+def _read_with_mixer(_: Any, source: Source) -> Any:
+    return ABSENT if source.value("dataset_mixer") is None else READ
 
 
 def _clipping(value: Any, source: Source) -> Any:
@@ -215,10 +214,6 @@ def _nothing_inside(value: Any, _: Source) -> Any:
     raise OtherTraining(f"`{value}`: the model is loaded by its own config.json")
 
 
-def _limit_unless_none(value: Any, source: Source) -> Any:
-    return ABSENT if value is None or convert.number(value, source) < 1 else convert.count(value, source)
-
-
 def _qwen_lora(value: Any, source: Source) -> Any:
     """Returns the adapter of Qwen's finetune.py, which trains embedding and head of a base model whole beside it."""
     found = method(value, source)
@@ -229,49 +224,21 @@ def _qwen_lora(value: Any, source: Source) -> Any:
     return Converted(values={"method": found} | ({"lora.modules_to_save": ["wte", "lm_head"]} if is_base else {}))
 
 
-def _loss_of_pairs(value: Any, source: Source) -> Any:
-    return preferences.dpo_loss(value, source) if preferences.is_dpo(source) else ABSENT
+_all_tokens = convert.always("all")
+_beta = _preference(preferences.dpo_number)
 
-
-_CONVERTERS: Mapping[str, Convert] = {
-    "all_tokens": convert.always("all"),
-    "alpha": _alpha,
-    "answers": _answers,
-    "beta": _preference(preferences.dpo_number),
-    "bf16": _bf16,
-    "bits": _bits,
-    "both_lengths": _both_lengths,
-    "clipping": _clipping,
-    "dpo_loss": preferences.of_dpo(preferences.dpo_loss),
-    "flash": _flash,
-    "layers": layers,
-    "limit_unless_none": _limit_unless_none,
-    "loss_of_pairs": _loss_of_pairs,
-    "loss_type": _loss_type,
-    "method": method,
-    "mixed": _mixed,
-    "named": _named,
-    "no_bias": _no_bias,
-    "no_flash": _no_flash,
-    "nothing_inside": _nothing_inside,
-    "qwen_lora": _qwen_lora,
-    "rank": rank,
-    "read_with_mixer": lambda _, source: ABSENT if source.value("dataset_mixer") is None else READ,
-    "same_rate": _same_rate,
-    "sft_weight": preferences.of_dpo(_sft_weight),
-}
-ROWS = rows_of("trainer", _CONVERTERS, base={**ACCELERATE, **LAUNCHERS, **TRAINING_ARGUMENTS})
+ROWS = rows_of("trainer", globals(), base={**ACCELERATE, **LAUNCHERS, **TRAINING_ARGUMENTS})
 """Options of launchers, of Transformers and of its usual scripts."""
 
-DEEPSPEED_ROWS = rows_of("deepspeed", {"betas": _betas, "of_section": _of_section, "optimizer": _optimizer})
-"""The literals of a DeepSpeed configuration that belong into job.yaml; every other key stays where it is."""
+DEEPSPEED_ROWS = rows_of("deepspeed", globals())
+"""The literals of a DeepSpeed configuration that belong into job.yaml; every other key stays in its place."""
 
 DEEPSPEED = Tool(name="deepspeed", title="DeepSpeed", rows=DEEPSPEED_ROWS, sections=("optimizer",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """One script, or those of one repository."""
+    """One script, or the scripts of one repository."""
 
     tool: Tool
     paths: tuple[str, ...]
@@ -283,7 +250,7 @@ class Script:
 def _scripts() -> Iterator[Script]:
     rows: Mapping[str, Row] = ROWS
     for name, section in read_table("scripts").items():
-        made = rows_of(section, _CONVERTERS, base=rows)
+        made = rows_of(section, globals(), base=rows)
         rows = made if name == "common" else rows
         yield Script(
             tool=Tool(name="trainer", title=section["title"], rows=made, environment=RANKS),
@@ -298,7 +265,7 @@ TOOL = COMMON.tool
 
 
 def tool_of(program: str, options: Mapping[str, Any]) -> Tool:
-    """Returns the table for a program with these options: that of the longest part of its path, or of a mark."""
+    """Returns the table for a program with these options, found by the longest part of its path, or by a mark."""
     found = [(len(path), script.tool) for script in SCRIPTS for path in script.paths if path in program]
     if found:
         return max(found, key=lambda pair: pair[0])[1]

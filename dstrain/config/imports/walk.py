@@ -1,16 +1,24 @@
-"""Walks the settings of a file with its tool's table, and judges keys that no table has by the words of their names."""
+"""Walks the settings of a file with its tool's table, judges unknown keys by their names, and writes the job's text."""
 
 from __future__ import annotations
 
 import difflib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Method
+from dstrain.config.document import REMOVED, Change, lookup, same
+from dstrain.config.edits import edit_yaml
 from dstrain.config.imports.source import ABSENT, READ, Computed, Converted, Fate, Row, Setting, Source, Unmatched
 from dstrain.errors import InvalidConfig, Place, nearest
+from dstrain.job.model_changes import Lora
+from dstrain.job.monitor import Monitor, Samples
+from dstrain.job.schema import Dpo, Job
+from dstrain.job.yaml_source import parse_yaml
+from dstrain.records import Keys, Locator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,13 +36,13 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """What became of a key, if it is not simply written."""
+    """The fate of a key that is not simply written."""
 
     fate: Fate
     key: str
     place: Place
     text: str
-    """What to do, or why nothing is needed."""
+    """The advice, or why nothing is needed."""
 
     def document(self) -> dict[str, Any]:
         """Returns the note as JSON."""
@@ -96,6 +104,7 @@ def walk(source: Source, *, ignore: Collection[str] = (), typed: Collection[str]
         made = {
             target: Value(value=value, key=key, place=setting.place, is_default=is_default)
             for target, value in converted.values.items()
+            # a tool's default never wins over what another key of the file says
             if value is not ABSENT and (target not in values or not is_default)
         }
         notes += _overruled(values, made)
@@ -128,8 +137,8 @@ def _without(source: Source, ignore: Collection[str]) -> tuple[Source, list[Note
 
 
 def _computed(row: Row, key: str, setting: Setting, typed: Collection[str]) -> Any:
-    """Returns the value of a setting. Raises Unmatched for one that only a shell can compute where a job does without,
-    and InvalidConfig where it does not."""
+    """Returns the value of a setting. Raises Unmatched for one that only a shell can compute if a job does without,
+    else InvalidConfig."""
     if not isinstance(setting.value, Computed) or row.fate is Fate.NEEDLESS:
         return setting.value
     if row.target in typed:
@@ -143,11 +152,12 @@ def _computed(row: Row, key: str, setting: Setting, typed: Collection[str]) -> A
 
 
 _IDLE = "with the other keys of the file it changes nothing"
-_ASKS_FOR_NOTHING: tuple[Any, ...] = (None, False, 0, "", "no", "none", "false", "auto", [], {})
+_OFF: tuple[Any, ...] = (None, False, 0, "", "no", "none", "false", "off", [], {})
+"""Values that switch a key off."""
 
 
 def _notes(row: Row, key: str, setting: Setting, converted: Converted) -> list[Note]:
-    """Returns what became of a key; nothing if it is simply written, or asks for nothing."""
+    """Returns the fate of a key; nothing if it is simply written, or asks for nothing."""
     fate, text = row.fate, converted.note
     if text:
         fate = Fate.CHANGED if fate is Fate.WRITTEN else fate
@@ -155,7 +165,7 @@ def _notes(row: Row, key: str, setting: Setting, converted: Converted) -> list[N
         text = "" if _is_one_of(setting.value, row.unless) else row.note.replace("{value}", str(setting.value))
     elif converted is not READ and all(value is ABSENT for value in converted.values.values()):
         plain = setting.value.lower() if isinstance(setting.value, str) else setting.value
-        is_nothing = _is_one_of(plain, (*_ASKS_FOR_NOTHING, row.default))
+        is_nothing = _is_one_of(plain, (*_OFF, "auto", row.default))
         fate, text = Fate.NEEDLESS, "" if is_nothing else _IDLE
     return [Note(fate=fate, key=key, place=setting.place, text=text)] if text else []
 
@@ -208,7 +218,7 @@ def _settings(source: Source) -> Iterator[tuple[Row | None, str, Setting, bool]]
 
 
 def _converted(row: Row, value: Any, source: Source, *, is_default: bool) -> Converted:
-    """Returns what a row makes of a value; the row's own note is for values that the file gives."""
+    """Converts a value by its row; the row's own note is for values that the file gives."""
     result = row.convert(value, source) if row.fate is Fate.WRITTEN else ABSENT
     if isinstance(result, Converted):
         return result
@@ -217,7 +227,7 @@ def _converted(row: Row, value: Any, source: Source, *, is_default: bool) -> Con
 
 
 def _unknown(key: str, setting: Setting, source: Source) -> Note:
-    """Returns what becomes of a key that no table has: the import stops if its name speaks of what is trained."""
+    """Returns the fate of a key that no table has: the import stops if its name speaks of what is trained."""
     near = meant(key, source.tool.rows)
     text = f"dstrain does not know this key of {source.tool.title}" + (f'; did you mean "{near}"?' if near else "")
     fate = Fate.UNKNOWN
@@ -251,7 +261,6 @@ _WORDS = frozenset(
     )
 )
 _TRAINS = ("tune", "tuning", "train", "trainable", "unfreeze", "unfrozen", "learn", "fit")
-_OFF: tuple[Any, ...] = (None, False, 0, "", "no", "none", "false", "off", [], {})
 
 
 def is_about_training(key: str, value: Any) -> bool:
@@ -263,8 +272,7 @@ def is_about_training(key: str, value: Any) -> bool:
     words = _words(key)
     speaks = any(word in _WORDS or word.startswith(_STEMS) for word in words)
     plain = value.lower() if isinstance(value, str) else value
-    is_off = any(plain == off and isinstance(plain, bool) is isinstance(off, bool) for off in _OFF)
-    return speaks and (not is_off or (plain is not None and any(word in _TRAINS for word in words)))
+    return speaks and (not _is_one_of(plain, _OFF) or (plain is not None and any(word in _TRAINS for word in words)))
 
 
 def meant(key: str, known: Iterable[str]) -> str | None:
@@ -285,3 +293,66 @@ def meant(key: str, known: Iterable[str]) -> str | None:
 
 def _words(key: str) -> list[str]:
     return re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", key).lower())
+
+
+_SECTIONS = {"dpo": Dpo, "lora": Lora, "samples": Samples, "monitor": Monitor}
+_PATHS = ("data", "eval_data", "model")
+"""Keys of which gen-config itself writes a single name, relative to the job."""
+
+
+def edited(text: str, imported: Imported) -> str:
+    """Returns a generated job file with the imported values; one that is the tool's default says so in a comment."""
+    data, _ = parse_yaml(text, "job.yaml")
+    changes = [
+        Change(
+            pointer=tuple(target.split(".")),
+            value=value.value,
+            after=_before(target),
+            comment=f"{imported.source.tool.title}'s default" if value.is_default else None,
+        )
+        for target, value in written(imported).items()
+        if not same(_present(data, target), value.value)
+    ]
+    return edit_yaml.apply(text, "job.yaml", changes)
+
+
+def written(imported: Imported) -> dict[str, Value]:
+    """Returns the values that job.yaml gets, without the keys of an adapter that is not trained."""
+    is_adapter = not is_full(imported.values)
+    return {
+        target: value
+        for target, value in imported.job.items()
+        if (target not in _PATHS or not isinstance(value.value, str)) and (is_adapter or not target.startswith("lora."))
+    }
+
+
+def locator(imported: Imported, job: Path) -> Locator:
+    """Returns the place of a job's key: in the imported file, or in the job for what it does not set."""
+
+    def locate(keys: Keys) -> Place:
+        for length in range(len(keys), 0, -1):
+            value = imported.values.get(".".join(map(str, keys[:length])))
+            if value is not None:
+                return value.place
+        return Place(file=str(job))
+
+    return locate
+
+
+def _present(data: Mapping[str, Any], target: str) -> Any:
+    """Returns the value that a job has for a key: the written one, or the default."""
+    pointer = tuple(target.split("."))
+    value = lookup(data, pointer)
+    if value is not REMOVED:
+        return value
+    record = _SECTIONS[pointer[0]] if len(pointer) > 1 else Job
+    field = next(field for field in fields(record) if field.name == pointer[-1])
+    default = field.default if field.default is not MISSING else REMOVED
+    return list(default) if isinstance(default, tuple) else default
+
+
+def _before(target: str) -> tuple[str, ...]:
+    """Returns the keys that precede a key in the schema of its section."""
+    *outer, name = target.split(".")
+    names = [field.name for field in fields(_SECTIONS[outer[0]] if outer else Job)]
+    return tuple(names[: names.index(name)])

@@ -1,10 +1,11 @@
-"""The record of one key of a DeepSpeed configuration."""
+"""The record of one key of a DeepSpeed configuration, and all records, which keys.toml holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+import tomllib
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 
@@ -18,9 +19,6 @@ class Kind(StrEnum):
     OBJECT = "object"
     LIST = "list"
     ANY = "any value"
-
-
-BOOL, INT, NUMBER, TEXT, OBJECT, LIST, ANY = Kind
 
 
 class Names(StrEnum):
@@ -80,55 +78,28 @@ class Key:
     """File and symbol, below `deepspeed/` of 0.19.8 (or of the last release that had it)."""
 
 
-def row(name: str, kind: Kind, meaning: str, **facts: Any) -> Key:
-    """Returns the row of a key, named from the object that contains it; `within` completes path and source."""
-    return Key(**{"path": name, "kind": kind, "meaning": meaning, "source": "", **facts})
+def _read() -> tuple[Key, ...]:
+    """Returns the rows of keys.toml in their order."""
+    rows: dict[str, Key] = {}
+    tables = tomllib.loads(Path(__file__).with_name("keys.toml").read_text(encoding="utf-8"))
+    for path, table in tables.items():
+        facts = {"path": path} | {name: _parsed(name, value) for name, value in table.items()}
+        if (other := rows.get(table.get("alias_of", ""))) is not None:
+            name = other.path.rpartition(".")[2]
+            rows[path] = replace(other, filled=None, stages=(), **{"meaning": f"Another name of {name}.", **facts})
+        else:
+            rows[path] = Key(**facts)
+    return tuple(rows.values())
 
 
-def flag(name: str, meaning: str, **facts: Any) -> Key:
-    """Returns the row of a boolean that is false by default."""
-    return row(name, Kind.BOOL, meaning, **{"default": False, **facts})
+def _parsed(name: str, value: Any) -> Any:
+    """Returns the value of a field as `Key` holds it; defaults are the user's JSON, in which lists stay lists."""
+    if name == "kind":
+        return Kind[value.upper()]
+    if name == "names":
+        return Names(value)
+    return tuple(value) if isinstance(value, list) and name != "default" else value
 
 
-def switch(meaning: str = "Enables the section.", **facts: Any) -> Key:
-    """Returns the row of the key that enables its section."""
-    return flag("enabled", meaning, is_switch=True, **facts)
-
-
-def also(key: Key, name: str) -> tuple[Key, Key]:
-    """Returns the row of a key and the row of its other name."""
-    other = replace(key, path=name, alias_of=key.path, filled=None, meaning=f"Another name of {key.path}.", stages=())
-    return key, other
-
-
-def within(path: str, source: str, **shared: Any) -> Callable[..., tuple[Key, ...]]:
-    """Returns a function that completes the rows of an object: paths, the source unless a row has its own, and shared
-    facts that a row leaves at their defaults.
-
-    >>> within("aio", "runtime/swap_tensor", since="0.17.0")(flag("use_gds", "Skips host memory."))[0].path
-    'aio.use_gds'
-    """
-    prefix = f"{path}." if path else ""
-    defaults = {field.name: field.default for field in fields(Key)}
-
-    def complete(*rows: Key) -> tuple[Key, ...]:
-        return tuple(
-            replace(
-                key,
-                path=prefix + key.path,
-                source=key.source or source,
-                alias_of=key.alias_of and prefix + key.alias_of,
-                **{name: value for name, value in shared.items() if getattr(key, name) == defaults[name]},
-            )
-            for key in rows
-        )
-
-    return complete
-
-
-def section(path: str, source: str, meaning: str, **facts: Any) -> Callable[..., tuple[Key, ...]]:
-    """Returns a function that completes the rows of an object and puts the object's own row before them."""
-    own = row(path, facts.pop("kind", Kind.OBJECT), meaning, source=facts.pop("own_source", source), **facts)
-    shared = {name: value for name, value in facts.items() if name in ("since", "removed", "instead")}
-    complete = within(path, source, **shared)
-    return lambda *rows: (own, *complete(*rows))
+ROWS = _read()
+"""Every key, in the order of the reference."""

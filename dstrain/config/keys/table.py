@@ -1,36 +1,15 @@
-"""All keys as one table: the lookup of a position in a document, and of a name that a user types."""
+"""All keys as one table: look-ups by a place in a document and by a typed name, and a key's description."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.data import DATA
-from dstrain.config.keys.key import Key, Kind
-from dstrain.config.keys.monitors import COMPILING, MONITORS, TUNING
-from dstrain.config.keys.optimizers import OPTIMIZERS, SCHEDULERS
-from dstrain.config.keys.parallel import PARALLEL
-from dstrain.config.keys.precision import PRECISION
-from dstrain.config.keys.removed import REMOVED
-from dstrain.config.keys.top import TOP
-from dstrain.config.keys.zero import OFFLOAD, ZERO
+from dstrain.config.keys.key import ROWS, Key, Kind
 from dstrain.errors import InvalidConfig, nearest
 
-ROWS: tuple[Key, ...] = (
-    *TOP,
-    *ZERO,
-    *OFFLOAD,
-    *PRECISION,
-    *OPTIMIZERS,
-    *SCHEDULERS,
-    *PARALLEL,
-    *COMPILING,
-    *MONITORS,
-    *DATA,
-    *TUNING,
-    *REMOVED,
-)
 KEYS: Mapping[tuple[str, ...], Key] = MappingProxyType({tuple(key.path.split(".")): key for key in ROWS})
 _BELOW: dict[tuple[str, ...], tuple[Key, ...]] = {}
 """The rows directly inside each object, by the object's path."""
@@ -114,6 +93,7 @@ def named(text: str) -> tuple[Pointer, Key]:
     if (key := key_of(pointer)) is not None:
         return pointer, key
     matches = [path for path in KEYS if path[-len(pointer) :] == pointer]
+    # keys that are gone count only if no other ends with the text
     live = [path for path in matches if KEYS[path].removed is None] or matches
     if len(live) == 1:
         return live[0], KEYS[live[0]]
@@ -148,3 +128,99 @@ def _did_you_mean(text: str) -> str:
 def _by_use(path: str) -> tuple[bool, bool, str]:
     """Returns the sort key of a path: ZeRO's optimizer offload, then the rest of ZeRO, then other sections."""
     return not path.startswith("zero_optimization."), "offload_optimizer." not in path, path
+
+
+def description(key: Key) -> str:
+    """Returns the description shown by editors: the meaning, then a line for each further fact.
+
+    >>> from dstrain.config.keys.table import KEYS
+    >>> print(description(KEYS["gradient_clipping",]))
+    Maximum global L2 norm of the gradients; larger gradients are scaled down. 0 disables clipping.
+    Default: 1.0 since 0.19.3; 0.0 before.
+    "auto": the Trainer fills in max_grad_norm.
+    """
+    lines = [summary(key)]
+    if (default := default_text(key)) is not None:
+        lines.append(f"Default: {default}.")
+    if key.filled is not None:
+        lines.append(f'"auto": the Trainer fills in {key.filled}.')
+    if key.since is not None:
+        lines.append(f"Since DeepSpeed {key.since}.")
+    if key.instead is not None:
+        lines.append(f"Deprecated: {key.instead}.")
+    return "\n".join(lines)
+
+
+def summary(key: Key) -> str:
+    """Returns the meaning of a key, with the ZeRO stages that read it.
+
+    >>> from dstrain.config.keys.table import KEYS
+    >>> summary(KEYS["zero_optimization", "stage3_max_live_parameters"])
+    'Gathered elements kept per GPU before any is released. Stage 3 only.'
+    """
+    if not key.stages:
+        return key.meaning
+    stages = listed([str(stage) for stage in key.stages], "and")
+    return f"{key.meaning} Stage{'s' if len(key.stages) > 1 else ''} {stages} only."
+
+
+def meaning(key: Key) -> str:
+    """Returns the meaning of a key; for a switch, the meaning of its section too.
+
+    >>> from dstrain.config.keys.table import KEYS
+    >>> meaning(KEYS["timers", "throughput", "enabled"])
+    'Enables the section. The timer behind the reported samples per second.'
+    """
+    text = summary(key)
+    return f"{text} {summary(KEYS[tuple(key.path.split('.')[:-1])])}" if key.is_switch else text
+
+
+def default_text(key: Key) -> str | None:
+    """Returns the default for display, or None."""
+    if key.default_note is not None:
+        return key.default_note
+    return None if key.default is None else json.dumps(key.default, ensure_ascii=False)
+
+
+def kind_text(key: Key) -> str:
+    """Returns the type with its range and its legal words.
+
+    >>> from dstrain.config.keys.table import KEYS
+    >>> kind_text(KEYS["zero_optimization", "stage"])
+    'whole number, 0 to 3'
+    >>> kind_text(KEYS["zero_optimization", "offload_param", "device"])
+    'none, cpu or nvme'
+    """
+    words = spoken_words(key)
+    if key.kind is Kind.TEXT and words:
+        text = listed(words)
+    else:
+        text = str(key.kind) + _range_text(key) + "".join(f" or {word}" for word in words)
+    return f"{text}, or null" if key.is_nullable else text
+
+
+def spoken_words(key: Key) -> list[str]:
+    """Returns the legal words without those that differ only in case."""
+    words: dict[str, str] = {}
+    for word in key.words:
+        words.setdefault(word.lower(), word)
+    return list(words.values())
+
+
+def listed(words: list[str], last: str = "or") -> str:
+    """Returns words as an enumeration.
+
+    >>> listed(["a", "b", "c"])
+    'a, b or c'
+    """
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"
+
+
+def _range_text(key: Key) -> str:
+    if key.least is not None and key.most is not None:
+        return f", {key.least:g} to {key.most:g}"
+    if key.least is not None:
+        return f", {key.least:g} " + ("or more" if key.below is None else f"to below {key.below:g}")
+    if key.above is not None or key.below is not None:
+        return f", above {key.above:g}" if key.above is not None else f", below {key.below:g}"
+    return f", at most {key.most:g}" if key.most is not None else ""

@@ -13,9 +13,9 @@ from enum import StrEnum
 
 from dstrain.choices import Precision
 from dstrain.config.jsonc import Pointer
-from dstrain.config.lint.finding import Severity
-from dstrain.config.lint.subject import Subject, has_zenflow
+from dstrain.config.lint.rule import Subject, has_zenflow
 from dstrain.facts.releases import is_in_range, release
+from dstrain.findings import Severity
 
 PULLS = "https://github.com/deepspeedai/DeepSpeed/pull/"
 ZERO = "zero_optimization."

@@ -9,14 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.config import jsonc
 from dstrain.config.edits import edit_json
-from dstrain.config.jsonc import Document, Pointer, SyntaxProblem
-from dstrain.config.lint.finding import Fault, Finding, Severity, json_pointer
-from dstrain.config.lint.rule import Rule
+from dstrain.config.jsonc import Document, Pointer, SyntaxProblem, json_pointer
+from dstrain.config.lint.rule import Fault, Rule, Subject
 from dstrain.config.lint.rules import (
     batch,
-    buffers,
     conflicts,
-    job_keys,
     jobs,
     key_names,
     machines,
@@ -25,12 +22,10 @@ from dstrain.config.lint.rules import (
     optimizers,
     parallelism,
     releases,
-    states,
-    tasks,
     values,
 )
-from dstrain.config.lint.subject import Subject
 from dstrain.errors import Place
+from dstrain.findings import Finding, Severity, errors
 
 if TYPE_CHECKING:
     from dstrain.facts.workload import Workload
@@ -40,15 +35,11 @@ _MODULES = (
     values,
     no_effect,
     conflicts,
-    states,
     parallelism,
     batch,
     optimizers,
     jobs,
-    job_keys,
-    tasks,
     models,
-    buffers,
     machines,
     releases,
 )
@@ -106,11 +97,6 @@ def _placed(subject: Subject, rule: Rule, fault: Fault) -> Finding:
     )
 
 
-def errors(findings: Sequence[Finding]) -> list[Finding]:
-    """Returns the findings that are errors."""
-    return [finding for finding in findings if finding.severity is Severity.ERROR]
-
-
 def errors_of_settings(findings: Sequence[Finding]) -> list[Finding]:
     """Returns errors in the settings themselves, without those that find a run too large for its machines."""
     return [finding for finding in errors(findings) if finding.rule not in machines.FITS]
@@ -123,14 +109,13 @@ def fixed(subject: Subject, *, ignored: Sequence[str] = ()) -> tuple[Subject, li
     errors, or unreadable) is skipped.
     """
     done: list[Finding] = []
-    first = {(finding.rule, finding.pointer): finding for finding in check(subject, ignored=ignored)}
-    while True:
-        before = check(subject, ignored=ignored)
-        step = next(_steps(subject, before, ignored), None)
-        if step is None:
-            return subject, done
+    before = check(subject, ignored=ignored)
+    first = {(finding.rule, finding.pointer): finding for finding in before}
+    while (step := next(_steps(subject, before, ignored), None)) is not None:
         subject, finding = step
+        before = check(subject, ignored=ignored)
         done.append(first.get((finding.rule, finding.pointer), finding))  # with its place before other fixes
+    return subject, done
 
 
 def _steps(subject: Subject, before: list[Finding], ignored: Sequence[str]) -> Iterator[tuple[Subject, Finding]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrain.choices import Offload
 from dstrain.config.lint import engine
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.rule import Subject
 from dstrain.config.schema import CONFIG_SCHEMA, SCHEMA_KEY
 from dstrain.config.templates.templates import render_json, render_yaml
 from dstrain.errors import InvalidConfig
@@ -18,8 +18,9 @@ from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
+from dstrain.findings import errors
 from dstrain.job.task_limits import PARTS
-from dstrain.plan.configuration import Configuration, flat
+from dstrain.plan.configuration import Configuration, choices, flat
 from dstrain.plan.estimate import effective
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.labels import label
@@ -50,18 +51,7 @@ def config_values(plan: Plan, workload: Workload) -> dict[str, Any]:
     is_leaf = configuration.zero.stage == 3 and configuration.parallel.ep == 1  # AutoEP has blocks of its own
     moe_block = model.moe.block_class if model.moe and is_leaf else None
     return {
-        "overlap_comm": configuration.zero.overlap_comm,
-        "reduce_bucket_size": configuration.zero.reduce_bucket_size,
-        "prefetch_bucket_size": configuration.zero.prefetch_bucket_size,
-        "param_persistence_threshold": configuration.zero.param_persistence_threshold,
-        "max_live_parameters": configuration.zero.max_live_parameters,
-        "max_reuse_distance": configuration.zero.max_reuse_distance,
-        "sub_group_size": configuration.zero.sub_group_size,
-        "optimizer": configuration.step.optimizer,
-        "hpz": configuration.zero.hpz,
-        "qwz": configuration.zero.qwz,
-        "offload_ratio": configuration.zero.offload_ratio,
-        "pin_memory": configuration.zero.pin_memory,
+        **flat(configuration),
         "moe_block_class": moe_block,
         "nvme_path": cluster.nvme_path,
         "nvme_buffer_size": _nvme_buffer_size(workload),
@@ -97,7 +87,7 @@ def config_text(config: dict[str, Any]) -> str:
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
-_STRATEGY = ("stage", "offload", "offload_ratio", "hpz")
+_STRATEGY = tuple(choice.field for choice in choices().values() if choice.is_of_zero and choice.is_tuned)
 """ZeRO settings that a template must render; sizes of buffers are its own."""
 
 
@@ -119,7 +109,7 @@ def _require_sound(template: str, config: dict[str, Any]) -> None:
     """Raises InvalidConfig if lint reports errors in the output of a template, which may be the user's own."""
     document, findings = engine.read(config_text(config), template)
     if document is not None:
-        findings = engine.errors(engine.check(Subject(document=document, is_trainers=True)))
+        findings = errors(engine.check(Subject(document=document, is_trainers=True)))
     if findings:
         lines = [f"{template}: {item.pointer}: {item.rule}: {item.problem}; {item.effect}" for item in findings]
         raise InvalidConfig("\n".join(lines), hint="Correct the template.")

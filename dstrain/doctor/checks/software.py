@@ -1,19 +1,22 @@
-"""Checks versions against the supported and the tested ones, and torch's CUDA against the driver's and nvcc's."""
+"""Checks versions, DeepSpeed's extensions and their locks, and attention kernels."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 
 from dstrain.config.lint.advisories import ADVISORIES, Effect
-from dstrain.doctor.facts import Facts, Software
-from dstrain.doctor.finding import Finding, Notes
-from dstrain.doctor.gpu_facts import Gpus
+from dstrain.doctor.facts import Facts, Gpus, Software, Toolchain
 from dstrain.doctor.requirements import Needs
-from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
-from dstrain.facts.releases import is_in_range, release
-from dstrain.facts.window import TESTED, is_tested, known_bad
+from dstrain.errors import EnvironmentProblem, not_installed, other_version
+from dstrain.facts.attention_kernels import KERNELS, AttentionKernels
+from dstrain.facts.deepspeed_ops import OPS
+from dstrain.facts.model.traits import COST, FLA, kernel_packages
+from dstrain.facts.releases import TESTED, is_in_range, is_tested, known_bad, release
+from dstrain.findings import Finding, Notes
+from dstrain.launch.command import NO_NUMACTL
 from dstrain.units import counted
 
 _HOPPER = re.compile(r"\bG?H(?:20|100|200|800)\b")
@@ -29,11 +32,8 @@ _OLDEST_DRIVERS: Mapping[int, str] = MappingProxyType({11: "450", 12: "525", 13:
 """CUDA major → the oldest driver that runs it. Source: CUDA 13.0 release notes, table 2."""
 
 
-def check(facts: Facts, needs: Needs) -> list[Finding]:
-    """Returns findings about versions."""
-    notes, software = Notes("software"), facts.software
-    if software is None:
-        return []
+def check_software(software: Software, facts: Facts, needs: Needs, notes: Notes) -> None:
+    """Adds findings about versions."""
     _ranges(software, notes)
     _advisories(software, notes)
     _kernels(software, needs, notes)
@@ -43,7 +43,6 @@ def check(facts: Facts, needs: Needs) -> list[Finding]:
     else:
         _driver(software.torch_cuda, facts.gpus, notes)
         _nvcc(software.torch_cuda, software, needs, notes)
-    return notes.findings
 
 
 def _ranges(software: Software, notes: Notes) -> None:
@@ -57,7 +56,8 @@ def _ranges(software: Software, notes: Notes) -> None:
     missing = [name for name, version in software.packages.items() if version is None]
     if missing:
         wanted = [f"{name}{software.ranges[name]}" for name in missing]
-        notes.bad(f"not installed: {', '.join(missing)}", _install(software, *wanted))
+        lack = not_installed("dstrain needs", *missing, install=_install(software, *wanted))
+        notes.bad(lack.problem, lack.hint)
     refused = [_is_refused(software, name, version, notes) for name, version in software.packages.items() if version]
     if not missing and not any(refused):
         named = ", ".join(f"{name} {software.packages[name]}" for name in _LEADING if name in software.packages)
@@ -72,7 +72,7 @@ def _is_refused(software: Software, name: str, version: str, notes: Notes) -> bo
         fix = _install(software, f"{name}=={TESTED[name][0]}")
         notes.warn(f"{name} {version} is known bad: {bad.reason}", fix)
     elif not is_in_range(version, spec):
-        notes.warn(f"{name} {version} is outside the supported range {spec}", _install(software, f"{name}{spec}"))
+        notes.warn(other_version("dstrain supports", name, spec, version), _install(software, f"{name}{spec}"))
     else:
         return False
     return True
@@ -112,7 +112,7 @@ def _advisories(software: Software, notes: Notes) -> None:
 
 def _kernels(software: Software, needs: Needs, notes: Notes) -> None:
     """Adds packages with kernels that the model calls and that are not here: slow, and packed rows are refused."""
-    wanted = kernel_packages(needs.model_type) if needs.model_type else ()
+    wanted = kernel_packages(needs.model_type)
     missing = [name for name in wanted if needs.on_cpu or software.kernels.get(name) is None]
     if missing and needs.packs_rows:
         where = ", which run on GPUs only" if needs.on_cpu else f"; missing: {', '.join(missing)}"
@@ -126,7 +126,7 @@ def _kernels(software: Software, needs: Needs, notes: Notes) -> None:
 
 def _compiler(software: Software, gpus: Gpus | None, needs: Needs, notes: Notes) -> None:
     """Adds a Triton with which kernels of linear attention have wrong gradients on Hopper: newer ones refuse it."""
-    wanted = needs.model_type is not None and FLA in kernel_packages(needs.model_type)
+    wanted = FLA in kernel_packages(needs.model_type)
     version, triton = software.kernels.get(FLA), software.compilers.get("triton")
     is_hopper = gpus is not None and any(_HOPPER.search(gpu.name) for gpu in gpus.gpus)
     if not wanted or needs.on_cpu or not is_hopper or version is None or triton is None:
@@ -172,3 +172,127 @@ def _nvcc(torch_cuda: str, software: Software, needs: Needs, notes: Notes) -> No
         notes.bad(what, fix)
     else:
         notes.warn(what, fix)
+
+
+_CPU_ONLY = "deepspeed_shm_comm"
+_INSTALL: Mapping[str, str] = MappingProxyType(
+    {
+        "apt-get": "apt-get install",
+        "dnf": "dnf install",
+        "yum": "yum install",
+        "zypper": "zypper install",
+        "pacman": "pacman -S",
+        "apk": "apk add",
+    }
+)
+"""Package manager → how it installs."""
+_RED_HAT = {"dnf", "yum", "zypper"}
+COMPILER, NINJA, HEADERS, LIBAIO, CUDA = "C++ compiler", "ninja", "Python.h", "libaio", "nvcc"
+"""Requirements of a build."""
+
+
+def check_ops(tools: Toolchain, facts: Facts, needs: Needs, notes: Notes) -> None:
+    """Adds findings about DeepSpeed's extensions."""
+    _check_locks(tools, needs, notes)
+    relevant = [op for op in OPS if needs.on_cpu or op != _CPU_ONLY]
+    missing = {op: lacks(op, tools, on_cpu=needs.on_cpu) for op in relevant if op not in tools.built}
+    built = [op for op in relevant if op in tools.built]
+    possible = [op for op, parts in missing.items() if not parts]
+    texts = [f"{', '.join(built)} built"] if built else []
+    texts += [f"{', '.join(possible)} can be, on first use"] if possible else []
+    if texts:
+        notes.ok("; ".join(texts))
+    for parts in dict.fromkeys(parts for parts in missing.values() if parts):
+        ops = [op for op, lacking in missing.items() if lacking == parts]
+        what = f"{', '.join(ops)} cannot be built: no {', no '.join(parts)}"
+        needed = [op for op in ops if op in needs.ops]
+        fix = cure(parts, tools.installer)
+        if needed:
+            notes.bad(f"{what}; this job needs {', '.join(needed)}", fix)
+        elif not needs.is_quick:
+            notes.warn(what, fix)
+    if "fused_adam" in missing and "fused_adam" in needs.ops and not needs.on_cpu:
+        _check_architectures(tools.architectures, notes)
+    if "cpu_adam" in needs.ops and not tools.has_numactl and not needs.is_quick:  # the launch says it itself
+        notes.warn(NO_NUMACTL, f"{_INSTALL.get(tools.installer or '', 'install')} numactl")
+
+
+def _check_locks(tools: Toolchain, needs: Needs, notes: Notes) -> None:
+    """Notes the locks that no visible process holds; locks of extensions that the job does not need are harmless."""
+    for lock in tools.locks:
+        if needs.has_job and Path(lock.path).parent.name not in needs.ops:
+            if lock.is_stale and not needs.is_quick:
+                notes.warn(f"{lock.held}; this job does not need it", lock.cure)
+        elif lock.is_stale:
+            what = f"{lock.held}: ranks would wait for it forever, unless another container or host is building"
+            notes.bad(what, lock.cure)
+        elif not lock.is_abandoned:  # that one `dstrain run` removes itself
+            notes.warn(f"{lock.held}; another container or host may be building", f"if none is: {lock.cure}")
+
+
+def _check_architectures(listed: str, notes: Notes) -> None:
+    """Notes architectures such as 9.0a, which containers for Hopper set, and at which a build with CUDA code ends.
+
+    Source: deepspeed 0.19.8 op_builder/builder.py: compute_capability_args.
+    """
+    readable = re.sub(r"(\d+\.\d+)[a-z]+", r"\1", listed)
+    if readable != listed:
+        what = f"TORCH_CUDA_ARCH_LIST is {listed}: DeepSpeed, which builds fused_adam, knows numbers alone"
+        notes.bad(what, f'export TORCH_CUDA_ARCH_LIST="{readable}"')
+
+
+def lacks(op: str, tools: Toolchain, *, on_cpu: bool) -> tuple[str, ...]:
+    """Returns missing needs of an extension. Source: deepspeed 0.19.8 op_builder: async_io, fused_adam, cpu."""
+    needed = {COMPILER: tools.compiler is not None, NINJA: tools.has_ninja, HEADERS: tools.has_python_headers}
+    if op == "async_io":
+        needed[LIBAIO] = tools.has_libaio
+    if op in {"async_io", "fused_adam"} and not on_cpu:
+        needed[CUDA] = tools.has_cuda_toolkit
+    return tuple(part for part, is_there in needed.items() if not is_there)
+
+
+def cure(parts: Iterable[str], installer: str | None) -> str:
+    """Returns the command that installs the missing parts.
+
+    >>> cure([COMPILER, LIBAIO], "apt-get")
+    'apt-get install g++ libaio-dev'
+    """
+    is_rpm = installer in _RED_HAT
+    packages = {
+        COMPILER: "gcc-c++" if is_rpm else "gcc" if installer == "pacman" else "g++",
+        HEADERS: "python3-devel" if is_rpm else "python3-dev",
+        LIBAIO: "libaio-devel" if is_rpm else "libaio" if installer == "pacman" else "libaio-dev",
+    }
+    wanted = [packages[part] for part in parts if part in packages]
+    ways = [f"{_INSTALL.get(installer or '', 'install')} {' '.join(wanted)}"] if wanted else []
+    ways += ["pip install ninja"] if NINJA in parts else []
+    ways += ["install the CUDA toolkit of torch's version, and: export CUDA_HOME=…"] if CUDA in parts else []
+    return "; ".join(ways)
+
+
+def check_attention(kernels: AttentionKernels, facts: Facts, needs: Needs, notes: Notes) -> None:
+    """Adds the kernels of one host; of a run on this host alone the one that it takes, too."""
+    if needs.on_cpu:
+        return
+    sources = {kernel.attn: kernels.source(kernel.attn) for kernel in KERNELS}
+    names = [f"{attn} ({source})" for attn, source in sources.items() if source is not None]
+    notes.ok(f"attention: {', '.join([*names, 'sdpa, eager'])}")
+    if needs.num_hosts == 1:
+        notes.findings += chosen(needs, {"this machine": kernels})
+
+
+def chosen(needs: Needs, by_host: Mapping[str, AttentionKernels]) -> list[Finding]:
+    """Returns the attention that `dstrain run` takes on these hosts, or why it refuses the one that the job names."""
+    if needs.wish is None or needs.on_cpu or not by_host:
+        return []
+    from dstrain.launch.prepare.attention import choose  # brings the planner, a quarter of a second
+
+    notes = Notes("attention")
+    try:
+        choice = choose(needs.wish, by_host)
+    except EnvironmentProblem as error:
+        notes.bad(error.problem, error.hint)
+    else:
+        if choice.says is not None:
+            notes.ok(f"dstrain run takes {choice.says}")
+    return notes.findings

@@ -135,6 +135,7 @@ def parse(text: str, name: str) -> Calibration:
     if not isinstance(data, Mapping):
         raise InvalidConfig(f"{name}: not an object", hint=f'Begin with {{"schema": {SCHEMA}, "gpus": {{…}}}}.')
     schema = data.get("schema")
+    # True equals 1
     if schema != SCHEMA or isinstance(schema, bool):
         problem = '"schema" is missing' if schema is None else f"schema is {json.dumps(schema)}"
         raise InvalidConfig(

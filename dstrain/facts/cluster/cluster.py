@@ -112,6 +112,7 @@ def describe(
     host_bytes = host_memory_bytes
     if host_bytes is None:
         host_bytes, host_memory_origin = assumed_host_memory_bytes(gpu, per_node), Origin.ASSUMED
+    # ranks on CPUs share the RAM of their node
     if gpu.is_cpu and gpu.memory_mib == 0:
         gpu = replace(gpu, memory_mib=host_bytes // per_node // MIB)
     return Cluster(

@@ -13,7 +13,6 @@ QWZ = _ZERO + "zero_quantized_weights"
 """Key of parameters that are gathered in 8 bits."""
 OFFLOADED = "the optimizer is offloaded"
 """Setting of a configuration that lifts an optimizer's limit."""
-_OPTIONS = {QWZ: "qwz"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +33,11 @@ class CpuLimit:
     """Where the limit is implemented."""
 
     @property
+    def problem(self) -> str:
+        """The problem with the value."""
+        return f"{self.key} is {self.value}, but the ranks train on the CPU"
+
+    @property
     def asked(self) -> str:
         """The option of `dstrain plan` that asks for the value."""
         return self._option(self.value)
@@ -44,7 +48,7 @@ class CpuLimit:
         return self._option(self.instead)
 
     def _option(self, value: str) -> str:
-        name = _OPTIONS.get(self.key) or self.key.replace("_", "-")
+        name = "qwz" if self.key == QWZ else self.key.replace("_", "-")
         return {"true": f"--{name}", "false": f"--no-{name}"}.get(value, f"--{name} {value}")
 
     @property
@@ -53,79 +57,33 @@ class CpuLimit:
         return "." in self.key
 
 
+_DS = "deepspeed 0.19.8 "
+
+# fmt: off
 CPU_LIMITS = (
-    *(
-        CpuLimit(
-            key="attn",
-            value=attn,
-            why="FlashAttention has no kernels for a CPU",
-            instead="sdpa",
-            source="flash-attn, which is built with nvcc or hipcc",
-        )
-        for attn in Attention
-        if attn.is_flash
-    ),
-    CpuLimit(
-        key="precision",
-        value="fp16",
-        why="most CPUs multiply no fp16 matrices",
-        instead="fp32",
-        unless="the CPU has AVX512-FP16 or AMX-FP16",
-        source="deepspeed 0.19.8 accelerator/cpu_accelerator.py: is_fp16_supported",
-    ),
-    CpuLimit(
-        key="offload",
-        value="nvme",
-        why="DeepSpeed builds async_io with the headers of libaio only",
-        instead="params",
-        unless="libaio-dev is installed",
-        source="deepspeed 0.19.8 ops/op_builder/async_io.py: is_compatible",
-    ),
-    CpuLimit(
-        key="activation_offload",
-        value="true",
-        why="activations of a CPU are in host RAM already",
-        instead="false",
-        source="torch 2.13 autograd/graph.py: save_on_cpu pins memory, which a CPU alone cannot",
-    ),
-    CpuLimit(
-        key="liger",
-        value="true",
-        why="Triton compiles kernels for GPUs only",
-        instead="false",
-        source="triton 3.9 runtime/driver.py; its interpreter alone does not run liger-kernel 0.8.5's norms",
-    ),
-    *(
-        CpuLimit(
-            key=_ZERO + key,
-            value="true",
-            why="DeepSpeed's quantizer is a CUDA kernel",
-            instead="false",
-            unless=unless,
-            source="deepspeed 0.19.8 ops/op_builder/cpu/no_impl.py: NotImplementedBuilder",
-        )
-        for key, unless in (
-            ("zero_quantized_weights", ""),
-            ("zero_quantized_nontrainable_weights", ""),
-            ("zero_quantized_gradients", "there is one node, on which it does nothing"),
-        )
-    ),
-    CpuLimit(
-        key="optimizer.type",
-        value="Lamb",
-        why="DeepSpeed's Lamb is a CUDA kernel",
-        instead="AdamW",
-        source="deepspeed 0.19.8 ops/lamb/fused_lamb.py: FusedLamb",
-    ),
-    CpuLimit(
-        key="optimizer.type",
-        value="Lion",
-        why="DeepSpeed's Lion is a CUDA kernel",
-        instead="AdamW",
-        unless=OFFLOADED,
-        source="deepspeed 0.19.8 runtime/engine.py: _configure_basic_optimizer (FusedLion, DeepSpeedCPULion)",
-    ),
+    *(CpuLimit(key="attn", value=attn, why="FlashAttention has no kernels for a CPU", instead="sdpa",
+               source="flash-attn, which is built with nvcc or hipcc") for attn in Attention if attn.is_flash),
+    CpuLimit(key="precision", value="fp16", why="most CPUs multiply no fp16 matrices", instead="fp32",
+             unless="the CPU has AVX512-FP16 or AMX-FP16",
+             source=_DS + "accelerator/cpu_accelerator.py: is_fp16_supported"),
+    CpuLimit(key="offload", value="nvme", why="DeepSpeed builds async_io with the headers of libaio only",
+             instead="params", unless="libaio-dev is installed",
+             source=_DS + "ops/op_builder/async_io.py: is_compatible"),
+    CpuLimit(key="activation_offload", value="true", why="activations of a CPU are in host RAM already",
+             instead="false", source="torch 2.13 autograd/graph.py: save_on_cpu pins memory, which a CPU alone cannot"),
+    CpuLimit(key="liger", value="true", why="Triton compiles kernels for GPUs only", instead="false",
+             source="triton 3.9 runtime/driver.py; its interpreter alone does not run liger-kernel 0.8.5's norms"),
+    *(CpuLimit(key=f"{_ZERO}zero_quantized_{name}", value="true", why="DeepSpeed's quantizer is a CUDA kernel",
+               instead="false", unless=unless, source=_DS + "ops/op_builder/cpu/no_impl.py: NotImplementedBuilder")
+      for name, unless in (("weights", ""), ("nontrainable_weights", ""),
+                           ("gradients", "there is one node, on which it does nothing"))),
+    CpuLimit(key="optimizer.type", value="Lamb", why="DeepSpeed's Lamb is a CUDA kernel", instead="AdamW",
+             source=_DS + "ops/lamb/fused_lamb.py: FusedLamb"),
+    CpuLimit(key="optimizer.type", value="Lion", why="DeepSpeed's Lion is a CUDA kernel", instead="AdamW",
+             unless=OFFLOADED,
+             source=_DS + "runtime/engine.py: _configure_basic_optimizer (FusedLion, DeepSpeedCPULion)"),
 )
+# fmt: on
 """Everything else that dstrain plans trains on a CPU too, in 4 bits with bitsandbytes 0.49 or later."""
 
 

@@ -24,6 +24,11 @@ class Make:
     4090), less if it does not."""
     attention: float
     """The same of attention without a mask, forward and backward together, on long causal sequences with heads of 128."""
+    host_link: str = "pcie5"
+    """The link to the host, a name in `links`, unless GPUs are linked by PCIe themselves. Source: data sheets."""
+    threads: int = 2048
+    """Threads that a multiprocessor holds at most. Source: CUDA Programming Guide, technical specifications per compute
+    capability."""
     has_peer_access: bool = True
     """Whether GPUs of one node reach each other's memory over PCIe, which the driver denies GeForce cards."""
     is_laptop: bool = False
@@ -66,7 +71,7 @@ _SAME_KERNEL = "attention as large a share of products as on the A100, whose ker
 _LAPTOP = "of the clock of the largest power that a laptop may give it, which few hold; from memory"
 
 _A100_SXM = Make(
-    cc=(8, 0), half=2048, fp32=128, link="nvlink3", gemm=0.74, attention=0.58,
+    cc=(8, 0), half=2048, fp32=128, link="nvlink3", host_link="pcie4", gemm=0.74, attention=0.58,
     source=f"{_MATMUL}: 265 of 312; in training about 230 (published runs of MPT and Mistral on 80 GB);"
     f" {_FLASH}: 180 at 8k; A100 whitepaper: 40 MB in two partitions",
 )  # fmt: skip
@@ -81,6 +86,7 @@ _HOPPER_SXM = Make(
     f" MPT on 128 and more); {_FLASH}: 335 at 16k, the forward pass alone 370; triton#2459; H100 whitepaper: 50 MB"
     " in two partitions",
 )  # fmt: skip
+_GRACE_HOPPER = replace(_HOPPER_SXM, host_link="nvlink4")
 _HOPPER_PCIE = replace(
     _HOPPER_SXM, link="pcie5", gemm=0.52, attention=0.28,
     source="350 to 600 W hold the clock less than the SXM card's 700; from memory",
@@ -94,7 +100,7 @@ _B200 = Make(
 )  # fmt: skip
 _B300 = replace(_B200, cc=(10, 3))
 _RTX_40 = Make(
-    cc=(8, 9), half=512, fp32=256, link="pcie4", gemm=0.95, attention=0.68, has_peer_access=False,
+    cc=(8, 9), half=512, fp32=256, link="pcie4", host_link="pcie4", threads=1536, gemm=0.95, attention=0.68, has_peer_access=False,
     source=f"{_MATMUL}: 160 to 173 of 165.2 on an RTX 4090, the D 146 to 151 of 147: 450 W hold more than the data"
     f" sheet's clock; torchtune's LoRA on one comes to 139 with all that it does; {_SAME_KERNEL}; Ada whitepaper: 72 MB",
 )  # fmt: skip
@@ -110,7 +116,7 @@ _L4 = replace(
     source=f"{_MATMUL}#120: 57 to 59 of 121 in large products, at 72 W; {_SAME_KERNEL}; Ada whitepaper",
 )  # fmt: skip
 _RTX_20 = Make(
-    cc=(7, 5), half=512, fp32=128, link="pcie3", gemm=0.80, attention=0.28, has_peer_access=False,
+    cc=(7, 5), half=512, fp32=128, link="pcie3", host_link="pcie3", threads=1024, gemm=0.80, attention=0.28, has_peer_access=False,
     source="the clock holds better than a T4's; no flash attention; from memory",
 )  # fmt: skip
 _RTX_20_LAPTOP = replace(_RTX_20, gemm=0.64, attention=0.22, is_laptop=True, source=_LAPTOP)
@@ -119,7 +125,7 @@ _T4 = replace(
     source=f"{_MATMUL}: 42 of 65 for a moment, 70 W halve the clock; no flash attention, from memory",
 )  # fmt: skip
 _RTX_30 = Make(
-    cc=(8, 6), half=512, fp32=256, link="pcie4", gemm=0.97, attention=0.70, has_peer_access=False,
+    cc=(8, 6), half=512, fp32=256, link="pcie4", host_link="pcie4", threads=1536, gemm=0.97, attention=0.70, has_peer_access=False,
     source=f"{_MATMUL}: 76 to 77 of 71 on an RTX 3090, as the clock is above the data sheet's; {_SAME_KERNEL}; GA102"
     " whitepaper",
 )  # fmt: skip
@@ -134,7 +140,7 @@ _A10G = replace(
     source=f"{_MATMUL}#126: 67 to 69 of 70; {_SAME_KERNEL}; GA102 whitepaper",
 )  # fmt: skip
 _RTX_50 = Make(
-    cc=(12, 0), half=512, fp32=256, link="pcie5", gemm=0.98, attention=0.75, has_peer_access=False,
+    cc=(12, 0), half=512, fp32=256, link="pcie5", threads=1536, gemm=0.98, attention=0.75, has_peer_access=False,
     source=f"{_MATMUL}: 235 to 242 of 209.5 on an RTX 5090, as the clock is above the data sheet's; {_SAME_KERNEL}; RTX"
     " Blackwell whitepaper: 96 MB",
 )  # fmt: skip
@@ -144,7 +150,7 @@ _BLACKWELL_PRO = replace(
     source=f"{_MATMUL}: 409 to 418 of 503.8; {_SAME_KERNEL}; RTX Blackwell PRO whitepaper: 128 MB",
 )  # fmt: skip
 _V100 = Make(
-    cc=(7, 0), half=1024, fp32=128, link="nvlink2", gemm=0.70, attention=0.30,
+    cc=(7, 0), half=1024, fp32=128, link="nvlink2", host_link="pcie3", gemm=0.70, attention=0.30,
     source=f"{_MATMUL}: 89 to 97 of 125; no flash attention, from memory; V100 whitepaper: 6 MB",
 )  # fmt: skip
 _MI300 = Make(
@@ -227,7 +233,7 @@ ROWS = (
     _row(_H20, "h20-141g", "h20-3e", mib=143771, sms=78, mhz=1830, half=148, fp32=44, gbs=4800, l2=30, source=f"{_CHINA} (an H20 with the H200's memory); {_SMI}"),
     _row(_HOPPER_SXM, "h200", "h200-sxm", "h200-141g", mib=143771, sms=132, mhz=1830, half=989.4, fp32=66.9, gbs=4800, l2=25, source=f"{_H200}; {_SMI}"),
     _row(_HOPPER_PCIE, "h200-nvl", mib=143771, sms=132, mhz=1545, half=835.5, fp32=60, gbs=4800, l2=25, source=f"{_H200} (NVLink joins two or four only, so a ring runs on PCIe); {_SMI}"),
-    _row(_HOPPER_SXM, "gh200", "gh200-96g", "gh200-480gb", "gh200-120gb", mib=97871, sms=132, mhz=1830, half=989.4, fp32=66.9, gbs=4000, l2=25, source=f"https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip; {_SMI}"),
+    _row(_GRACE_HOPPER, "gh200", "gh200-96g", "gh200-480gb", "gh200-120gb", mib=97871, sms=132, mhz=1830, half=989.4, fp32=66.9, gbs=4000, l2=25, source=f"https://resources.nvidia.com/en-us-grace-cpu/grace-hopper-superchip; {_SMI}"),
     _row(_B200, "b200", "b200-sxm", "b200-180g", mib=183359, sms=148, mhz=1856, half=2250, fp32=75, gbs=7700, l2=63, source=f"{_HGX}; bandwidth from bus width × clock in https://github.com/pytorch/ao/pull/4002; {_SMI}"),
     _row(_B300, "b300", "b300-sxm", "b300-sxm6-ac", mib=275040, sms=148, mhz=1856, half=2250, fp32=75, gbs=8000, l2=63, source=f"{_HGX}; {_SMI}"),
     _row(_B200, "gb200", mib=189471, sms=152, mhz=2062, half=2500, fp32=80, gbs=8000, l2=63, source=f"{_GB}; {_SMI}"),

@@ -72,6 +72,18 @@ class Gpu:
         return self.scaled_multiprocessors if self.like else of_row
 
     @property
+    def threads(self) -> int:
+        """Threads that a multiprocessor holds at most; 0 if unknown."""
+        return self._row.make.threads if self._row is not None else 0
+
+    @property
+    def host_link(self) -> str:
+        """The link to its host, a name in `links`; Grace Hopper's own goes by NVLink."""
+        if self._row is None or self.link.startswith("pcie"):
+            return self.link
+        return self._row.make.host_link
+
+    @property
     def cache_mib(self) -> int:
         """Level-2 cache that one kernel can leave to the next; 0 if it does not count."""
         return self._row.l2 if self._row is not None else 0
@@ -102,6 +114,11 @@ class Gpu:
     def has_bf16(self) -> bool:
         """Whether matrix products run in bf16."""
         return self.bf16_flops_per_s > 0
+
+    @property
+    def lacks_bf16(self) -> bool:
+        """Whether it is a known GPU whose matrix products run in fp16 and not in bf16."""
+        return self.fp16_flops_per_s > 0 and not self.has_bf16
 
 
 _NVML = "NVML"
@@ -298,6 +315,7 @@ def _unlisted(name: str, memory_mib: int, chip: Chip | None) -> Gpu:
     unknown = replace(unknown, source=_NVML)
     if chip is None:
         return unknown
+    # two transfers per clock of the memory
     bandwidth = 2e6 * chip.memory_clock_mhz * chip.memory_bus_bits / 8
     row = _relative(name, chip)
     if row is None:

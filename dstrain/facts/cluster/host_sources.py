@@ -110,6 +110,7 @@ def _slurm_counts(environment: Environment, nodes: list[str], name: str) -> list
     if given["GPUS_PER_NODE"]:
         return [given["GPUS_PER_NODE"]] * len(nodes)
     if per_task := _slurm_gpus(environment.get("SLURM_GPUS_PER_TASK", "")):
+        # such as 2(x3),1: two tasks on each of three nodes, and one on the fourth
         runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment.get("SLURM_TASKS_PER_NODE", ""))
         tasks = [int(count) for count, times in runs for _ in range(int(times or 1))]
         if len(tasks) == len(nodes):

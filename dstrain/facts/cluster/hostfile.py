@@ -184,6 +184,7 @@ def _fault(line: str) -> _Fault:
         tail = rest[counted.end() :].lstrip()
         problem = "a comment needs a line of its own" if tail.startswith("#") else f"`{tail}` follows the number"
         return _Fault(problem, f"write `{host} slots={_plausible(counted[1])}`", len(line) - len(tail))
+    # any word and a number, such as `gpus: 8` or `8`: whoever writes it means slots
     misspelt = re.fullmatch(r"([A-Za-z_-]*)\s*[=:]?\s*([0-9]{1,4})", rest)
     if misspelt is not None:
         slots = _plausible(misspelt[2])
@@ -220,6 +221,7 @@ def expand(text: str, slots: int | None, name: str = "--hosts") -> Hosts:
     """
     problems: list[str] = []
     hosts: dict[str, Host] = {}
+    # a comma inside brackets separates numbers, not hosts
     for item in re.split(r",(?![^\[]*\])", text):
         try:
             expanded = _expand_item(item.strip(), slots)

@@ -12,6 +12,7 @@ from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.probe import LocalGpu
+from dstrain.job.file import JobFile
 from dstrain.paths import shown
 from dstrain.units import MIB, counted
 
@@ -57,6 +58,12 @@ def resolve_hosts(path: Path | None, *, place: Place | None = None) -> Hosts:
     return hostfile.parse(probe.read_text(path), name)
 
 
+def hosts_of(file: JobFile) -> Hosts:
+    """Returns the hosts of a job. Raises InvalidConfig if its hostfile is wrong or missing."""
+    name = file.job.hostfile
+    return resolve_hosts(None if name is None else Path(name), place=file.locate(("hostfile",)))
+
+
 def local_host(slots: int) -> Hosts:
     """Returns this machine as the only host."""
     return Hosts(hosts=(Host(name=this_machine.LOCAL, slots=slots),), name="this machine")
@@ -66,16 +73,17 @@ def named(hosts: Hosts) -> Hosts:
     """Returns `hosts`. Raises InvalidConfig if any of them is a placeholder."""
     if problems := placeholders(hosts):
         text = "\n".join(problem.problem for problem in problems)
-        raise InvalidConfig(text, hint="Replace it with the name of a node.", parts=problems)
+        raise InvalidConfig(text, hint=problems[0].hint, parts=problems)
     return hosts
 
 
 def placeholders(hosts: Hosts) -> list[InvalidConfig]:
     """Returns one problem for each host that is still a placeholder."""
     names = [host.name for host in hosts.hosts if host.name.startswith(hostfile.PLACEHOLDER)]
+    places = [Place(file=hosts.name, line=line, column=1) for line in hosts.placeholder_lines]
     return [
-        InvalidConfig(f"{name} is a placeholder, not a host", place=Place(file=hosts.name, line=line, column=1))
-        for line, name in zip(hosts.placeholder_lines, names, strict=True)
+        InvalidConfig(f"{name} is a placeholder, not a host", place=place, hint="Replace it with the name of a node.")
+        for place, name in zip(places, names, strict=True)
     ]
 
 

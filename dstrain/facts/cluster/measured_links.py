@@ -21,9 +21,61 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.links import Link
-from dstrain.facts.cluster.network_measurement import Network
 from dstrain.paths import write_together
 from dstrain.records import from_data, to_data, type_config
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """All-reduces of one size."""
+
+    __pydantic_config__ = type_config
+
+    num_bytes: int
+    """Bytes of the reduced tensor."""
+    seconds: float
+    """Time of one call on the slowest rank, the median of several."""
+    bus_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """A measurement over all ranks of all hosts."""
+
+    __pydantic_config__ = type_config
+
+    backend: str
+    """`nccl` or `gloo`."""
+    hosts: tuple[str, ...]
+    slots: tuple[int, ...]
+    """Ranks on each of them."""
+    gpu: str | None
+    """NVML's name of rank 0's GPU; None on the CPU."""
+    gpu_memory_mib: int
+    """Its memory, 0 on the CPU."""
+    latency_s: float
+    """Time of the smallest all-reduce."""
+    timings: tuple[Timing, ...]
+    """From the smallest size to the largest one."""
+    seconds: float
+    """Duration of the measurement."""
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """Bus bandwidth of the largest all-reduce."""
+        return self.timings[-1].bus_bytes_per_s
+
+
+def bus_bytes_per_s(num_bytes: float, seconds: float, num_ranks: int) -> float:
+    """Returns the bus bandwidth of an all-reduce: bytes over seconds, times 2 (n - 1) / n.
+
+    Source: nccl-tests doc/PERFORMANCE.md
+
+    >>> bus_bytes_per_s(8e9, 1.0, 8)
+    14000000000.0
+    """
+    return 2 * (num_ranks - 1) / num_ranks * num_bytes / seconds
+
 
 SCHEMA = 1
 """Version of the file format."""

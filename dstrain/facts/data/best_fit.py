@@ -44,8 +44,10 @@ def best_fit(counts: Mapping[int, int], capacity: int) -> list[RowKind]:
             raise ValueError(f"a sample has {length} tokens, a row {capacity}")
         while count:
             if enough := rooms >> length:
+                # the lowest bit: the least room that is enough
                 room = length + (enough & -enough).bit_length() - 1
                 kind = by_room[room].pop()
+                # its bit goes with the last rows of that room
                 rooms ^= (not by_room[room]) << room
             else:
                 room = capacity
@@ -53,6 +55,7 @@ def best_fit(counts: Mapping[int, int], capacity: int) -> list[RowKind]:
             most = room // length
             full = min(kind.num_rows, count // most)
             count -= full * most
+            # at most one of these rows takes fewer samples than the others
             partly = int(full < kind.num_rows and count > 0)
             for samples, num_rows in ((most, full), (count, partly), (0, kind.num_rows - full - partly)):
                 if num_rows:

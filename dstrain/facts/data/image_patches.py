@@ -11,13 +11,12 @@ from typing import Any
 
 from dstrain.choices import Hub
 from dstrain.errors import DstrainError
-from dstrain.facts.data.images import opened_size
+from dstrain.facts.data.media_files import opened_size
 from dstrain.facts.data.turns import Conversation
 from dstrain.facts.model.hub_config import file_here, model_type
 from dstrain.facts.model.model_files import PROCESSOR_FILES
+from dstrain.facts.model.traits import traits
 
-ANY_SIZE = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"})
-"""Families whose processor is Qwen2VLImageProcessor."""
 _LEAST, _MOST = 56 * 56, 28 * 28 * 1280
 """Pixels of an image. Source: transformers 5.23 models/qwen2_vl/image_processing_qwen2_vl.py: Qwen2VLImageProcessor."""
 
@@ -79,7 +78,7 @@ def smart_resize(width: int, height: int, *, factor: int, least: int, most: int)
 
 def eye_of(source: str, hub: Hub, *, max_pixels: int | None = None, min_pixels: int | None = None) -> Eye | None:
     """Returns how a model cuts images, given as a folder or by its id; None if its rule is not known, or not here."""
-    if model_type(source, hub) not in ANY_SIZE:
+    if not traits(model_type(source, hub)).takes_any_size:
         return None
     settings: dict[str, Any] = {}
     for name in reversed(PROCESSOR_FILES[:2]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -14,14 +14,87 @@ from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data import media
 from dstrain.facts.data.datafile import files_of, parsed, reading_of
+from dstrain.facts.data.formats import Pair, Reading
 from dstrain.facts.data.image_patches import Eye
-from dstrain.facts.data.preferences import Pair
-from dstrain.facts.data.rendered_lengths import Measure, Size, rendered
 from dstrain.facts.data.row_contents import RowContents
-from dstrain.facts.data.row_counts import RowEstimate, count_rows, joined
-from dstrain.facts.data.rows import Sample, spread
-from dstrain.facts.data.sample_formats import Reading
+from dstrain.facts.data.rows import RowEstimate, Sample, count_rows, joined, spread
 from dstrain.facts.data.turns import Conversation
+
+RENDERED = 64
+"""Conversations that are rendered; one takes 1 to 15 ms, with tools and thoughts of earlier answers the most."""
+Measure = Callable[[Sequence[Conversation]], Sequence[tuple[int, int] | None]]
+"""Returns the tokens of each conversation and those that count in the loss; None for one that the template refuses.
+
+A mark for each image and video is among them."""
+
+
+_MARKS = 3
+"""Tokens of an image or a video in a rendered text, which `Size.of_media` has too but for one: its mark, and
+one on each side."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """The size of a sample in tokens."""
+
+    tokens: int
+    learned: int
+    """Tokens that count in the loss."""
+    of_media: int = 0
+    """Tokens of images and videos."""
+    of_tools: int = 0
+    """Tokens of the descriptions of tools as JSON."""
+    of_thoughts: int = 0
+    """Tokens of thoughts before the last answer."""
+
+
+def rendered(samples: Sequence[Conversation | str], sizes: Sequence[Size], measure: Measure) -> list[Size]:
+    """Returns the sizes as the chat template has them, given those without it.
+
+    Rendered are samples in even distances by their size, the shortest and the longest among them. The template's
+    share of the others is the least-squares fit to these over their texts, messages and tools. Texts stay as they are.
+    """
+    import numpy as np  # here: a plan without data needs none of it
+
+    found = list(sizes)
+    chats = sorted((i for i, one in enumerate(samples) if not isinstance(one, str)), key=lambda i: sizes[i].tokens)
+    if not chats:
+        return found
+    step = max(1, (len(chats) - 1) / max(1, RENDERED - 1))
+    chosen = sorted({chats[round(number * step)] for number in range(min(RENDERED, len(chats)))})
+    measured = dict(zip(chosen, measure([_chat(samples[index]) for index in chosen]), strict=True))
+    exact = {index: one for index, one in measured.items() if one is not None}
+    if not exact:
+        return found
+    for index, (tokens, learned) in exact.items():
+        of_media = sizes[index].of_media - _MARKS * _num_media(samples[index])
+        found[index] = replace(sizes[index], tokens=tokens + max(0, of_media), learned=learned)
+    features = np.array([_features(_chat(samples[index]), sizes[index]) for index in chats], float)
+    rows = [place for place, index in enumerate(chats) if index in exact]
+    before, after = (np.array([[one[i].tokens, one[i].learned] for i in chats], float) for one in (sizes, found))
+    added = features @ np.linalg.lstsq(features[rows], (after - before)[rows], rcond=None)[0]
+    for place, index in enumerate(chats):
+        if index not in exact:
+            tokens, learned = (max(1, round(float(number))) for number in before[place] + added[place])
+            found[index] = replace(sizes[index], tokens=tokens, learned=min(tokens, learned))
+    return found
+
+
+def _features(sample: Conversation, size: Size) -> tuple[float, ...]:
+    """Returns the numbers on which the tokens depend that a template adds."""
+    answers = sum(message["role"] == "assistant" for message in sample.messages)
+    text = size.tokens - size.of_media
+    return 1.0, bool(sample.tools), len(sample.messages), answers, size.of_tools, size.of_thoughts, text
+
+
+def _num_media(sample: Conversation | str) -> int:
+    return 0 if isinstance(sample, str) else sum(len(getattr(sample, name)) for name in sample.media)
+
+
+def _chat(sample: Conversation | str) -> Conversation:
+    assert not isinstance(sample, str)
+    return sample
+
 
 SAMPLED_ROWS = 2000
 """Rows that are read, spread over all files: a share of them is known to 2 percentage points, 19 times of 20."""
@@ -131,6 +204,7 @@ def read_lengths(
     """
     encoder, files = encoder_of(tokenizer), files_of(data)
     rows, counted, uncounted = 0, 0, list[Path]()
+    # rows of all files are tokenized together, which takes one call
     usable: list[tuple[str, Sequence[Conversation | str]]] = []
     count = partial(_media_tokens, image_tokens=image_tokens, sees=sees)
     for file in files:

@@ -14,11 +14,10 @@ from typing import Any
 
 from dstrain import units
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.media_kinds import IMAGE, KINDS, Kind
-from dstrain.facts.data.row_values import is_given, shown
+from dstrain.facts.data.columns import IMAGE, KINDS, Kind, is_given, shown
 
 Files = tuple[str, ...]
-"""The file of an image or a video, or those of the frames of a video."""
+"""The file of an image or a video, or the files of the frames of a video."""
 
 
 _MARKS = re.compile(rf"(?<!`)<({'|'.join(kind.noun for kind in KINDS)})>(?!`)(?!.*</\1>)", re.DOTALL)
@@ -26,7 +25,7 @@ _MARKS = re.compile(rf"(?<!`)<({'|'.join(kind.noun for kind in KINDS)})>(?!`)(?!
 _CONTENT = re.compile(r"data:([\w.+-]+/[\w.+-]+)?(?:;[^;,]*)*;base64,", re.IGNORECASE)
 """The beginning of a data URL. Source: RFC 2397."""
 _MOST_BYTES = 20 * 2**20
-"""Bytes of a file in a row; that of an image in OpenAI's interface is 20 MB."""
+"""Bytes of a file in a row; OpenAI's interface limits an image to 20 MB."""
 _LONGEST_PATH = 4096
 """Characters. Source: Linux, PATH_MAX."""
 
@@ -102,7 +101,7 @@ def attach(
 ) -> tuple[list[dict[str, Any]], dict[str, tuple[Files, ...]]]:
     """Returns the messages with a mark for each image and video, and these by the first column of their kind.
 
-    `messages` are those of `turns.parse`. Those of a column without any mark stand before the first question, as TRL
+    `messages` are from `turns.parse`. Media of a column without any mark stand before the first question, as TRL
     and ms-swift have it: images, then videos. Raises InvalidConfig unless there is one mark for each.
     """
     plain, found = list(messages), {}
@@ -129,6 +128,7 @@ def _attached(
     if given and (in_column or len(given) < len(in_parts)):
         raise InvalidConfig(f"some {key} are parts of turns, others are not", hint=_forms(kind))
     found = tuple(given or in_column)
+    # every other part of a split text is a mark
     marks = [split(message["content"])[1::2].count(kind.noun) for message in plain]
     for number, (message, num_marks) in enumerate(zip(plain, marks, strict=True), start=1):
         if message["role"] == "assistant" and num_marks:
@@ -148,7 +148,7 @@ def _attached(
 
 
 def _of_column(row: Mapping[str, Any], kind: Kind) -> list[Files]:
-    """Returns what is in the column of a kind."""
+    """Returns the files in the column of a kind."""
     named = [name for name in kind.columns if is_given(row.get(name))]
     if not named:
         return []
@@ -159,7 +159,7 @@ def _of_column(row: Mapping[str, Any], kind: Kind) -> list[Files]:
 
 
 def _files(given: Any, kind: Kind, place: str) -> Files:
-    """Returns the file of an image or a video, or those of its frames. Raises InvalidConfig for a single frame."""
+    """Returns the file of an image or a video, or the files of its frames. Raises InvalidConfig for a single frame."""
     if not kind.has_frames or not isinstance(given, list):
         return (_file(given, kind, place),)
     if len(given) < 2:
@@ -217,7 +217,7 @@ def name_of(file: str, noun: str = "image") -> str:
 
 
 def stream_of(file: str) -> Any:
-    """Returns what a decoder reads: a path, or the content of a data URL as a stream of bytes.
+    """Returns the input of a decoder: a path, or the content of a data URL as a stream of bytes.
 
     Raises ValueError if its base64 is broken.
     """

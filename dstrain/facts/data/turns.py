@@ -1,17 +1,94 @@
-"""Parses the turns of a conversation: roles, texts, thoughts, tool calls, and which answers carry loss."""
+"""Parses the turns of a conversation: roles, texts, thoughts, tools and their calls, and which answers carry loss."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from dstrain.errors import InvalidConfig, nearest
-from dstrain.facts.data import media, media_kinds, untrained_columns
+from dstrain.facts.data import media
+from dstrain.facts.data.columns import KINDS, UNTRAINED_KEYS, is_given, refuse, shown, string
 from dstrain.facts.data.media import Files
-from dstrain.facts.data.row_values import is_given, shown, string
-from dstrain.facts.data.tool_calls import calls_of_text, calls_of_turn
+
+_CALL = '{"name": …, "arguments": {…}}'
+TOOL_COLUMNS = ("tools", "functions")
+"""Columns that describe tools; the second name is OpenAI's former one."""
+
+
+def tools_of(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    """Returns the tools of a row as `{"type": "function", "function": {…}}` each, or None if it has none.
+
+    A column is a list, or JSON text with one (LLaMA-Factory, ms-swift). Raises InvalidConfig.
+    """
+    column = next((name for name in TOOL_COLUMNS if is_given(row.get(name))), None)
+    if column is None:
+        return None
+    value = _parsed(row[column], f'"{column}"')
+    if not isinstance(value, list):
+        raise InvalidConfig(f'"{column}" is {shown(value)}; it must be a list of tools')
+    return [_tool(_parsed(tool, f'"{column}" {n}'), f'"{column}" {n}') for n, tool in enumerate(value, start=1)] or None
+
+
+def _tool(tool: Any, place: str) -> dict[str, Any]:
+    if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping):
+        return {"type": "function", **tool}
+    if isinstance(tool, Mapping) and isinstance(tool.get("name"), str):
+        return {"type": "function", "function": dict(tool)}
+    raise InvalidConfig(f'{place} is {shown(tool)}; a tool must be {{"type": "function", "function": {{…}}}}')
+
+
+def calls_of_turn(turn: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    """Returns the calls of an assistant's turn in OpenAI's form: `tool_calls`, or the former `function_call`."""
+    if is_given(turn.get("tool_calls")):
+        calls = _parsed(turn["tool_calls"], f"{place}: tool_calls")
+        if not isinstance(calls, list):
+            raise InvalidConfig(f"{place}: tool_calls is {shown(calls)}; it must be a list")
+        return [_call(call, f"{place}: tool_calls {number}") for number, call in enumerate(calls, start=1)]
+    if is_given(turn.get("function_call")):
+        return [_call(_parsed(turn["function_call"], f"{place}: function_call"), f"{place}: function_call")]
+    return []
+
+
+def calls_of_text(text: str, place: str) -> tuple[str, list[dict[str, Any]]]:
+    """Returns the thoughts that precede calls, and the calls, of a `function_call` or `tool_call` turn.
+
+    >>> calls_of_text('<think>Hm.</think>{"name": "now", "arguments": {}}', "turn 2")
+    ('<think>Hm.</think>', [{'type': 'function', 'function': {'name': 'now', 'arguments': {}}}])
+
+    Source: LLaMA-Factory data/formatter.py: FunctionFormatter (a call, or a list of calls, as JSON).
+    """
+    thoughts, tag, rest = text.rpartition("</think>")
+    calls = _parsed(rest, place)
+    calls = calls if isinstance(calls, list) else [calls]
+    return thoughts + tag, [_call(call, place) for call in calls]
+
+
+def _call(call: Any, place: str) -> dict[str, Any]:
+    """Returns a call as chat templates take it: `type` and `function` with a name and arguments as an object."""
+    outer = call if isinstance(call, Mapping) else {}
+    function = outer.get("function") if isinstance(outer.get("function"), Mapping) else outer
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise InvalidConfig(f"{place} is {shown(call)}; a call must be {_CALL}")
+    arguments = function.get("arguments", function.get("parameters"))
+    arguments = _parsed(arguments, f"{place}: arguments") if is_given(arguments) else {}
+    if not isinstance(arguments, Mapping):
+        raise InvalidConfig(f"{place}: arguments is {shown(arguments)}; it must be an object")
+    identity = {"id": outer["id"]} if is_given(outer.get("id")) else {}
+    return {"type": "function", **identity, "function": {"name": function["name"], "arguments": dict(arguments)}}
+
+
+def _parsed(value: Any, place: str) -> Any:
+    """Returns a value that may be given as JSON text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (json.JSONDecodeError, RecursionError):
+        raise InvalidConfig(f"{place} is {shown(value)}; it must be JSON") from None
+
 
 Row = Mapping[str, Any]
 Message = dict[str, Any]
@@ -70,18 +147,18 @@ class Conversation:
     @property
     def has_media(self) -> bool:
         """Whether it has images or videos."""
-        return bool(self.media)
+        return bool(self.images or self.videos)
 
     @property
     def media(self) -> tuple[str, ...]:
         """The columns of what it has of images and videos."""
-        return tuple(kind.columns[0] for kind in media_kinds.KINDS if getattr(self, kind.columns[0]))
+        return tuple(kind.columns[0] for kind in KINDS if getattr(self, kind.columns[0]))
 
 
 def parse(turns: Any, name: str) -> tuple[list[Message], frozenset[int]]:
     """Returns the messages of a list of turns, and the indices of those that carry no loss by their own weight.
 
-    `name` is that of the column. Calls in consecutive turns become one message. Images and videos that
+    `name` is the column's. Calls in consecutive turns become one message. Images and videos that
     are parts of a turn stand under their column's name in its message, see `media.attach`. Raises InvalidConfig.
     """
     if not isinstance(turns, list):
@@ -174,7 +251,7 @@ def _turn(turn: Any, place: str) -> tuple[Message, bool]:
             f'{place}: {role_key} is "{name}", not system, user (human), assistant (gpt) or tool',
             hint=f'Did you mean "{near}"?' if near else None,
         )
-    untrained_columns.refuse(turn, untrained_columns.KEYS, f"{place}: ")
+    refuse(turn, UNTRAINED_KEYS, f"{place}: ")
     role = ROLES[name]
     if role == _CALLS:
         content, calls = calls_of_text(_content(turn, text_key, place), place)
@@ -182,6 +259,7 @@ def _turn(turn: Any, place: str) -> tuple[Message, bool]:
     calls = calls_of_turn(turn, place)
     if calls and role != "assistant":
         raise InvalidConfig(f"{place}: the {role} calls a tool; only the assistant can")
+    # a turn with calls may have no text, as in OpenAI's format
     has_text = not calls or turn.get(text_key) is not None
     message: Message = {"role": role, "content": _content(turn, text_key, place) if has_text else ""}
     if turn.get("reasoning_content") is not None:

@@ -5,29 +5,57 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from dstrain.errors import InvalidConfig, did_you_mean
-from dstrain.facts.model import aliases, parameter_tensors, rope_scaling, vision_towers
-from dstrain.facts.model.config_fields import Fields
-from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe, TensorGroup, Vision
-from dstrain.facts.model.sliding_windows import (
+from dstrain.facts.model import aliases, config_fields
+from dstrain.facts.model.config_fields import (
+    Fields,
     WindowRule,
     but_every_sixth,
     every_second_lower_layer,
     upper_layers,
     windows,
 )
+from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe, TensorGroup, Vision
+from dstrain.facts.model.parameter_tensors import (
+    PRE_NORMS,
+    Groups,
+    attention,
+    attention_widths,
+    decoder,
+    deepseek_mlp,
+    experts,
+    fused_mlp,
+    glm_layers,
+    head_dim,
+    latent_attention,
+    linear,
+    mlp,
+    normed_attention,
+    num_key_value_heads,
+    num_sparse_layers,
+    sparse_mlp,
+)
+from dstrain.facts.model.traits import PLAIN, FusedParts
+from dstrain.facts.model.vision_towers import qwen3_vl_tower, qwen3_vl_vision, siglip_tower, siglip_vision
 
 _DTYPES = ("bfloat16", "float16", "float32")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
+class Inventory(Protocol):
+    """The signature of a family's function: its config in, every parameter tensor out."""
+
+    def __call__(self, config: Fields) -> Groups:
+        """Returns every parameter tensor; tied ones once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One `model_type` of Transformers."""
 
-    tensors: parameter_tensors.Inventory
+    tensors: Inventory
     """Returns every parameter tensor."""
     defaults: Mapping[str, object]
     """Values of Transformers 5.23's config class for keys that config.json lacks; false and None are left out."""
@@ -39,11 +67,122 @@ class Family:
     """Whether training on images is traced, as the planner does not know the code of the tower."""
     windows: WindowRule | None = None
     """Which layers use sliding-window attention."""
+    liger: FusedParts | None = None
+    """Parts that Liger replaces by default, as ranks do, except for the loss; None: jobs with it are refused.
+    Source: liger-kernel 0.8.5 transformers/monkey_patch.py: apply_liger_kernel_to_…. It has kernels for Qwen3-VL too,
+    and cannot load them: transformers/model/output_classes.py asks for a class that Transformers 5.23 does not have."""
+    shares_experts: bool = False
+    """Whether ranks may share its experts, which was tried."""
 
     @property
     def layers_root(self) -> str:
         """The name of the list of decoder layers."""
         return "model.language_model.layers" if self.vision else "model.layers"
+
+
+_GEMMA3_NORMS = (*PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_GLM4_NORMS = (*PRE_NORMS, "post_self_attn_layernorm", "post_mlp_layernorm")
+
+
+def llama(config: Fields) -> Groups:
+    """Returns the tensors of Llama, and of families with the same tensors and other arithmetic."""
+    has_bias = config.flag("attention_bias")
+    layers = [*attention(config, qkv_bias=has_bias, out_bias=has_bias), *mlp(config, bias=config.flag("mlp_bias"))]
+    return decoder(config, layers)
+
+
+def mistral(config: Fields) -> Groups:
+    """Returns the tensors of Mistral: no biases."""
+    return decoder(config, [*attention(config), *mlp(config)])
+
+
+def qwen2(config: Fields) -> Groups:
+    """Returns the tensors of Qwen 2 and 2.5: biases on queries, keys and values."""
+    return decoder(config, [*attention(config, qkv_bias=True), *mlp(config)])
+
+
+def qwen3(config: Fields) -> Groups:
+    """Returns the tensors of Qwen 3: queries and keys are normalised."""
+    return decoder(config, [*normed_attention(config), *mlp(config)])
+
+
+def gemma3_text(config: Fields) -> Groups:
+    """Returns the tensors of Gemma 3 without its vision tower: four norms a layer."""
+    return decoder(config, [*normed_attention(config), *mlp(config)], norms=_GEMMA3_NORMS)
+
+
+def glm(config: Fields) -> Groups:
+    """Returns the tensors of GLM-4-9B: gate and up projection are one matrix."""
+    return decoder(config, glm_layers(config))
+
+
+def glm4(config: Fields) -> Groups:
+    """Returns the tensors of GLM-4-0414: GLM with four norms a layer."""
+    return decoder(config, glm_layers(config), norms=_GLM4_NORMS)
+
+
+def phi3(config: Fields) -> Groups:
+    """Returns the tensors of Phi 3 and Phi 4: queries, keys and values are one matrix, gate and up another."""
+    hidden, layers = config.size("hidden_size"), config.size("num_hidden_layers")
+    queries, keys = attention_widths(config)
+    fused = [
+        *linear("self_attn.qkv_proj", Kind.ATTENTION, (queries + 2 * keys, hidden), layers),
+        *linear("self_attn.o_proj", Kind.ATTENTION, (hidden, queries), layers),
+    ]
+    return decoder(config, [*fused, *fused_mlp(config)])
+
+
+def mixtral(config: Fields) -> Groups:
+    """Returns the tensors of Mixtral: experts in every layer, as wide as `intermediate_size`."""
+    layers, width = config.size("num_hidden_layers"), config.size("intermediate_size")
+    return decoder(config, [*attention(config), *experts(config, layers, width)])
+
+
+def qwen2_moe(config: Fields) -> Groups:
+    """Returns the tensors of Qwen 2 MoE: a gated shared expert beside the routed ones."""
+    layers, hidden = num_sparse_layers(config), config.size("hidden_size")
+    shared = [
+        *mlp(config, part="mlp.shared_expert", count=layers, width=config.size("shared_expert_intermediate_size")),
+        *linear("mlp.shared_expert_gate", Kind.ROUTER, (1, hidden), layers),
+    ]
+    return decoder(config, [*attention(config, qkv_bias=config.flag("qkv_bias")), *sparse_mlp(config), *shared])
+
+
+def qwen3_moe(config: Fields) -> Groups:
+    """Returns the tensors of Qwen 3 MoE: no shared expert."""
+    return decoder(config, [*normed_attention(config), *sparse_mlp(config)])
+
+
+def deepseek_v2(config: Fields) -> Groups:
+    """Returns the tensors of DeepSeek V2: latent attention, shared experts, the first layers dense."""
+    return decoder(config, [*latent_attention(config), *deepseek_mlp(config, bias=config.flag("mlp_bias"))])
+
+
+def deepseek_v3(config: Fields) -> Groups:
+    """Returns the tensors of DeepSeek V3, whose multi-token-prediction layer Transformers does not build.
+
+    The router's `e_score_correction_bias` is not among them either: it is a buffer, updated without gradients.
+    """
+    return decoder(config, [*latent_attention(config), *deepseek_mlp(config, bias=False)])
+
+
+def gemma3(config: Fields) -> Groups:
+    """Returns the tensors of Gemma 3 with its SigLIP tower."""
+    text = config.section("text_config")
+    layers = [*normed_attention(text), *mlp(text)]
+    return [*siglip_tower(config), *decoder(text, layers, norms=_GEMMA3_NORMS, whole=config)]
+
+
+def qwen3_vl(config: Fields) -> Groups:
+    """Returns the tensors of Qwen 3 VL: Qwen 3 and its tower."""
+    text = config.section("text_config")
+    return [*qwen3_vl_tower(config), *decoder(text, [*normed_attention(text), *mlp(text)], whole=config)]
+
+
+def qwen3_vl_moe(config: Fields) -> Groups:
+    """Returns the tensors of Qwen 3 VL MoE: Qwen 3 MoE and the tower of Qwen 3 VL."""
+    text = config.section("text_config")
+    return [*qwen3_vl_tower(config), *decoder(text, [*normed_attention(text), *sparse_mlp(text)], whole=config)]
 
 
 _GEMMA3_TEXT = {
@@ -111,66 +250,55 @@ _GEMMA3_WINDOWS = WindowRule(count=but_every_sixth)
 _QWEN_WINDOWS = WindowRule(count=upper_layers, is_switched=True)
 _OPTIONAL_WINDOW = WindowRule(default=None, reads_layer_types=False)
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "deepseek_v2": Family(tensors=parameter_tensors.deepseek_v2, defaults=_DEEPSEEK_V2, moe_block="DeepseekV2Moe"),
-        "deepseek_v3": Family(tensors=parameter_tensors.deepseek_v3, defaults=_DEEPSEEK_V3, moe_block="DeepseekV3MoE"),
-        "gemma3": Family(
-            tensors=parameter_tensors.gemma3,
-            defaults=_GEMMA3,
-            vision=vision_towers.siglip_vision,
-            traces_images=True,
-            windows=_GEMMA3_WINDOWS,
-        ),
-        "gemma3_text": Family(tensors=parameter_tensors.gemma3_text, defaults=_GEMMA3_TEXT, windows=_GEMMA3_WINDOWS),
-        "glm": Family(tensors=parameter_tensors.glm, defaults=_GLM),
-        "glm4": Family(tensors=parameter_tensors.glm4, defaults=_GLM),
-        "granite": Family(tensors=parameter_tensors.llama, defaults=_LLAMA),
-        "llama": Family(tensors=parameter_tensors.llama, defaults=_LLAMA),
-        "ministral": Family(tensors=parameter_tensors.mistral, defaults=_MISTRAL, windows=WindowRule()),
-        "mistral": Family(
-            tensors=parameter_tensors.mistral, defaults=_MISTRAL, windows=WindowRule(reads_layer_types=False)
-        ),
-        "mixtral": Family(
-            tensors=parameter_tensors.mixtral,
-            defaults=_MIXTRAL,
-            moe_block="MixtralSparseMoeBlock",
-            windows=_OPTIONAL_WINDOW,
-        ),
-        "phi3": Family(
-            tensors=parameter_tensors.phi3, defaults={"max_position_embeddings": 4096}, windows=_OPTIONAL_WINDOW
-        ),
-        "qwen2": Family(tensors=parameter_tensors.qwen2, defaults=_QWEN2, windows=_QWEN_WINDOWS),
-        "qwen2_moe": Family(
-            tensors=parameter_tensors.qwen2_moe,
-            defaults=_QWEN2_MOE,
-            moe_block="Qwen2MoeSparseMoeBlock",
-            windows=WindowRule(count=every_second_lower_layer, is_switched=True),
-        ),
-        "qwen3": Family(tensors=parameter_tensors.qwen3, defaults={**_QWEN2, "head_dim": 128}, windows=_QWEN_WINDOWS),
-        "qwen3_moe": Family(
-            tensors=parameter_tensors.qwen3_moe,
-            defaults=_QWEN3_MOE,
-            moe_block="Qwen3MoeSparseMoeBlock",
-            windows=WindowRule(reads_layer_types=False, is_switched=True),
-        ),
-        "qwen3_vl": Family(
-            tensors=parameter_tensors.qwen3_vl, defaults=_QWEN3_VL, vision=vision_towers.qwen3_vl_vision
-        ),
-        "qwen3_vl_moe": Family(
-            tensors=parameter_tensors.qwen3_vl_moe,
-            defaults=_QWEN3_VL_MOE,
-            moe_block="Qwen3VLMoeTextSparseMoeBlock",
-            vision=vision_towers.qwen3_vl_vision,
-        ),
-        "smollm3": Family(
-            tensors=parameter_tensors.llama,
-            defaults=_SMOLLM3,
-            windows=WindowRule(default=None, count=lambda text: 0, is_switched=True),
-        ),
-    }
-)
-"""The supported families, by `model_type`. To add one: a function in `parameter_tensors`, and a row here."""
+_FUSED = FusedParts()
+_FUSED_EXPERTS = FusedParts(experts=True)
+_FUSED_LATENT = FusedParts(rotary=False, experts=True)
+_FUSED_GEMMA = FusedParts(norm_in_place=False)
+
+# fmt: off
+FAMILIES: Mapping[str, Family] = MappingProxyType({
+    "deepseek_v2": Family(tensors=deepseek_v2, defaults=_DEEPSEEK_V2, moe_block="DeepseekV2Moe", liger=_FUSED_LATENT),
+    "deepseek_v3": Family(tensors=deepseek_v3, defaults=_DEEPSEEK_V3, moe_block="DeepseekV3MoE", liger=_FUSED_LATENT,
+        shares_experts=True),
+    "gemma3": Family(tensors=gemma3, defaults=_GEMMA3, vision=siglip_vision, traces_images=True,
+        windows=_GEMMA3_WINDOWS, liger=_FUSED_GEMMA),
+    "gemma3_text": Family(tensors=gemma3_text, defaults=_GEMMA3_TEXT, windows=_GEMMA3_WINDOWS, liger=_FUSED_GEMMA),
+    "glm": Family(tensors=glm, defaults=_GLM),
+    "glm4": Family(tensors=glm4, defaults=_GLM, liger=FusedParts(norm_in_place=False, rotary=False)),
+    "granite": Family(tensors=llama, defaults=_LLAMA, liger=_FUSED),
+    "llama": Family(tensors=llama, defaults=_LLAMA, liger=_FUSED),
+    "ministral": Family(tensors=mistral, defaults=_MISTRAL, windows=WindowRule(), liger=_FUSED),
+    "mistral": Family(tensors=mistral, defaults=_MISTRAL, windows=WindowRule(reads_layer_types=False), liger=_FUSED),
+    "mixtral": Family(tensors=mixtral, defaults=_MIXTRAL, moe_block="MixtralSparseMoeBlock", windows=_OPTIONAL_WINDOW,
+        liger=_FUSED_EXPERTS, shares_experts=True),
+    "phi3": Family(tensors=phi3, defaults={"max_position_embeddings": 4096}, windows=_OPTIONAL_WINDOW, liger=_FUSED),
+    "qwen2": Family(tensors=qwen2, defaults=_QWEN2, windows=_QWEN_WINDOWS, liger=_FUSED),
+    "qwen2_moe": Family(tensors=qwen2_moe, defaults=_QWEN2_MOE, moe_block="Qwen2MoeSparseMoeBlock",
+        windows=WindowRule(count=every_second_lower_layer, is_switched=True)),
+    "qwen3": Family(tensors=qwen3, defaults={**_QWEN2, "head_dim": 128}, windows=_QWEN_WINDOWS, liger=_FUSED),
+    "qwen3_moe": Family(tensors=qwen3_moe, defaults=_QWEN3_MOE, moe_block="Qwen3MoeSparseMoeBlock",
+        windows=WindowRule(reads_layer_types=False, is_switched=True), liger=_FUSED_EXPERTS, shares_experts=True),
+    "qwen3_vl": Family(tensors=qwen3_vl, defaults=_QWEN3_VL, vision=qwen3_vl_vision),
+    "qwen3_vl_moe": Family(tensors=qwen3_vl_moe, defaults=_QWEN3_VL_MOE, moe_block="Qwen3VLMoeTextSparseMoeBlock",
+        vision=qwen3_vl_vision, shares_experts=True),
+    "smollm3": Family(tensors=llama, defaults=_SMOLLM3, liger=_FUSED,
+        windows=WindowRule(default=None, count=lambda text: 0, is_switched=True)),
+})
+# fmt: on
+"""The supported families, by `model_type`. To add one: a function with its tensors, and a row."""
+LIGER: Mapping[str, FusedParts] = MappingProxyType({name: row.liger for name, row in FAMILIES.items() if row.liger})
+"""Family → parts that Liger replaces.
+
+>>> "qwen2_moe" in LIGER, "glm" in LIGER
+(False, False)
+"""
+SHARED_EXPERTS = tuple(name for name, row in FAMILIES.items() if row.shares_experts)
+"""Families whose experts ranks may share."""
+
+
+def fused_parts(model_type: str, *, liger: bool, otherwise: FusedParts) -> FusedParts:
+    """Returns the parts of a family that run on fused kernels, with or without Liger."""
+    return LIGER.get(model_type, PLAIN) if liger else otherwise
 
 
 def known() -> list[str]:
@@ -210,7 +338,7 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
         head_dim=key_width,
         v_head_dim=value_width,
         rotary_dim=_rotary_dim(text, key_width),
-        max_position_embeddings=rope_scaling.positions(text),
+        max_position_embeddings=config_fields.positions(text),
         sliding_window=sliding_window,
         num_windowed_layers=num_windowed_layers,
         tie_word_embeddings=whole.flag("tie_word_embeddings"),
@@ -220,7 +348,7 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
         vision=family.vision(whole) if family.vision else None,
         tensors=tensors,
         layers_root=family.layers_root,
-        rope_type=rope_scaling.rope_type(text),
+        rope_type=config_fields.rope_type(text),
     )
 
 
@@ -240,8 +368,8 @@ def _family(config: Mapping[str, object], name: str) -> Family:
 def _heads(text: Fields, tensors: tuple[TensorGroup, ...]) -> tuple[int, int, int]:
     """Returns the number of key-value heads, and the widths of a query or key head and of a value head."""
     if _first(tensors, "self_attn.kv_b_proj.weight") is None:
-        width = parameter_tensors.head_dim(text)
-        return parameter_tensors.num_key_value_heads(text), width, width
+        width = head_dim(text)
+        return num_key_value_heads(text), width, width
     # latent attention expands its latent to as many heads as there are of queries, whatever the config says
     width = text.size("qk_nope_head_dim") + text.size("qk_rope_head_dim")
     return text.size("num_attention_heads"), width, text.size("v_head_dim")

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from dstrain.choices import Attention, LossKernel, Method, Precision
-from dstrain.facts.model.parts import FROZEN, Part
+from dstrain.facts.model.traits import FROZEN, Part
 from dstrain.job.model_changes import Lora
 from dstrain.records import type_config
 

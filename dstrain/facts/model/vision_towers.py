@@ -5,76 +5,13 @@ Names of tensors are full names with a star for the block's index, so that none 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
 from math import isqrt
-from types import MappingProxyType
 
-from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.model.config_fields import Fields
 from dstrain.facts.model.model_facts import Kind, TensorGroup, Vision
 
 Groups = list[TensorGroup]
-
-PACKS_IMAGES = frozenset(["glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"])
-"""Families that take positions of images for each sample of a packed row, beside those that keep samples apart.
-
-Source: transformers 5.23 models/*/modeling_*.py: get_rope_index, and forward of the text model, which takes four rows
-of positions."""
-
-TRAINS_VIDEOS = frozenset(["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
-"""Families that train on videos: all that use Transformers' Qwen3VLProcessor, which writes times between frames.
-
-Source: transformers 5.23 models/auto/processing_auto.py, and get_rope_index of these families, which is the same."""
-
-_NOT_SAID = "its processor does not say which tokens are those of an image"
-UNTRAINED_IMAGES: Mapping[str, str] = MappingProxyType(
-    {
-        **dict.fromkeys(["blip-2", "idefics", "idefics2", "instructblip", "kosmos-2"], _NOT_SAID),
-        "mllama": "its layers attend to images through a mask of tiles, which dstrain does not make",
-        "paligemma": "it attends to questions in both directions, for which dstrain does not mark them",
-    }
-)
-"""Family → why it does not train on images. Source: transformers 5.23 models/*/processing_*.py."""
-IMAGE_PACKAGES: Mapping[str, str] = MappingProxyType({"mistral3": "torchvision", "smolvlm": "num2words"})
-"""Family → the package that its processor needs beside Pillow. Source: transformers 5.23 models/pixtral/
-processing_pixtral.py, models/smolvlm/processing_smolvlm.py."""
-
-
-def require_media(family: str | None, columns: Collection[str]) -> None:
-    """Raises InvalidConfig for a family that does not train on images or videos, as their columns are named.
-
-    None: a family that is not known; the ranks know. Raises EnvironmentProblem if a package lacks.
-    """
-    for column in columns:
-        {"images": _require_images, "videos": _require_videos}[column](family)
-
-
-def _require_images(family: str | None) -> None:
-    if family is None:
-        return
-    if family in UNTRAINED_IMAGES:
-        problem = f"{family} does not train on images: {UNTRAINED_IMAGES[family]}"
-        raise InvalidConfig(problem, hint="See docs/data.md, Images, for the families that do.")
-    require_image_package(family)
-
-
-def _require_videos(family: str | None) -> None:
-    if family is not None and family not in TRAINS_VIDEOS:
-        raise InvalidConfig(
-            f"{family} does not train on videos; {', '.join(sorted(TRAINS_VIDEOS))} do",
-            hint="Name a model of these families, or write a few frames of each video as images.",
-        )
-
-
-def require_image_package(family: str) -> None:
-    """Raises EnvironmentProblem if a package that the family's processor needs is missing."""
-    package = IMAGE_PACKAGES.get(family)
-    if package is not None and find_spec(package) is None:
-        raise EnvironmentProblem(
-            f"the processor of {family} needs {package}, which is not installed", hint=f"pip install {package}"
-        )
 
 
 def qwen3_vl_vision(config: Fields) -> Vision:

@@ -1,13 +1,18 @@
-"""Follows what a run writes on one node: the logs of its ranks, and the launcher's output."""
+"""Follows what a run writes on one node: rank logs, the launcher's output, and the last metrics."""
 
 from __future__ import annotations
 
 import codecs
+import json
 import re
-from collections.abc import Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from dstrain.rundir import RunDir
 from dstrain.units import format_bytes
 
 MOST_BYTES = 2**20
@@ -150,3 +155,67 @@ class Output:
             self.num_finished += 1
         elif failed is not None and self.failed is None:
             self.failed = int(failed[1])
+
+
+def last_metrics(run_dir: RunDir) -> dict[str, Any] | None:
+    """Returns the newest line of the metrics that has a loss; a line that is still being written does not count."""
+    for line in reversed(tail_of(run_dir.metrics).splitlines()):
+        with suppress(ValueError):
+            record = json.loads(line)
+            if "step" in record and isinstance(record.get("loss"), int | float):
+                return dict(record)
+    return None
+
+
+def metrics_words(record: Mapping[str, Any]) -> str:
+    """Returns a line of the metrics in words, which begin with the number of its step.
+
+    >>> metrics_words({"step": 7, "loss": 2.5, "tokens_per_s": 1234.5})
+    '7, loss 2.5000, 1,234 tokens/s'
+    """
+    speed = f", {record['tokens_per_s']:,.0f} tokens/s" if record.get("tokens_per_s") else ""
+    return f"{record['step']}, loss {record['loss']:.4f}{speed}"
+
+
+_ERROR = re.compile(r"^(\[rank\d+\]: ?)?(Traceback \(most recent call last\):|Error: .)", re.MULTILINE)
+_MOST_S = 60.0
+"""How long an error is held back if no rank does another step; a run that fails ends within that time."""
+
+
+class HeldOutput:
+    """Passes on text, but for an error and what follows it: a rank that lost its peer would seem to be the cause."""
+
+    def __init__(self, pass_on: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds."""
+        self._pass_on = pass_on
+        self._clock = clock
+        self._held = ""
+        self._since = 0.0
+        self._step: int | None = None
+
+    def take(self, text: str) -> None:
+        """Takes a piece of rank 0's output."""
+        error = None if self._held else _ERROR.search(text)
+        if error is not None:
+            self._since, self._step = self._clock(), None
+        at = 0 if self._held else len(text) if error is None else error.start()
+        self._held += text[at:]
+        if at:
+            self._pass_on(text[:at])
+
+    def tick(self, step: int | None) -> None:
+        """Passes on an error that the run has survived: the slowest rank does steps after it, or time passes."""
+        if self._held:
+            self._step = step if self._step is None else self._step
+            if (step or 0) > (self._step or 0) + 1 or self._clock() - self._since > _MOST_S:
+                self.release()
+
+    def release(self) -> None:
+        """Passes on what is held back."""
+        held, self._held = self._held, ""
+        if held:
+            self._pass_on(held)
+
+    def drop(self) -> None:
+        """Forgets what is held back, since the report of the run says it, or the log."""
+        self._held = ""

@@ -1,7 +1,8 @@
-"""Writes the report of a failed run: the cause in its first line, the traceback, the logs, and what to type."""
+"""Writes the report of a failed run: the cause in its first line, the traceback, the logs, and what to type next."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import time
@@ -9,31 +10,118 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dstrain.errors import DstrainError, Interrupted, RunFailed
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.launch.again import RUN
-from dstrain.launch.failure.exit_codes import decode, signal_of
-from dstrain.launch.failure.first_failure import (
+from dstrain.launch.again import line_of, resumed
+from dstrain.launch.failure.logs import agents_words, last_metrics, metrics_words, tail_of
+from dstrain.launch.failure.outcome import (
     FULL_DISK,
     Death,
+    Lost,
+    Outcome,
     advice,
     end_of_log,
     error_of,
     failing_order,
+    hang_lines,
     is_consequence,
     message_of,
     traceback_of,
 )
-from dstrain.launch.failure.hang import hang_lines
-from dstrain.launch.failure.last_metrics import last_metrics, metrics_words
-from dstrain.launch.failure.logs import agents_words, tail_of
-from dstrain.launch.failure.next_start import after_stop, resumed_text
-from dstrain.launch.failure.outcome import Lost, Outcome
-from dstrain.monitor.health.stopped import stop_of
-from dstrain.rundir import RunDir
+from dstrain.monitor.health.nonfinite import Stop, stop_of, usable_checkpoint
+from dstrain.paths import shown
+from dstrain.rundir import RUN, RunDir
 from dstrain.units import MIB
+
+
+def resumed_text(run_dir: RunDir, command: Sequence[str]) -> str:
+    """Returns how to start again from the newest checkpoint, with the words of the first start."""
+    newest = run_dir.newest_checkpoint(for_resume=True)
+    if newest.folder:
+        return f"`{resumed(command)}` continues from step {newest.step}."
+    if run_dir.whole_checkpoints():
+        return "Its checkpoints hold the weights alone (save_only_model): set another output_dir to start over."
+    return f"No complete checkpoint exists yet: `{line_of(command)}` starts over."
+
+
+def after_stop(run_dir: RunDir, stop: Stop, command: Sequence[str]) -> str:
+    """Returns how to start again after a health rule ended a run: never from a state that went wrong, and with a tenth
+    of the learning rate."""
+    if stop.since is None:
+        return resumed_text(run_dir, command)
+    folder = usable_checkpoint(run_dir, stop.since)
+    changed = [] if (rate := _learning_rate(run_dir)) is None else ["--set", f"learning_rate={rate / 10:.2g}"]
+    slower = " with a tenth of its learning rate" if changed else "; lower its learning rate"
+    if folder is not None:
+        line = line_of(command, "--set", f"resume={shown(str(folder))}", *changed)
+        return f"`{line}` continues from {folder.name}, from before that{slower}."
+    other = shown(str(run_dir.path.with_name(f"{run_dir.path.name}-2")))
+    line = line_of(command, *changed, "--set", f"output_dir={other}")
+    return f"No checkpoint is from before that: `{line}` starts again{slower}."
+
+
+def _learning_rate(run_dir: RunDir) -> float | None:
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return float(json.loads(run_dir.request.read_text(encoding="utf-8"))["learning_rate"])
+    return None
+
+
+_OF_SIGNALS = MappingProxyType(
+    {
+        signal.SIGKILL: "killed",
+        signal.SIGSEGV: "segmentation fault in native code",
+        signal.SIGBUS: "bus error, usually because /dev/shm is too small",
+        signal.SIGABRT: "aborted by native code, often NCCL's watchdog or a failed assertion",
+        signal.SIGILL: "illegal instruction: a library was built for another processor",
+        signal.SIGFPE: "arithmetic fault in native code",
+        signal.SIGTERM: "terminated from outside",
+        signal.SIGINT: "stopped by Ctrl-C",
+        signal.SIGHUP: "stopped because the terminal was closed",
+        signal.SIGPIPE: "the reader of its output closed the pipe",
+    }
+)
+
+_OF_CODES = MappingProxyType(
+    {
+        0: "ended well",
+        1: "ended with an error",
+        2: "wrong command line",
+        126: "the interpreter cannot be executed",
+        127: "the interpreter was not found",
+        255: "ssh could not reach a node",
+    }
+)
+
+
+def signal_of(code: int) -> signal.Signals | None:
+    """Returns the signal that an exit code stands for, or None.
+
+    A signal N is -N to Python, 256-N after the launcher's `sys.exit(-N)`, and 128+N to a shell.
+
+    >>> signal_of(-9), signal_of(247), signal_of(137), signal_of(1)
+    (<Signals.SIGKILL: 9>, <Signals.SIGKILL: 9>, <Signals.SIGKILL: 9>, None)
+    """
+    number = -code if code < 0 else 256 - code if 256 - 32 < code < 255 else code - 128 if 128 < code <= 128 + 31 else 0
+    known = {member.value for member in signal.Signals}
+    return signal.Signals(number) if number in known else None
+
+
+def decode(code: int) -> str:
+    """Returns the meaning of an exit code, in words.
+
+    >>> decode(247)
+    'code 247 (SIGKILL): killed'
+    >>> decode(1)
+    'code 1: ended with an error'
+    """
+    number = signal_of(code)
+    if number is not None:
+        return f"code {code} ({number.name}): {_OF_SIGNALS.get(number, 'ended by a signal')}"
+    return f"code {code}: {_OF_CODES.get(code, 'ended with an error')}"
+
 
 _SHOWN_LINES = 25
 _LEAST_FREE_BYTES = MIB
@@ -102,6 +190,7 @@ class _Cause:
 
 def _cause(outcome: Outcome, texts: Mapping[int, str], hosts: Hosts, last: Mapping[str, Any] | None) -> _Cause:
     """Returns why a run failed, given the logs of its ranks and its last metrics."""
+    # ranks of a hang were ended by signals, so that their exit codes say nothing
     if outcome.hang is not None:
         lines, odd = hang_lines(outcome.hang, texts, hosts)
         text = texts.get(odd, "") if outcome.hang.start is not None else ""
@@ -111,6 +200,7 @@ def _cause(outcome: Outcome, texts: Mapping[int, str], hosts: Hosts, last: Mappi
         sentence = f"the launcher{where} was killed (python -m deepspeed.launcher.launch); its ranks were ended"
         return _Cause(lines=[sentence], log=outcome.launcher_log)
     rank = _first(outcome, texts)
+    # before a rank's own words: agents that lost `run` end their ranks, which then look as if they failed
     if (ended := _ended_by_agents(rank, outcome, texts)) is not None:
         return ended
     if rank is not None and not _is_consequence_of_loss(rank, outcome, texts, hosts):

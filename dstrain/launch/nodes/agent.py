@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TypeGuard
 
-from dstrain.facts import attention_kernels, network_interface, probe
-from dstrain.facts.ports import listener
+from dstrain.facts import attention_kernels, network, probe
+from dstrain.facts.network import listener
 from dstrain.facts.this_machine import versions
 from dstrain.launch.environment import expanded
 from dstrain.launch.failure.logs import left_out
@@ -137,6 +137,7 @@ class Agent:
 
     def run(self) -> None:
         """Runs until nothing of the run is left on this node, or until the connection ends before a start."""
+        # Ctrl-C and a scheduler's warning reach every process of a job; `run` decides what they mean
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._note_term)
@@ -283,13 +284,13 @@ class Agent:
 
 
 def _bytes(name: str) -> int | None:
-    """Returns the size of a file; None where it cannot be read."""
+    """Returns the size of a file; None if it cannot be read."""
     return Path(name).stat().st_size if os.access(name, os.R_OK) else None
 
 
 def _interface(others: Sequence[str]) -> str | None:
-    routes = {host: network_interface.source_address(host) for host in others}
-    return network_interface.choose_interface(network_interface.interfaces(), routes) if others else None
+    routes = {host: network.source_address(host) for host in others}
+    return network.choose_interface(network.interfaces(), routes) if others else None
 
 
 def node_number(word: str, environment: Mapping[str, str]) -> int:

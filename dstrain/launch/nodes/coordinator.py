@@ -1,21 +1,21 @@
-"""Runs a launch over its nodes: listens to every agent, and stops all of them if one fails."""
+"""Runs a launch over its nodes: listens to every agent, detects hangs, and stops all nodes if one fails."""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from dstrain.errors import EnvironmentProblem
-from dstrain.heartbeat import COUNTED, Phase
-from dstrain.launch.failure.first_failure import Death
+from dstrain.heartbeat import COUNTED, STARTING, Phase
 from dstrain.launch.failure.logs import files, rank_logs
-from dstrain.launch.failure.outcome import Hang, Outcome, Start
-from dstrain.launch.nodes.hang_detector import HangDetector
-from dstrain.launch.nodes.layout import Node
+from dstrain.launch.failure.outcome import Death, Hang, Outcome, Start
+from dstrain.launch.nodes.connection import LaunchSpec, Node, StopRequests
 from dstrain.launch.nodes.members import Members, NodeState
 from dstrain.launch.nodes.protocol import (
     Alive,
@@ -34,7 +34,115 @@ from dstrain.launch.nodes.protocol import (
     Told,
     Wrote,
 )
-from dstrain.launch.nodes.spec import LaunchSpec, StopRequests
+from dstrain.launch.timeouts import TIMEOUTS
+
+TIMES = 5
+"""A run hangs when it takes this many times its median step, or its longest evaluation or checkpoint."""
+LONG_TIMES = 10
+"""An evaluation or a checkpoint may take at least this many times as long: shared disks are slow at times."""
+_SLOW_DISK = 20e6
+"""Bytes per second that the slowest disk writes: a first checkpoint may take as long as it needs."""
+_LEAST_STEPS = 3
+_KEPT = 100
+_LONG = frozenset({Phase.SAVING, Phase.EVALUATING})
+
+
+class HangDetector:
+    """The steps of a run, as its slowest rank does them."""
+
+    def __init__(
+        self, num_ranks: int, least_s: float = TIMEOUTS.hang_s, start_s: float = 0.0, saved_bytes: int = 0
+    ) -> None:
+        """Watches `num_ranks` ranks; a run hangs after `least_s` seconds at the earliest (0: never), since a step of
+        0.1 s may well be followed by one of 2 s.
+
+        Before their first step, ranks may take `start_s` seconds from one phase or count to the next, and as long for
+        anything whose pace is unknown; 0 for any time. A checkpoint has `saved_bytes`.
+        """
+        self._num_ranks = num_ranks
+        self._least_s = least_s
+        self._start_s = start_s
+        self._saving_s = saved_bytes / _SLOW_DISK
+        self._began: float | None = None
+        self._news_at = 0.0
+        self._heard: dict[int, tuple[Phase, int]] = {}
+        self._steps_s: deque[float] = deque(maxlen=_KEPT)
+        self._longest_s: dict[Phase, float] = {}
+        self._gap_s = 0.0
+        self._phases: dict[int, Phase] = {}
+        self.phase = Phase.START
+        """The phase of the ranks; of several phases one that is not a step."""
+        self._at = 0.0
+        self.steps: dict[int, int] = {}
+        """Rank → steps done."""
+
+    def begin(self, now: float) -> None:
+        """Records when ranks are started."""
+        self._began = self._news_at = now
+
+    def start(self, now: float) -> Start | None:
+        """Returns the progress of the start; None before it, and once every rank has done its first step."""
+        phases = {rank: self._phases.get(rank) for rank in range(self._num_ranks)}
+        if self._began is None or all(phase is not None and phase not in STARTING for phase in phases.values()):
+            return None
+        return Start(seconds=now - self._began, phases=phases)
+
+    def note(self, rank: int, step: int, phase: Phase, now: float, *, count: int = 0) -> None:
+        """Records the report of a rank at a time in seconds; `count` is the progress of a phase that counts something
+        else."""
+        if self._heard.get(rank) != (phase, count):
+            self._heard[rank], self._news_at = (phase, count), now
+        before, was = min(self.steps.values(), default=0), self.phase
+        self.steps[rank], self._phases[rank] = step, phase
+        if len(self.steps) < self._num_ranks:
+            return
+        others = [other for other in self._phases.values() if other is not Phase.STEP]
+        self.phase = others[0] if others else Phase.STEP
+        gained = min(self.steps.values()) - before
+        if gained <= 0 and self.phase is was and phase is not Phase.EVALUATING:  # which reports its micro-batches
+            return
+        if was is Phase.STEP and gained > 0:
+            self._steps_s.extend([(now - self._at) / gained] * min(gained, _KEPT))
+        elif was in _LONG:
+            self._gap_s = max(self._gap_s, now - self._at)
+            if self.phase is not was:
+                self._longest_s[was] = max(self._longest_s.get(was, 0.0), self._gap_s)
+                self._gap_s = 0.0
+        self._at = now
+
+    @property
+    def limit_s(self) -> float | None:
+        """Seconds without news after which the run hangs; None for never.
+
+        The first steps, evaluation and checkpoint, and the end of a run, have the limit of a start, or more.
+        """
+        if self._least_s <= 0:
+            return None
+        steps_s, longest_s = self._steps_s, self._longest_s
+        if self.phase is Phase.STEP and len(steps_s) >= _LEAST_STEPS:
+            return max(TIMES * median(steps_s), self._least_s)
+        if self.phase in longest_s:
+            return max(TIMES * longest_s[self.phase], LONG_TIMES * self._least_s)
+        if self._start_s <= 0:
+            return None
+        if self.phase is Phase.STEP:
+            return max(self._start_s, self._least_s, TIMES * max(steps_s, default=0.0))
+        longest = max(longest_s.values(), default=0.0)
+        return max(self._start_s, self._saving_s, LONG_TIMES * self._least_s, TIMES * longest)
+
+    @property
+    def median_s(self) -> float | None:
+        """Seconds of a step; None before there were any."""
+        return median(self._steps_s) if self._steps_s else None
+
+    def stood_still_s(self, now: float) -> float | None:
+        """Returns the time without progress, once that is too long; None otherwise."""
+        start = self.start(now)
+        if start is not None:
+            return now - self._news_at if 0 < self._start_s < now - self._news_at else None
+        limit = self.limit_s
+        return None if limit is None or now - self._at <= limit else now - self._at
+
 
 Check = Callable[[Mapping[Node, Hello]], tuple[LaunchSpec, Mapping[int, Mapping[str, str]]]]
 """Gets every node's first message; returns the final specification, with rank 0's port, and each node's additional
@@ -59,7 +167,7 @@ class Coordinator:
         on_start: Callable[[Start], None] = lambda start: None,
     ) -> None:
         """`on_output` gets the output of rank 0. `on_tick` is called several times a second with `Phase.STEP`, the
-        steps done and those of the whole run (0: unknown), or with another phase that counts something.
+        steps done and steps of the whole run (0: unknown), or with another phase that counts something.
         `say` gets progress messages before ranks start, and `on_start` the state of the start every few seconds.
 
         `requests` may change at any time.
@@ -99,13 +207,13 @@ class Coordinator:
                 self._members.begin(self._spec, extra)
                 if self._make_ready():
                     self._members.go()
-                    self._begin_start()
                     self._follow()
                 else:
                     self._end_builds()
         finally:
             self._members.close()
             self._requests.is_heeded = False
+        # the agent of a lost node may be gone while its ranks live on: a new connection ends them by their mark
         sweep(self._spec, [state.node for state in self._members.states if state.lost is not None])
         return self._outcome(earlier)
 
@@ -142,11 +250,6 @@ class Coordinator:
         while not self._members.have_left and time.monotonic() < until:
             self._hear()
 
-    def _begin_start(self) -> None:
-        now = time.monotonic()
-        self._detector.begin(now)
-        self._next_word = now + self._timeouts.start_word_s
-
     def _tell(self) -> None:
         """Reports what nodes do to become ready, once for all nodes that do the same."""
         progress, self._progress = self._progress, {}
@@ -155,12 +258,15 @@ class Coordinator:
 
     def _follow(self) -> None:
         """Waits until every node has ended or is lost."""
-        states = self._members.states
+        states, now = self._members.states, time.monotonic()
+        self._detector.begin(now)
+        self._next_word = now + self._timeouts.start_word_s
         while not all(state.is_over for state in states):
             self._hear()
             self._heed()
             self._members.notice_silence()
             self._notice_hang()
+            # the first failure ends all nodes: the other ranks would wait in collectives for ever
             if self._give_up is None and self._is_failing():
                 self._end(self._timeouts.grace_s, but_for=self._ending_themselves())
             elif self._give_up is None and all(state.is_over for state in states if state.node.command is not None):
@@ -216,7 +322,7 @@ class Coordinator:
                 self._left_at = int(step)
 
     def _note_text(self, state: NodeState, event: Wrote) -> None:
-        """Writes the output of nodes that do not share the run directory, and passes on that of rank 0."""
+        """Writes the output of nodes that do not share the run directory, and passes on rank 0's."""
         if state.node.number in self._members.mirrored:
             path = self._spec.run_dir.sent(event.name)
             if path is None:
@@ -252,7 +358,7 @@ class Coordinator:
             return
         median_s, steps = self._detector.median_s or 0.0, dict(self._detector.steps)
         self._hang = Hang(seconds=seconds, median_s=median_s, steps=steps, start=start, phase=self._detector.phase)
-        self._members.tell(Stacks())
+        self._members.tell(Stacks())  # ranks write them to their logs, which are read when the run has ended
         until = time.monotonic() + self._timeouts.stacks_s
         while time.monotonic() < until:
             self._hear()
@@ -284,6 +390,7 @@ class Coordinator:
             rows = [f"{host}: {problem.text}" if len(states) > 1 else problem.text for host, problem in problems]
             raise EnvironmentProblem("\n".join(rows), hint="\n".join(hints) or None)
         ended = [state.ended for state in states if state.ended is not None]
+        # once all ranks have finished, one that vanished without an exit code has not failed
         finished = max(sum(event.num_finished for event in ended), sum(event.num_done for event in ended))
         if finished >= self._spec.num_ranks and all(death.code is None for death in self._deaths.values()):
             self._deaths.clear()

@@ -12,10 +12,8 @@ from typing import Any
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.attention_kernels import VARIABLES
 from dstrain.launch.failure.outcome import Lost
-from dstrain.launch.nodes.connection import Channel, Heart
-from dstrain.launch.nodes.layout import Node
+from dstrain.launch.nodes.connection import Channel, Heart, LaunchSpec, Node
 from dstrain.launch.nodes.protocol import Beat, Begin, End, Ended, Go, Hello, Look, Problem, Save, Stacks
-from dstrain.launch.nodes.spec import LaunchSpec
 from dstrain.paths import write_atomic
 
 _POLL_S = 0.1
@@ -149,6 +147,7 @@ class Members:
                 run_dir=str(spec.run_dir.path),
                 mark=spec.mark_of(node),
                 command=list(node.command),
+                # the agent of this machine inherits its environment, and secrets with it
                 environment={**({} if node.is_here else spec.environment), **extra.get(node.number, {})},
                 unset=[] if node.is_here else list(spec.unset),
                 exports={} if node.is_here else dict(spec.exports),

@@ -1,28 +1,121 @@
-"""Runs one node's part: starts its launcher, watches its ranks, and leaves no process behind."""
+"""Runs one node's part: starts its launcher, watches its ranks, and leaves no process or buffer behind."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from dstrain.child_process import open_files
 from dstrain.facts.deepspeed_ops import OPS, held_locks
 from dstrain.facts.kernel_messages import MemoryKills
 from dstrain.heartbeat import MARK, SAVE_ON_TERM, STARTING, Heartbeat, Phase, Receiver
 from dstrain.launch.environment import SAFE_PATH, expanded
-from dstrain.launch.failure.first_failure import Death
-from dstrain.launch.failure.logs import Output, Piece
-from dstrain.launch.nodes.log_mirror import Mirror
+from dstrain.launch.failure.logs import Output, Piece, Tail
+from dstrain.launch.failure.outcome import Death
 from dstrain.launch.nodes.process_tree import ProcessTree, RankWatch
 from dstrain.launch.nodes.protocol import Alive, Begin, Died, Ended, Event, Orphaned, Wrote
-from dstrain.launch.nodes.shared_memory import claim_buffers, remove_buffers
 from dstrain.launch.timeouts import Timeouts
 from dstrain.paths import prefer_own_programs
-from dstrain.rundir import RunDir
+from dstrain.rundir import PART, RunDir
+
+_FOLDER = Path("/dev/shm")
+_STARTED_S = 10.0
+"""Age of a buffer at which all ranks of its run have opened it: they do so right after they met."""
+
+
+def remove_buffers(master_port: int | None = None, folder: Path = _FOLDER) -> None:
+    """Removes this user's buffers that no process holds: the port's, and leftovers of earlier runs.
+
+    A buffer that looks unused may belong to a process of another container, unless it has the port: it stays until
+    that run has started.
+    """
+    held = set(open_files())
+    for buffer in _buffers(folder):
+        if buffer not in held and (_is_of(buffer, master_port) or _age_s(buffer) > _STARTED_S):
+            buffer.unlink(missing_ok=True)
+
+
+def claim_buffers(master_port: int, folder: Path = _FOLDER, wait: Callable[[float], None] = time.sleep) -> None:
+    """Removes every buffer of the port, once the ranks of a run elsewhere that holds it have opened them.
+
+    Two runs share a port if they have networks of their own and one `/dev/shm`: containers with `--ipc=host`.
+    """
+    remove_buffers(master_port, folder)
+    for buffer in _buffers(folder):
+        while _is_of(buffer, master_port) and 0 <= _age_s(buffer) < _STARTED_S and buffer in open_files():
+            wait(0.2)
+        if _is_of(buffer, master_port):
+            buffer.unlink(missing_ok=True)
+
+
+def _buffers(folder: Path) -> list[Path]:
+    return list(folder.glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*"))
+
+
+def _is_of(buffer: Path, port: int | None) -> bool:
+    return buffer.name.split("_")[-2] == str(port)
+
+
+def _age_s(buffer: Path) -> float:
+    """Returns the seconds since the buffer was made; a negative number if it is gone."""
+    with suppress(OSError):
+        return max(time.time() - buffer.stat().st_ctime, 0.0)
+    return -1.0
+
+
+_COPY_S = 2.0
+"""Seconds between two looks for checkpoints."""
+
+
+class Mirror:
+    """Files of rank 0; the logs of ranks and launcher are sent anyway. Files of earlier starts are already there."""
+
+    def __init__(self, run_dir: RunDir, start: str, *, has_first: bool) -> None:
+        """`start` is the mark of this start on this node, `has_first` whether rank 0 writes here."""
+        self._run_dir = run_dir
+        self._start = start.partition("-")[0]
+        self._has_first = has_first
+        self._marked: set[str] = set()
+        self._next_look = 0.0
+        self._tails = [Tail(run_dir.metrics), Tail(run_dir.health)]
+        for tail in self._tails:
+            while tail.read():
+                pass
+
+    def poll(self) -> list[Event]:
+        """Returns the new lines of metrics and health, and the marks of checkpoints that every rank has written."""
+        added = [(tail.path.name, tail.read()) for tail in self._tails]
+        events: list[Event] = [Wrote(name=name, text=text, on_screen=False) for name, text in added if text]
+        now = time.monotonic()
+        if self._has_first and now >= self._next_look:
+            self._next_look = now + _COPY_S
+            events += self._new_marks()
+        return events
+
+    def _new_marks(self) -> Iterator[Event]:
+        for path in self._run_dir.path.glob(f"checkpoint-*/{PART}"):
+            name = str(path.relative_to(self._run_dir.path))
+            with suppress(OSError, ValueError, AttributeError):
+                text = path.read_text(encoding="utf-8")
+                if name not in self._marked and json.loads(text).get("start") == self._start:
+                    self._marked.add(name)
+                    yield Wrote(name=name, text=text, on_screen=False, is_whole=True)
+
+    def last(self) -> Iterator[Event]:
+        """Yields the files that are written at the end."""
+        if self._has_first:
+            yield from self._new_marks()
+        for path in (self._run_dir.states, self._run_dir.summary, self._run_dir.oom, self._run_dir.unusable):
+            with suppress(OSError):
+                yield Wrote(name=path.name, text=path.read_text(encoding="utf-8"), on_screen=False, is_whole=True)
+
 
 _LOOK_S = 0.5
 _LAST_WORD_S = 3.0
@@ -42,6 +135,7 @@ class NodeRunner:
         stamp = time.strftime("%Y%m%d%H%M%S")
         self._log = self._run_dir.logs / f"{stamp}_launcher_{begin.host}_{begin.mark[:6]}.log"
         ranks = range(begin.first_rank, begin.first_rank + begin.num_ranks)
+        # before the launcher starts: ranks write to it at once
         self._heartbeats = Receiver(begin.mark, ranks)
         self._run_dir.logs.mkdir(parents=True, exist_ok=True)
         self._output = Output(self._run_dir.logs, self._log, ranks)
@@ -85,6 +179,7 @@ class NodeRunner:
         self._look_for_locks()
         events: list[Event] = []
         self._hear_ranks()
+        # logs before deaths: the launcher's says which ranks ended well
         events += [self._wrote(piece) for piece in self._output.poll(reads_ranks=reads_logs) if self._is_wanted(piece)]
         events += self._mirror.poll() if self._mirror is not None else []
         self._watch.clear(self._output.finished)
@@ -234,7 +329,7 @@ class NodeRunner:
                 self._watch.deaths.setdefault(rank, Death(rank=rank, code=0, at=at))
 
     def _cause_of(self, rank: int, code: int | None) -> str:
-        """Returns what this node knows about the cause of a death, as a clause; empty if that is nothing."""
+        """Returns the cause of a death as far as this node knows it, as a clause; empty if it is unknown."""
         if code == -signal.SIGKILL:
             return self._kills.verdict(self._watch.pid(rank) or 0)
         if code != 0:

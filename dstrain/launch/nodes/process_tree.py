@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dstrain.heartbeat import MARK
-from dstrain.launch.failure.first_failure import Death
+from dstrain.launch.failure.outcome import Death
 
 _PROC = Path("/proc")
 _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
@@ -54,7 +54,7 @@ def look(pid: int) -> Process | None:
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Returns the environment with which a process was started; empty where it cannot be read."""
+    """Returns the environment with which a process was started; empty if it cannot be read."""
     try:
         raw = (_PROC / str(pid) / "environ").read_bytes()
     except OSError:
@@ -86,7 +86,7 @@ class ProcessTree:
         self._known: dict[int, int] = {}
 
     def alive(self) -> list[int]:
-        """Returns the processes of this run that have not ended: by mark, or by session where they descend from us."""
+        """Returns the processes of this run that have not ended: by mark, or by session if they descend from us."""
         processes = [process for pid in _pids() if (process := look(pid)) is not None]
         parents = {process.pid: process.parent for process in processes}
         living = []

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 from dstrain.heartbeat import Phase
 
 LONGEST = 16 * 2**20
-"""Bytes of the longest line that is taken; what is sent stays far below."""
+"""Bytes of the longest line that is taken; messages stay far below."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Look:
     files: dict[str, int]
     """Files that ranks read → their bytes where `run` is."""
     packages: list[str]
-    """Packages that this job needs besides those of every run; they must be the same everywhere too."""
+    """Packages that this job needs besides every run's; they must be the same everywhere too."""
     exports: dict[str, str]
     """Variables of the ranks that say where kernels are cached, as in `Begin`."""
     port: int | None = None
@@ -64,7 +64,7 @@ class Begin:
     """The host of rank 0 as the ranks get it; None if no node has to find it."""
     ops: list[str] = field(default_factory=list)
     request: str | None = None
-    """What request.json holds, for a node that has an earlier copy."""
+    """The text of request.json, for a node that has an earlier copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,9 +114,9 @@ class Hello:
     attention_cached: dict[str, str]
     attention_downloadable: list[str]
     port: int | None
-    """The port that is kept for rank 0; None where the one of Look is in use, and on other nodes."""
+    """The port that is kept for rank 0; None if the one of Look is in use, and on other nodes."""
     unlike: dict[str, int | None]
-    """Files of Look that have another size here → their bytes; None where they cannot be read."""
+    """Files of Look that have another size here → their bytes; None if they cannot be read."""
     clock: float
 
 
@@ -127,7 +127,7 @@ class Reached:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
-    """Event: what is being done to make this node ready."""
+    """Event: progress in making this node ready."""
 
     text: str
 
@@ -160,7 +160,7 @@ class Died:
     code: int | None
     """Its exit code, negative for a signal; None if it was not observed."""
     note: str = ""
-    """What its node knows about the cause, as a clause."""
+    """The cause as far as its node knows it, as a clause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ class Wrote:
     name: str
     """Its path in the run directory."""
     text: str
-    """What was added, or the whole text of a file that is not a log."""
+    """The text that was added, or the whole text of a file that is not a log."""
     on_screen: bool
     """Whether it is output of rank 0 for the screen."""
     is_whole: bool = False

@@ -36,6 +36,7 @@ _POLL_S = 0.1
 def reach(host: str, port: int, timeouts: Timeouts = TIMEOUTS) -> None:
     """Opens one connection to where rank 0 will listen, as every rank will. Raises EnvironmentProblem without one."""
     results: list[Any] = []
+    # in a thread, since getaddrinfo has no time limit; a daemon, or a dead name server would keep the process
     resolver = threading.Thread(target=_resolve, args=(host, port, results), daemon=True)
     resolver.start()
     resolver.join(timeouts.resolve_s)
@@ -45,6 +46,7 @@ def reach(host: str, port: int, timeouts: Timeouts = TIMEOUTS) -> None:
             f"it cannot resolve {host}, the host of rank 0: {why}",
             hint=f"Write {host} into /etc/hosts there, or an address that every host knows into the hostfile.",
         )
+    # one limit for all addresses of the host, IPv4 and IPv6
     failures, limit_s = [], timeouts.reach_s / len(results[0])
     for family, kind, _, _, address in results[0]:
         with socket.socket(family, kind) as probe:
@@ -78,12 +80,14 @@ def build(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[[st
     locked = [Path(lock.path).parent.name for lock in _settled(ops, environment, tell)]
     missing = missing_ops(ops, environment)
     for op in ops:
+        # a built one with a lock is loaded once here, which waits until its holder is done
         if op not in missing and op not in locked:
             continue
 
+        # a process that dies meanwhile leaves a lock, which is removed or named while the build waits
         def go_on(text: str, op: str = op) -> None:
             for lock in _settled([op], environment, tell):
-                tell(f"  {lock.path} is held by no visible process; if no other host is building: {lock.cure}")
+                tell(f"  {lock.held}; if no other host is building: {lock.cure}")
             tell(text)
 
         if op in missing:
@@ -107,10 +111,8 @@ def _settled(ops: Sequence[str], environment: Mapping[str, str], tell: Callable[
             Path(lock.path).unlink(missing_ok=True)
             tell(f"removed {lock.path}: the extension is built, and no visible process loads it")
         elif lock.is_stale:
-            idle = format_seconds(lock.idle_s)
             raise EnvironmentProblem(
-                f"{lock.path} is held by no visible process, and its folder has not changed for {idle}; ranks"
-                " would wait for it forever",
+                f"{lock.held}: ranks would wait for it forever",
                 hint="A build that was killed leaves such a lock. Unless another container or host builds there,"
                 f" type on that host: {lock.cure}",
             )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from dstrain.choices import Attention
+from dstrain.config.lint.rule import JobContext
 from dstrain.errors import EnvironmentProblem
-from dstrain.facts.attention_kernels import KERNELS, LOADER, OF, SINKS, AttentionKernels, of_this_machine, repo_version
-from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.attention_kernels import KERNELS, LOADER, OF, AttentionKernels, of_this_machine, repo_version
+from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cpu import limits_of
-from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.traits import traits
 from dstrain.facts.workload import Workload
-from dstrain.job.file import JobFile
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.plan.search.rules import unsuitable
 
@@ -23,13 +23,13 @@ Nodes = Mapping[str, AttentionKernels]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a job asks for."""
+    """The attention that a job asks for."""
 
     asked: Attention
     place: str
     """Where the job says so, such as `job.yaml:12:3`."""
     planned: Attention
-    """What `auto` is if a node has nothing better: PyTorch's kernel, or eager."""
+    """The attention of `auto` if a node has nothing better: PyTorch's kernel, or eager."""
     unsuitable: Mapping[Attention, str] = field(default_factory=dict)
     """Versions of FlashAttention that the model or the job cannot have, and why."""
     only_packages: bool = False
@@ -37,7 +37,7 @@ class Wish:
     only_hub: bool = False
     """Whether packages do not count, as for families with sinks, which take FlashAttention-3 of the hub."""
     kept: Attention | None = None
-    """What the checkpoint to resume from was trained with."""
+    """The attention of the checkpoint to resume from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,53 +68,44 @@ def choose(wish: Wish, nodes: Nodes) -> Choice:
     return Choice(attn=best, says=says, wish=wish)
 
 
-def decide(
-    file: JobFile,
-    model: ModelFacts | None,
-    cluster: Cluster,
-    environment: Mapping[str, str],
-    *,
-    on_cpu: bool,
-    is_local: bool,
-    kept: str | None,
-) -> tuple[JobFile, Choice]:
-    """Returns a job with the attention of ranks on this machine; of several nodes with that of before they answer.
+def decide(context: JobContext, environment: Mapping[str, str], *, kept: str | None) -> Choice:
+    """Returns the attention of a job's ranks; of several nodes the planned one, until they answer.
 
     Raises EnvironmentProblem if this machine lacks what the job names.
     """
-    wish = wish_of(file, model, cluster, on_cpu=on_cpu, kept=kept)
+    assert context.job is not None
+    assert context.hosts is not None
+    wish, is_local = wish_of(context, kept=kept), machines.is_local(context.hosts)
     is_open = wish.asked is Attention.AUTO and len(wish.unsuitable) < len(KERNELS)
     if is_open and not is_local:
         says = f"the best that all nodes have, which they tell at the launch; planned as {wish.planned}"
-        choice = Choice(attn=wish.planned, says=says, wish=wish)
-    else:
-        needs_kernels = is_local and (is_open or wish.asked.is_flash)
-        kernels = of_this_machine({**environment, **file.job.env}) if needs_kernels else None
-        choice = choose(wish, {"this machine": kernels} if kernels is not None else {})
-    return replace(file, job=replace(file.job, attn=choice.attn)), choice
+        return Choice(attn=wish.planned, says=says, wish=wish)
+    needs_kernels = is_local and (is_open or wish.asked.is_flash)
+    kernels = of_this_machine({**environment, **context.job.job.env}) if needs_kernels else None
+    return choose(wish, {"this machine": kernels} if kernels is not None else {})
 
 
-def wish_of(
-    file: JobFile, model: ModelFacts | None, cluster: Cluster, *, on_cpu: bool, kept: str | None = None
-) -> Wish:
-    """Returns what a job asks for; without a known model `auto` is sdpa.
+def wish_of(context: JobContext, *, kept: str | None = None) -> Wish:
+    """Returns the attention that a job asks for, whose machines are known; without a known model `auto` is sdpa.
 
-    `kept` is what the checkpoint to resume from was trained with.
+    `kept` is the attention of the checkpoint to resume from.
     """
-    job = file.job
+    assert context.job is not None
+    assert context.cluster is not None
+    job, model, cluster = context.job.job, context.model, context.cluster
     configuration = request_of(job).of_model(model) if model is not None else None
     wrong: Mapping[Attention, str] = dict.fromkeys(OF, "the model is unknown to the planner")
-    if on_cpu:
+    if cluster.gpu.is_cpu:
         wrong = {attn: limit.why for attn in OF for limit in limits_of({"attn": attn})}
     elif model is not None and configuration is not None:
         wrong = unsuitable(Workload(model=model, cluster=cluster), configuration)
     return Wish(
         asked=job.attn,
-        place=str(file.locate(("attn",))),
+        place=str(context.job.locate(("attn",))),
         planned=configuration.kernels.attn if configuration is not None else Attention.SDPA,
         unsuitable=wrong,
         only_packages=job.sp > 1,
-        only_hub=model is not None and model.model_type in SINKS,
+        only_hub=model is not None and traits(model.model_type).has_sinks,
         kept=Attention(kept) if kept is not None else None,
     )
 
@@ -159,7 +150,7 @@ def _named(wish: Wish, nodes: Nodes) -> str | None:
 
 
 def _hint(wish: Wish, attn: Attention) -> str:
-    """Returns what to type for a kernel, there or here."""
+    """Returns the commands that install a kernel."""
     kernel = OF[attn]
     fetch = f"import {LOADER}; {LOADER}.install_kernel('{kernel.repo}', version={repo_version(kernel)})"
     hub = f"pip install 'dstrain[kernels]' and, with a network, python -c \"{fetch}\""

@@ -11,22 +11,23 @@ from dstrain.choices import Attention, Hub
 from dstrain.config.document import REMOVED, Change, applied
 from dstrain.config.edits.edit import read
 from dstrain.config.edits.lock import Lock
-from dstrain.config.edits.manual_edits import Edit
-from dstrain.config.explain.key import remark_text
-from dstrain.config.lint.engine import errors
-from dstrain.config.lint.finding import Finding, json_pointer
+from dstrain.config.edits.regenerate import Edit
+from dstrain.config.explain.file import remark_text
+from dstrain.config.jsonc import json_pointer
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster import hostfile
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
+from dstrain.findings import Finding, errors
 from dstrain.job.file import JobFile, looks_local, read_job
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_context import request_of, trace_question
 from dstrain.launch.prepare.lint_job import lint_job
-from dstrain.plan.effect import Effect, effect
-from dstrain.plan.estimate import BF16_STATES, effective, estimate, unplanned_optimizer
-from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.freezing import frozen_parts, with_frozen
+from dstrain.plan.configuration import BF16_STATES
+from dstrain.plan.estimate import effective, estimate, unplanned_optimizer
+from dstrain.plan.estimate_records import Effect, Estimate, effect
+from dstrain.plan.named_parts import frozen_parts, with_frozen
+from dstrain.plan.search.rules import broken
 from dstrain.records import from_data
 
 CONFIG, JOB = "ds_config.json", "job.yaml"
@@ -50,7 +51,7 @@ class Measured:
     effect: Effect | None
     """Its effect compared with the generated files; None without an effect or an estimate."""
     note: str | None
-    """What lint says about it beside the other edits, why it has no effect, or how to read the effect."""
+    """Lint's remark about it beside the other edits, why it has no effect, or how to read the effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class _Subject:
         return self.estimate_files(changed)
 
     def configuration(self, values: Mapping[str, Any]) -> object:
-        """Returns what the planner sees of the values of files."""
+        """Returns the part of the values of files that the planner sees."""
         job = _job(values[JOB])
         return (
             effective(self.workload.model, request_of(job), values[CONFIG]),
@@ -103,10 +104,13 @@ class _Subject:
         )
 
     def estimate_files(self, values: Mapping[str, Any]) -> Estimate:
-        """Returns the estimate of the values of files."""
-        job = _job(values[JOB])
-        model = with_frozen(self.workload.model, job)
-        return estimate(replace(self.workload, model=model), request_of(job), values[CONFIG])
+        """Returns the estimate of the values of files. Raises InvalidConfig if ranks cannot share the model so."""
+        job, config = _job(values[JOB]), values[CONFIG]
+        workload = replace(self.workload, model=with_frozen(self.workload.model, job))
+        rules = broken(workload, effective(workload.model, request_of(job), config))
+        if wrong := [rule.says for rule in rules if rule.is_of_parallelism]:
+            raise InvalidConfig("; ".join(wrong))
+        return estimate(workload, request_of(job), config)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +120,11 @@ class Edited:
     job: Job
     estimate: Estimate
     effect: Effect
-    """What the edits change."""
+    """The change by the edits."""
 
 
 def edited(workload: Workload, generated: Mapping[str, str], files: Mapping[str, str]) -> Edited | None:
-    """Returns what files train that were edited since they were generated; None if the configuration is the same.
+    """Returns the training by files that were edited since they were generated; None if the configuration is the same.
 
     Raises DstrainError if they cannot be estimated.
     """
@@ -134,7 +138,7 @@ def edited(workload: Workload, generated: Mapping[str, str], files: Mapping[str,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Linted:
-    """What lint says of the files with all edits."""
+    """Lint's findings about the files with all edits."""
 
     job: JobFile | None = None
     findings: tuple[Finding, ...] = ()
@@ -153,7 +157,7 @@ class _Linted:
 
 
 def _linted(folder: Path) -> _Linted:
-    """Returns what lint says of the files of a folder; nothing of files that cannot be read."""
+    """Returns lint's findings about the files of a folder; none of files that cannot be read."""
     try:
         file = read_job(folder / JOB, is_only_read=True) if (folder / JOB).is_file() else None
         return _Linted(job=file, findings=tuple(lint_job(file, folder / CONFIG).findings))
@@ -164,7 +168,7 @@ def _linted(folder: Path) -> _Linted:
 def effects(folder: Path, lock: Lock, edits: Sequence[Edit]) -> Effects:
     """Returns the effect of each edit alone and of all together, for the model and the machines of the lock.
 
-    What lint says of an edit is about the files as they are, with all edits.
+    Remarks about an edit are about the files as they are, with all edits.
     """
     linted = _linted(folder) if edits else _Linted()
     num_errors = len(errors(linted.findings))

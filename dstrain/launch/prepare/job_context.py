@@ -11,28 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config.edits.lock import planned_contents
-from dstrain.config.lint.subject import JobContext
+from dstrain.config.lint.rule import JobContext
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.gpus import CPU
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.cluster.links import Link
-from dstrain.facts.cluster.machines import is_local, resolve_gpu, resolve_hosts
+from dstrain.facts.cluster.machines import hosts_of, is_local, resolve_gpu
 from dstrain.facts.data import datafile
 from dstrain.facts.data.mixture import held_out_counts
 from dstrain.facts.data.row_contents import RowContents
-from dstrain.facts.data.row_counts import count_rows
+from dstrain.facts.data.rows import count_rows
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.facts.this_machine import trains_on_cpu
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
-from dstrain.plan.configuration import Configuration, flat
-from dstrain.plan.freezing import traced_without, unplanned_parts, with_frozen
-from dstrain.plan.request import Request
+from dstrain.plan.configuration import Configuration, choices, flat
+from dstrain.plan.named_parts import traced_without, unplanned_parts, with_frozen
+from dstrain.plan.request import SPEED, Request
 
 
 def job_context(file: JobFile, planned: Cluster | None) -> JobContext:
@@ -44,26 +43,20 @@ def job_context(file: JobFile, planned: Cluster | None) -> JobContext:
     try:
         hosts = hosts_of(file)
     except InvalidConfig:
-        return JobContext(job=file, model=model)
-    cluster, _ = describe(
-        hosts, on_cpu=trains_on_cpu(os.environ, file.job.env), planned=planned, inter_link=given_link(planned)
-    )
-    return JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
-
-
-def hosts_of(file: JobFile) -> Hosts:
-    """Returns the hosts of a job. Raises InvalidConfig if its hostfile is wrong or missing."""
-    name = file.job.hostfile
-    return resolve_hosts(None if name is None else Path(name), place=file.locate(("hostfile",)))
+        return JobContext(job=file, model=model, planned=planned)
+    cluster, _ = describe(hosts, planned, on_cpu=trains_on_cpu(os.environ, file.job.env))
+    return JobContext(job=file, hosts=hosts, model=model, cluster=cluster, planned=planned)
 
 
 def model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
     """Returns the facts of the model, or None and a line that says why there is no estimate."""
     try:
         model = probe.read_model(job.model, hub=job.hub, way=trace_question(job))
-        return with_frozen(model, job), []
     except (InvalidConfig, EnvironmentProblem) as error:
         return None, [f"no estimate of memory: {error.problem}"]
+    model = with_frozen(model, job)
+    reason = unplanned_parts(job, model)
+    return model, [reason] if reason is not None else []
 
 
 def trace_question(job: Job) -> Question:
@@ -82,19 +75,17 @@ def trace_question(job: Job) -> Question:
     )
 
 
-def given_link(planned: Cluster | None) -> Link | None:
-    """Returns the link between nodes that was given to a plan; None if it was assumed or measured."""
-    return planned.inter_link if planned is not None and planned.inter_link_origin is Origin.GIVEN else None
-
-
 def describe(
-    hosts: Hosts, *, on_cpu: bool, planned: Cluster | None = None, inter_link: Link | None = None
+    hosts: Hosts, planned: Cluster | None, *, on_cpu: bool, is_run: bool = False
 ) -> tuple[Cluster, str | None]:
-    """Describes the cluster from this machine, or from the plan if this machine has no GPU; with its measured links,
-    and a note if their file cannot be read.
+    """Describes the cluster from this machine, or from the plan if this machine has no GPU and is not to run the job;
+    with its measured links, and a note if their file cannot be read.
 
-    `inter_link` is the link between nodes if it is known.
+    A link between nodes that was given to the plan stays.
     """
+    is_given = planned is not None and planned.inter_link_origin is Origin.GIVEN
+    inter_link = planned.inter_link if planned is not None and is_given else None
+    planned = None if is_run else planned
     gpu, origin = resolve_gpu(
         given=CPU if on_cpu else None,
         planned=(planned.gpu, Origin.GIVEN) if planned is not None else None,  # whatever it was then
@@ -146,7 +137,7 @@ def counted_steps(context: JobContext) -> int | None:
 
 
 def workload_of(context: JobContext) -> Workload | None:
-    """Returns what a job trains and where, with what was measured; None if its model or its cluster is unknown.
+    """Returns the workload of a job with its measured figures; None if its model or its cluster is unknown.
 
     None too if other parts of a model train than the planner counts.
     """
@@ -158,7 +149,7 @@ def workload_of(context: JobContext) -> Workload | None:
 
 
 def contents_of(file: JobFile | None) -> RowContents | None:
-    """Returns what rows of a job's data held when its configuration was generated; None if unknown."""
+    """Returns the contents of a job's rows when its configuration was generated; None if unknown."""
     with suppress(DstrainError):  # a damaged lock is reported where it is needed
         return planned_contents(Path(file.job.ds_config).parent) if file is not None else None
     return None
@@ -172,11 +163,11 @@ def request_of(job: Job) -> Request:
 def open_request(job: Job, present: Configuration, num_ranks: int, open_choices: Collection[str]) -> Request:
     """Returns the job as a request with the same global batch that leaves some choices open, the accumulation always.
 
-    The other choices are those of its present configuration. One of every how many layers is recomputed is open only
+    The other choices come from its present configuration. One of every how many layers is recomputed is open only
     if it is open whether any is.
     """
     values = flat(present)
-    chosen = {name: values[name] for name in ("zero_stage", "offload", "qwz")}
+    chosen = {name: values[name] for name in SPEED if choices()[name].is_of_zero}
     opened = {*open_choices, "grad_accum"} - (set() if "grad_ckpt" in open_choices else {"grad_ckpt_every_n_layers"})
     asked: dict[str, Any] = {**chosen, **dict.fromkeys(opened), "global_batch": job.samples_per_step(num_ranks)}
     return replace(request_of(job), **asked)

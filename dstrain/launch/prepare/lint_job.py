@@ -7,26 +7,39 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import Any
 
-from dstrain.config import jsonc
 from dstrain.config.edits.lock import planned_cluster
-from dstrain.config.jsonc import Pointer
+from dstrain.config.jsonc import Document, Pointer
 from dstrain.config.keys.table import key_of
 from dstrain.config.lint import engine
-from dstrain.config.lint.finding import Finding, lines
-from dstrain.config.lint.subject import JobContext, Subject
+from dstrain.config.lint.rule import JobContext, Subject
+from dstrain.config.lint.rules.key_names import NO_OBJECT, SYNTAX
 from dstrain.errors import DstrainError, InvalidConfig, did_you_mean
+from dstrain.facts.ds_config import nvme_path
 from dstrain.facts.this_machine import versions
+from dstrain.findings import Finding, errors, lines
 from dstrain.job.file import JobFile
-from dstrain.launch.prepare import hostfile_findings, job_checks
-from dstrain.launch.prepare.hostfile_findings import OUTSIDE
+from dstrain.launch.prepare import checks
 from dstrain.launch.prepare.job_context import counted_steps, job_context, request_of, workload_of
-from dstrain.launch.prepare.preflight import existing
-from dstrain.paths import shown
+from dstrain.paths import existing, shown
+from dstrain.plan.estimate import estimate
+from dstrain.plan.estimate_records import Estimate
 
-if TYPE_CHECKING:
-    from dstrain.plan.estimate_records import Estimate
+OUTSIDE = MappingProxyType(
+    {
+        SYNTAX: "a file that cannot be parsed",
+        NO_OBJECT: "a file that is not a JSON object",
+        checks.HOSTFILE: "an invalid line of the hostfile, or a placeholder",
+        checks.SLOTS: "slots of the hostfile that differ from the GPUs of the machine or of the plan",
+        checks.DATA: "data of the job that cannot be read, trained on or held out, keys of evaluations which it lacks, "
+        "or keys that do not go together",
+        checks.ABSENT: "an input of the job (model, adapter, data, checkpoint) that is not set or not whole on this "
+        "machine, or a package that is not installed on it",
+    }
+)
+"""Rules that apply without a parsable ds_config.json: id → title."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +69,16 @@ def lint_job(
     With `opens_images`, all images of the data are read.
 
     With `fix`, applies every safe fix to the text that is returned; nothing is written. If `is_trainers` is None, the
-    Trainer reads a configuration that has a job or an "auto". Known faults are those of a `deepspeed`, by default of
-    the installed one. Raises InvalidConfig if the configuration does not exist.
+    Trainer reads a configuration that has a job or an "auto". Known faults are a `deepspeed`'s, by default the
+    installed one's. Raises InvalidConfig if the configuration does not exist.
     """
-    context, beside = JobContext(), list[Finding]()
-    if file is not None:
-        planned = planned_cluster(path.parent)
-        context = job_context(file, planned)
-        beside += hostfile_findings.findings(file, planned)
-        beside += job_checks.findings(file, context, opens_images=opens_images)
+    context = JobContext() if file is None else job_context(file, planned_cluster(path.parent))
     options: dict[str, Any] = {"is_trainers": is_trainers, "ignored": ignored, "fix": fix, "deepspeed": deepspeed}
     result = lint_text(context, read_text(path), shown(str(path)), **options)
-    if result.subject is None:
+    if result.subject is None or file is None:
         return result
+    subject = replace(result.subject, opens_images=opens_images)
+    beside = [*checks.findings(checks.OF_HOSTFILE, subject), *checks.findings(checks.OF_LINT, subject)]
     return replace(result, findings=[*result.findings, *(f for f in beside if f.rule not in ignored)])
 
 
@@ -89,27 +99,36 @@ def lint_text(
     document, problems = engine.read(text, name)
     if document is None:
         return LintResult(subject=None, findings=problems, mended=[])
-    subject = Subject(
+    subject = subject_of(context, document, deepspeed=deepspeed)
+    if is_trainers is not None:
+        subject = replace(subject, is_trainers=is_trainers)
+    elif context.job is None:
+        subject = replace(subject, is_trainers=any(_is_filled(*item) for item in subject.walk()))
+    mended: list[Finding] = []
+    if fix:
+        subject, mended = engine.fixed(subject, ignored=ignored)
+    found = engine.check(subject, ignored=ignored)
+    if not errors(found):
+        # again: the planner cannot read a configuration with errors, and rules about memory need its estimate
+        subject = estimated(subject)
+        found = engine.check(subject, ignored=ignored) if subject.estimate is not None else found
+    return LintResult(subject=subject, findings=found, mended=mended)
+
+
+def subject_of(context: JobContext, document: Document, *, deepspeed: str | None = None) -> Subject:
+    """Returns a configuration that the Trainer reads in the context of its job, without an estimate."""
+    return Subject(
         document=document,
-        is_trainers=True if is_trainers is None else is_trainers,
+        is_trainers=True,
         versions={name: version for name, version in versions().items() if version is not None}
         | ({"deepspeed": deepspeed} if deepspeed is not None else {}),
         job=context.job,
         hosts=context.hosts,
         model=context.model,
         cluster=context.cluster,
+        planned=context.planned,
         counted_steps=counted_steps(context) if "scheduler" in document.value else None,
     )
-    if is_trainers is None and context.job is None:
-        subject = replace(subject, is_trainers=any(_is_filled(*item) for item in subject.walk()))
-    mended: list[Finding] = []
-    if fix:
-        subject, mended = engine.fixed(subject, ignored=ignored)
-    findings = engine.check(subject, ignored=ignored)
-    if not engine.errors(findings) and (estimate := _estimate(subject)) is not None:
-        subject = _with_estimate(subject, estimate)
-        findings = engine.check(subject, ignored=ignored)
-    return LintResult(subject=subject, findings=findings, mended=mended)
 
 
 def _is_filled(pointer: Pointer, value: Any) -> bool:
@@ -145,35 +164,30 @@ def planned(file: JobFile) -> Estimate | None:
     """Returns the estimate of a job and its configuration; None if a part of them is unknown or wrong."""
     path = Path(file.job.ds_config)
     with suppress(DstrainError):
-        config = jsonc.parse(read_text(path), path.name).value
-        workload = workload_of(job_context(file, planned_cluster(path.parent)))
-        if workload is not None and isinstance(config, dict):
-            from dstrain.plan.estimate import estimate  # as below
-
-            return estimate(workload, request_of(file.job), config)
+        document, _ = engine.read(read_text(path), path.name)
+        if document is not None:
+            return estimated(subject_of(job_context(file, planned_cluster(path.parent)), document)).estimate
     return None
 
 
-def _estimate(subject: Subject) -> Estimate | None:
-    """Returns the estimate of a configuration without errors; None if its job, model or cluster is unknown."""
-    if subject.job is None or (workload := workload_of(subject)) is None:
-        return None
-    from dstrain.plan.estimate import estimate  # the planner takes a quarter of a second to import
-
-    return estimate(workload, request_of(subject.job.job), subject.config)
-
-
-def _with_estimate(subject: Subject, estimate: Estimate) -> Subject:
-    """Returns the subject with its estimate and the free bytes of the folders it writes to."""
+def estimated(subject: Subject) -> Subject:
+    """Returns a configuration without errors with its estimate and the free bytes of the folders it writes to, if its
+    model and cluster are known and the job breaks no rule with them."""
+    if (
+        subject.job is None
+        or (workload := workload_of(subject)) is None
+        or checks.findings(checks.COMBINATIONS, subject)
+    ):
+        return subject
+    needs = estimate(workload, request_of(subject.job.job), subject.config)
     output = subject.asked.output_dir if subject.asked is not None else None
-    nvme = subject.at("zero_optimization.offload_optimizer.nvme_path", None)
-    free, free_nvme = _free_bytes(subject, output), _free_bytes(subject, nvme)
-    return replace(subject, estimate=estimate, free_disk_bytes=free, free_nvme_bytes=free_nvme)
+    free, free_nvme = _free_bytes(subject, output), _free_bytes(subject, nvme_path(subject.config))
+    return replace(subject, estimate=needs, free_disk_bytes=free, free_nvme_bytes=free_nvme)
 
 
 def _free_bytes(subject: Subject, name: str | None) -> int | None:
     """Returns the free bytes on the disk of a folder, which may not exist yet; None unless this machine trains."""
-    if not isinstance(name, str) or subject.cluster is None or subject.cluster.gpu_origin != "measured":
+    if name is None or subject.cluster is None or subject.cluster.gpu_origin != "measured":
         return None
     try:
         return shutil.disk_usage(existing(Path(name))).free
@@ -183,6 +197,6 @@ def _free_bytes(subject: Subject, name: str | None) -> int | None:
 
 def refused(findings: Sequence[Finding]) -> InvalidConfig:
     """Returns one error for all errors among the findings."""
-    text = [line for finding in engine.errors(findings) for line in lines(finding, with_severity=False)]
-    is_fixable = any(finding.changes for finding in engine.errors(findings))
+    text = [line for finding in errors(findings) for line in lines(finding, with_severity=False)]
+    is_fixable = any(finding.changes for finding in errors(findings))
     return InvalidConfig("\n".join(text), hint="dstrain lint --fix corrects misspelt keys." if is_fixable else None)

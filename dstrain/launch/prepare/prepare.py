@@ -13,9 +13,8 @@ from typing import Any
 from dstrain.config.document import Change
 from dstrain.config.edits import edit_json
 from dstrain.config.edits.lock import planned_cluster
-from dstrain.config.lint.engine import errors
-from dstrain.config.lint.finding import Severity
-from dstrain.config.lint.subject import JobContext, Subject
+from dstrain.config.lint import engine
+from dstrain.config.lint.rule import JobContext, Subject
 from dstrain.config.resolve_auto import for_trainer
 from dstrain.errors import DstrainError
 from dstrain.facts.caches import hub_variables
@@ -27,19 +26,19 @@ from dstrain.facts.model import hub_config
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.this_machine import trains_on_cpu, versions, visible_devices
 from dstrain.facts.workload import Workload, measured_workload
+from dstrain.findings import Finding, Severity, errors
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
-from dstrain.launch.prepare import attention, inputs, job_checks, packages, resize_checkpoint, resume
+from dstrain.launch.prepare import attention, inputs, resume
 from dstrain.launch.prepare.attention import Choice
-from dstrain.launch.prepare.job_context import contents_of, describe, given_link, hosts_of, model_of
-from dstrain.launch.prepare.lint_job import lint_text, read_text, refused
-from dstrain.launch.prepare.resize_checkpoint import Resize
-from dstrain.launch.prepare.resume import Resuming
+from dstrain.launch.prepare.checks import BEFORE_HUBS, OF_CONFIGURATION, OF_MACHINES, require
+from dstrain.launch.prepare.job_context import contents_of, describe, model_of
+from dstrain.launch.prepare.lint_job import estimated, read_text, refused, subject_of
+from dstrain.launch.prepare.resume import Resize, Resuming
 from dstrain.paths import shown
 from dstrain.plan.configuration import changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.freezing import unplanned_parts
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
 
@@ -54,10 +53,6 @@ class PreparedRun:
     ds_text: str
     """The text of the configuration as it was read."""
     hosts: Hosts
-    is_local: bool
-    """Whether all ranks run on this machine."""
-    on_cpu: bool
-    """Whether ranks train on the CPU."""
     devices: tuple[int, ...] | None
     """The GPUs in CUDA_VISIBLE_DEVICES, or None for all."""
     ds_config: dict[str, Any]
@@ -74,11 +69,21 @@ class PreparedRun:
     elastic: Resize | None = None
     """The checkpoint to convert before the launch, for another number of ranks."""
     contents: RowContents | None = None
-    """What rows of the data held when the configuration was generated; None if unknown."""
+    """The contents of rows when the configuration was generated; None if unknown."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks run on this machine."""
+        return machines.is_local(self.hosts)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether ranks train on the CPU."""
+        return self.cluster.gpu.is_cpu
 
     @property
     def workload(self) -> Workload | None:
-        """What trains where, with what was measured; None if the model is unknown."""
+        """The model on its machines, with measured figures; None if the model is unknown."""
         return None if self.model is None else measured_workload(self.model, self.cluster, self.contents)
 
     @property
@@ -102,38 +107,85 @@ def prepare(
     opens_images: bool = False,
 ) -> PreparedRun:
     """Returns the checked run; `ignored` are ids of lint rules, `hosts` replace the job's hostfile, and `changes` are
-    made to its configuration for this run, not in the file. With `opens_images`, all images are read. Raises
-    InvalidConfig or EnvironmentProblem, with the line to edit, before anything is written or started.
+    made to its configuration for this run, not in the file. With `opens_images`, all images are read.
+
+    Raises InvalidConfig or EnvironmentProblem, with the line to edit.
     """
     os.environ.update(hub_variables(file.job.env))  # hubs are asked as the ranks will ask them
-    on_cpu = trains_on_cpu(environment, file.job.env)
-    data_notes = job_checks.check(file, on_cpu=on_cpu, opens_images=opens_images)
-    hosts = machines.named(hosts or hosts_of(file))
+
+    # facts; what the job's own files tell is checked first, as a hub may take minutes to answer
+    data_notes = require(BEFORE_HUBS, JobContext(job=file, opens_images=opens_images))
+    context, resuming, fact_notes = _facts(file, environment, hosts)
+    subject, text = _configuration(context, changes)
+
+    # checks
+    require(OF_CONFIGURATION, subject)
+    _refuse(engine.check(subject, ignored=ignored), resuming)
+
+    # plan: the attention, on which the estimate depends, and whether it fits
+    choice = attention.decide(context, environment, kept=resuming.saved.attn if resuming.saved else None)
+    subject = estimated(_with_attention(subject, choice))
+    findings = engine.check(subject, ignored=ignored)
+    _refuse(findings, resuming)
+    warnings = [finding.line for finding in findings if finding.severity is Severity.WARNING]
+
+    devices, device_notes = _devices(environment, context)
+    notes = (*resuming.notes, *warnings, *device_notes, *fact_notes, *data_notes, *unplanned(file.job))
+    return _prepared(subject, text, choice, resuming, devices, notes)
+
+
+def _facts(
+    file: JobFile, environment: Mapping[str, str], hosts: Hosts | None
+) -> tuple[JobContext, Resuming, list[str]]:
+    """Returns a job as it goes on from its checkpoint, with its machines and its model; and notes about these.
+
+    Raises InvalidConfig or EnvironmentProblem if the machines are not there, before a hub is asked.
+    """
+    hosts = machines.named(hosts or machines.hosts_of(file))
     resuming = resume.resuming(file.job, num_ranks=hosts.num_slots)
-    file, model, cluster, machine_notes = _known(replace(file, job=resuming.job), hosts, on_cpu=on_cpu)
-    is_local = machines.is_local(hosts)
-    kept = resuming.saved.attn if resuming.saved else None
-    file, choice = attention.decide(file, model, cluster, environment, on_cpu=on_cpu, is_local=is_local, kept=kept)
+    file = replace(file, job=resuming.job)
+    cluster, link_notes = _cluster(file, hosts, on_cpu=trains_on_cpu(environment, file.job.env))
+    require(OF_MACHINES, JobContext(job=file, hosts=hosts, cluster=cluster))
+    file, hub_notes = _offline(file) if machines.is_local(hosts) else (file, [])
+    model, model_notes = model_of(file.job)
     context = JobContext(job=file, hosts=hosts, model=model, cluster=cluster)
-    subject, lint_notes, text = _linted(context, file, resuming, ignored, changes)
-    ds_config = for_trainer(subject.config, file.job, model, num_ranks=hosts.num_slots)
-    devices, device_notes = _devices(environment, file.job, is_local=is_local, on_cpu=on_cpu)
+    return context, resuming, [*model_notes, *hub_notes, *link_notes]
+
+
+def _prepared(
+    subject: Subject,
+    text: str,
+    choice: Choice,
+    resuming: Resuming,
+    devices: tuple[int, ...] | None,
+    notes: tuple[str, ...],
+) -> PreparedRun:
+    """Returns the run of a checked configuration."""
+    file, hosts, cluster = subject.job, subject.hosts, subject.cluster
+    assert file is not None
+    assert hosts is not None
+    assert cluster is not None
+    ds_config = for_trainer(subject.config, file.job, subject.model, num_ranks=hosts.num_slots)
     return PreparedRun(
         job=file.job,
         ds_text=text,
         hosts=hosts,
-        is_local=is_local,
-        on_cpu=on_cpu,
         devices=devices,
         ds_config=ds_config,
-        model=model,
+        model=subject.model,
         cluster=cluster,
         estimate=subject.estimate,
         attention=choice,
         contents=contents_of(file),
-        notes=(*resuming.notes, *lint_notes, *device_notes, *machine_notes, *data_notes),
-        elastic=resize_checkpoint.decide(resuming.saved, ds_config, num_ranks=hosts.num_slots),
+        notes=notes,
+        elastic=resume.decide(resuming.saved, ds_config, num_ranks=hosts.num_slots),
     )
+
+
+def _with_attention(subject: Subject, choice: Choice) -> Subject:
+    """Returns the configuration beside its job with the attention of the ranks."""
+    assert subject.job is not None
+    return replace(subject, job=replace(subject.job, job=replace(subject.job.job, attn=choice.attn)))
 
 
 def with_attention(prepared: PreparedRun, choice: Choice) -> PreparedRun:
@@ -143,18 +195,6 @@ def with_attention(prepared: PreparedRun, choice: Choice) -> PreparedRun:
     if choice.attn is not prepared.job.attn and estimate is not None and workload is not None:
         estimate = assess(workload, changed(estimate.configuration, attn=choice.attn))
     return replace(prepared, job=job, estimate=estimate, attention=choice)
-
-
-def _known(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[JobFile, ModelFacts | None, Cluster, list[str]]:
-    """Returns the job, its model, its machines, and notes. Raises InvalidConfig or EnvironmentProblem for a job that
-    they cannot run."""
-    is_local = machines.is_local(hosts)
-    cluster, link_notes = _cluster(file, hosts, on_cpu=on_cpu)
-    job_checks.check_machines(file, hosts, cluster, needs_gpus=is_local and not on_cpu)
-    file, hub_notes = _offline(file) if is_local else (file, [])
-    model, notes = _model_of(file.job)
-    job_checks.check_combinations(file, model, cluster)
-    return file, model, cluster, [*notes, *hub_notes, *link_notes]
 
 
 def _offline(file: JobFile) -> tuple[JobFile, list[str]]:
@@ -173,53 +213,55 @@ def _offline(file: JobFile) -> tuple[JobFile, list[str]]:
 
 
 def _cluster(file: JobFile, hosts: Hosts, *, on_cpu: bool) -> tuple[Cluster, list[str]]:
-    """Returns the machines, and a note if the file of measured links cannot be read.
-
-    A link between nodes that was given to the plan of the job's configuration stays.
-    """
+    """Returns the machines, and a note if the file of measured links cannot be read."""
     planned = None
     with suppress(DstrainError):  # a damaged lock is reported where it is needed
         planned = planned_cluster(Path(file.job.ds_config).parent)
-    cluster, problem = describe(hosts, on_cpu=on_cpu, inter_link=given_link(planned))
+    cluster, problem = describe(hosts, planned, on_cpu=on_cpu, is_run=True)
     return cluster, [problem] if problem is not None else []
 
 
-def _model_of(job: Job) -> tuple[ModelFacts | None, list[str]]:
-    """Returns the facts of the model, or None, and a line that says why there is no estimate."""
-    model, notes = model_of(job)
-    reason = unplanned_parts(job, model) if model is not None else None
-    return model, [*notes, reason] if reason is not None else notes
-
-
-def _linted(
-    context: JobContext,
-    file: JobFile,
-    resuming: Resuming,
-    ignored: Sequence[str],
-    changes: Sequence[Change],
-) -> tuple[Subject, list[str], str]:
-    """Returns the configuration of a job, lint's warnings, one line each, and its text. Raises InvalidConfig for
-    errors."""
-    path = file.job.ds_config
+def _configuration(context: JobContext, changes: Sequence[Change]) -> tuple[Subject, str]:
+    """Returns the configuration of a job with changes, and its text without. Raises InvalidConfig if it cannot be
+    read."""
+    assert context.job is not None
+    path = context.job.job.ds_config
     text = read_text(Path(path))
-    changed_text = edit_json.apply(text, shown(path), changes)
-    result = lint_text(context, changed_text, shown(path), ignored=ignored)
-    if result.subject is None or errors(result.findings):
-        raise resuming.explained(refused(result.findings))
-    packages.check_engine_packages(result.subject.config, shown(path))
-    warnings = (finding for finding in result.findings if finding.severity is Severity.WARNING)
-    return result.subject, [f"{item.place}: {item.rule}: {item.problem}; {item.fix}" for item in warnings], text
+    document, problems = engine.read(edit_json.apply(text, shown(path), changes), shown(path))
+    if document is None:
+        raise refused(problems)
+    return subject_of(context, document), text
 
 
-def _devices(
-    environment: Mapping[str, str], job: Job, *, is_local: bool, on_cpu: bool
-) -> tuple[tuple[int, ...] | None, list[str]]:
+def _refuse(findings: Sequence[Finding], resuming: Resuming) -> None:
+    """Raises InvalidConfig for errors among the findings."""
+    if errors(findings):
+        raise resuming.explained(refused(findings))
+
+
+def _devices(environment: Mapping[str, str], context: JobContext) -> tuple[tuple[int, ...] | None, list[str]]:
     """Returns the GPUs in CUDA_VISIBLE_DEVICES, and a note if the variable has no effect."""
-    name = "CUDA_VISIBLE_DEVICES"
-    if is_local:
-        return None if on_cpu else visible_devices({**environment, **job.env}.get(name)), []
+    job, hosts, cluster, name = context.asked, context.hosts, context.cluster, "CUDA_VISIBLE_DEVICES"
+    assert job is not None
+    assert hosts is not None
+    assert cluster is not None
+    if machines.is_local(hosts):
+        return None if cluster.gpu.is_cpu else visible_devices({**environment, **job.env}.get(name)), []
     note = f"{name} has no effect on several nodes: the slots of the hostfile count from GPU 0"
     return None, [note] if name in environment else []
+
+
+def unplanned(job: Job) -> list[str]:
+    """Returns notes about what the planned time of a run does not know."""
+    notes = []
+    if job.early_stopping is not None:
+        notes.append(
+            "early_stopping may end the run before its last step: planned times are those of all steps, "
+            f"for which the learning rate ({job.lr_scheduler_type}) is scheduled, too"
+        )
+    if job.samples is not None:
+        notes.append("the time of generated samples is not planned; the log has what they take")
+    return notes
 
 
 def facts_text(prepared: PreparedRun) -> str:

@@ -13,7 +13,7 @@ from dstrain.config.remedy import remedy
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.workload import Workload
-from dstrain.launch.again import RUN, line_of
+from dstrain.launch.again import line_of
 from dstrain.launch.prepare.lint_job import read_text
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.oom import Allocator, NamedTensors, OutOfMemory, Part, PartBytes, Phase, Predicted, ProposedChange
@@ -26,7 +26,7 @@ from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.zero import sharing_ranks
 from dstrain.plan.search.out_of_memory import Shortage, evaluated_at_once, fixes, shortage
 from dstrain.records import load_json, to_data, to_json
-from dstrain.rundir import RunDir, read_record
+from dstrain.rundir import RUN, RunDir, read_record
 from dstrain.units import GIB, counted, format_bytes
 
 _UNEXPLAINED_BYTES = GIB
@@ -43,8 +43,6 @@ class Diagnosis:
     run_dir: RunDir
     evidence: tuple[str, ...]
     """Lines of the report."""
-    remedies: tuple[ProposedChange, ...]
-    """The fastest first; empty if none is known."""
     others_bytes: int
     """GPU memory of other programs, if it exceeds the error of the plan; else 0."""
     record: OutOfMemory
@@ -58,16 +56,12 @@ class Diagnosis:
                 f"Other programs hold {format_bytes(self.others_bytes)} of the GPU: end them (`nvidia-smi` lists them),"
                 " or name free GPUs in CUDA_VISIBLE_DEVICES."
             )
-        if not self.remedies:
+        if not self.record.fixes:
             return lines
         lines += ["Changes that fit, by the plan and by what was measured:"]
-        for number, one in enumerate(self.remedies, 1):
-            price = f": {one.price}" if one.price else ""
-            lines += [
-                f"  {number}. {one.change}{price}",
-                f"     {one.typed(resumes=resumes, command=line_of(command))}",
-            ]
-        if self.remedies[0].keeps_batch:
+        for number, one in enumerate(self.record.fixes, 1):
+            lines += [f"  {number}. {one.text}", f"     {one.typed(resumes=resumes, command=line_of(command))}"]
+        if self.record.fixes[0].keeps_batch:
             lines.append(f"`{line_of(command, '--on-oom', 'adapt')}` takes the first by itself.")
         return lines
 
@@ -101,7 +95,7 @@ def diagnose(prepared: PreparedRun) -> Diagnosis | None:
     with suppress(DstrainError):  # a full disk: the report says the same
         write_atomic(run_dir.oom, to_json(record))
     others = _held_by_others(workload, estimate, measured) if workload and estimate and measured else 0
-    return Diagnosis(run_dir=run_dir, evidence=tuple(evidence), remedies=remedies, others_bytes=others, record=record)
+    return Diagnosis(run_dir=run_dir, evidence=tuple(evidence), others_bytes=others, record=record)
 
 
 def _remedies(
@@ -155,7 +149,7 @@ def _held_by_others(workload: Workload, estimate: Estimate, measured: Allocator)
 def _predicted(workload: Workload | None, estimate: Estimate) -> Predicted:
     memory, configuration = estimate.memory, estimate.configuration
     largest: Sequence[NamedTensors] = ()
-    if workload is not None and configuration.model.is_deepspeed and has_layer_code(workload.model):
+    if workload is not None and has_layer_code(workload.model):
         largest = peak_tensors(
             workload.model,
             as_attended(configuration, workload.cluster.gpu),

@@ -10,63 +10,15 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from pathlib import Path
 
 from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
-from dstrain.launch.again import RUN
 from dstrain.launch.nodes.process_tree import look
 from dstrain.launch.timeouts import TIMEOUTS
 from dstrain.paths import shown, write_atomic
-from dstrain.records import from_data, to_data, type_config
-from dstrain.rundir import RunDir
-
-
-class Stage(StrEnum):
-    """The stage of a run."""
-
-    STARTING = "starting"
-    RUNNING = "running"
-    ENDED = "ended"
-    SAVED = "saved and left"
-    FAILED = "failed"
-    STOPPED = "stopped"
-
-
-LIVING = frozenset({Stage.STARTING, Stage.RUNNING})
-"""The stages of an active run."""
-GONE = "gone"
-"""Stage of a run whose process ended without recording its exit."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """The state of a run."""
-
-    __pydantic_config__ = type_config
-
-    stage: Stage
-    host: str
-    """The machine on which `dstrain run` runs."""
-    pid: int
-    """Its process there."""
-    start_ticks: int
-    """When that process started, in clock ticks since boot: with `pid` it is this one and no other."""
-    began: float
-    """When the run began, in seconds since the epoch."""
-    beat: float
-    attempt: int = 1
-    """1 for the first start, more after restarts."""
-    step: int | None = None
-    """Optimizer steps done."""
-    nodes: tuple[str, ...] = ()
-    start: str | None = None
-    """Progress of the ranks before their first step; None if nothing was reported yet."""
-    exit_code: int | None = None
-    """Exit code of `dstrain run`."""
-    command: tuple[str, ...] = RUN
-    """The words that start it again (`again.words_of`)."""
+from dstrain.records import from_data, to_data
+from dstrain.rundir import LIVING, RUN, RunDir, Stage, State
 
 
 class StateWriter:

@@ -3,36 +3,138 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dstrain.choices import OnOom
-from dstrain.config.edits.manual_edits import Edit
+from dstrain.config.edits.regenerate import Edit
 from dstrain.config.remedy import UNADAPTED, Adaptation
 from dstrain.errors import DstrainError, InvalidConfig, RunFailed, SavedAndLeft
+from dstrain.facts.attention_kernels import AttentionKernels
 from dstrain.facts.cluster.hostfile import Host, Hosts
+from dstrain.facts.deepspeed_ops import needed_ops
 from dstrain.heartbeat import Phase
-from dstrain.launch.again import RUN, line_of, resumed
-from dstrain.launch.failure.hang import start_line
-from dstrain.launch.failure.held_output import HeldOutput
-from dstrain.launch.failure.outcome import Outcome
+from dstrain.launch.again import line_of, resumed
+from dstrain.launch.command import master
+from dstrain.launch.failure.logs import HeldOutput
+from dstrain.launch.failure.outcome import Outcome, start_line
 from dstrain.launch.failure.report import explain
-from dstrain.launch.filesync.gather_checkpoints import distribute
-from dstrain.launch.launch import Launch, write_run_dir
+from dstrain.launch.filesync import distribute
+from dstrain.launch.launch import Launch, for_ranks, plan_launch, write_request, write_run_dir, write_start
+from dstrain.launch.nodes import connection
+from dstrain.launch.nodes.connection import LaunchSpec, Node, StopRequests, connect
 from dstrain.launch.nodes.coordinator import Coordinator
 from dstrain.launch.nodes.members import Unreachable
-from dstrain.launch.nodes.spec import LaunchSpec, StopRequests
-from dstrain.launch.prepare import resize_checkpoint
-from dstrain.launch.prepare.prepare import PreparedRun
+from dstrain.launch.nodes.protocol import Hello
+from dstrain.launch.prepare import resume
+from dstrain.launch.prepare.attention import choose
+from dstrain.launch.prepare.inputs import of_ranks
+from dstrain.launch.prepare.prepare import PreparedRun, with_attention
 from dstrain.launch.run.out_of_memory import Diagnosis, diagnose, note_adaptation
-from dstrain.launch.run.start import launch_spec, start
-from dstrain.launch.run.state import Stage, StateWriter, note_restart
+from dstrain.launch.run.state import StateWriter, note_restart
 from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.oom import ProposedChange
 from dstrain.paths import shown
-from dstrain.rundir import RunDir, damage, put_aside, unusable_checkpoint
+from dstrain.records import to_json
+from dstrain.rundir import RUN, RunDir, Stage, damage, put_aside, unusable_checkpoint
+
+
+def launch_spec(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:
+    """Returns the specification of a launch, with these time limits."""
+    prepared = launch.prepared
+    python_path = launch.exported.get("PYTHONPATH", "")
+    return LaunchSpec(
+        nodes=launch.nodes,
+        run_dir=launch.prepared.run_dir,
+        mark=launch.mark,
+        open=lambda nodes: connect(nodes, launch.environment, python_path, by_srun=launch.by_srun),
+        environment={"PYTHONPATH": python_path} if python_path else {},
+        unset=tuple(launch.secrets),
+        exports=launch.for_nodes,
+        master_port=launch.master_port,
+        takes_another_port=launch.takes_another_port,
+        master=None if prepared.is_local else master(prepared.hosts),
+        ops=tuple(needed_ops(prepared.ds_config, on_gpu=not prepared.on_cpu)),
+        files={} if prepared.is_local else connection.files_of(prepared.job),
+        packages=() if prepared.is_local else of_ranks(prepared.job, prepared.model),
+        saved_bytes=prepared.checkpoint_bytes,
+        timeouts=timeouts,
+    )
+
+
+def start(launch: Launch, coordinator: Coordinator, spec: LaunchSpec, say: Callable[[str], None]) -> Outcome:
+    """Runs the launch to its end; no process of it is left behind on any node that can be reached.
+
+    `say` gets the attention that all nodes have.
+    """
+
+    def check(hellos: Mapping[Node, Hello]) -> tuple[LaunchSpec, dict[int, dict[str, str]]]:
+        port = next((hello.port for node, hello in hellos.items() if node.number == 0), None)
+        last = launch if port in {None, launch.master_port} else _on_port(launch, port or 0)
+        variables = _meet(last, hellos)
+        request = decide_attention(last, hellos, say)
+        final = replace(spec, nodes=last.nodes, exports=last.for_nodes, master_port=last.master_port, request=request)
+        return final, {node.number: own for node, own in variables.items()}
+
+    return coordinator.run(check)
+
+
+def decide_attention(launch: Launch, hellos: Mapping[Node, Hello], say: Callable[[str], None]) -> str | None:
+    """Decides the attention of several nodes, says it, and writes it into the run directory; returns the request that
+    ranks read. None if it was decided before. Raises EnvironmentProblem if nodes lack the kernel that the job names."""
+    prepared = launch.prepared
+    if prepared.is_local or prepared.on_cpu:
+        return None
+    by_host = {node.host: _kernels(hello) for node, hello in hellos.items()}
+    choice = choose(prepared.attention.wish, by_host)
+    if choice.says is not None:
+        say(f"attn     {choice.says}")
+    decided = replace(launch, prepared=with_attention(prepared, choice))
+    request = for_ranks(decided)
+    write_request(decided.prepared, request)
+    return to_json(request)
+
+
+def _kernels(hello: Hello) -> AttentionKernels:
+    return AttentionKernels(
+        packages=hello.attention_packages,
+        cached=hello.attention_cached,
+        downloadable=tuple(hello.attention_downloadable),
+    )
+
+
+def _on_port(launch: Launch, port: int) -> Launch:
+    """Returns the same launch with another port for rank 0, and writes it down for those who start it by hand."""
+    changed = plan_launch(
+        launch.prepared,
+        master_port=port,
+        by_srun=launch.by_srun,
+        saves_on_term=launch.saves_on_term,
+        syncs=launch.syncs,
+        mark=launch.mark,
+        user_lines=launch.user_lines,
+    )
+    write_start(changed)
+    return changed
+
+
+def _meet(launch: Launch, hellos: Mapping[Node, Hello]) -> dict[Node, dict[str, str]]:
+    """Returns the variables by which each node's ranks use the network interface that leads to the others, unless the
+    user has named one. Raises EnvironmentProblem if the nodes cannot run together."""
+    prepared = launch.prepared
+    connection.require_compatible(
+        hellos,
+        prepared.run_dir,
+        launch.master_port,
+        on_cpu=prepared.on_cpu,
+        files=connection.files_of(prepared.job),
+        may_be_apart=launch.syncs,
+        keeps_best=prepared.job.keeps_best,
+    )
+    return connection.own_interfaces(hellos, launch.for_nodes.keys())
+
 
 _POLL_S = 1.0
 _MOST_PORTS = 3
@@ -127,10 +229,12 @@ class Supervisor:
             gone, error = self._start(launch, writer)
             if error is None:
                 return
+            # the same start would run out of memory again, so this restart is not one of `max_restarts`
             if not gone and (remedy := self._remedy(error)) is not None:
                 launch = self._adapted(launch, error, remedy, attempt)
                 attempt += 1
                 continue
+            # nor is this one: the checkpoint was at fault, and the next start has another
             if self._is_without_checkpoint(launch):
                 launch = self._next(launch, error, "")
                 attempt += 1
@@ -150,7 +254,7 @@ class Supervisor:
         write_run_dir(launch, self._edits)
         if prepared.elastic is not None:
             try:
-                resize_checkpoint.convert(prepared.elastic, launch.environment, self._reporter.say)
+                resume.convert(prepared.elastic, launch.environment, self._reporter.say)
             except InvalidConfig as error:  # such as files that are not as they were saved
                 return (), error
         spec = launch_spec(launch, timeouts=self._policy.timeouts)
@@ -167,6 +271,7 @@ class Supervisor:
             return error.hosts, error
         finally:
             output.release()
+        # ranks that saved and left as asked have not trained to the end: neither a success nor a failure
         if outcome.left_at is not None and outcome.stopped_by is None and not outcome.deaths:
             raise _left(outcome, prepared.run_dir, self._policy.command)
         if outcome.succeeded:
@@ -286,7 +391,7 @@ class Supervisor:
         is_wanted = self._policy.on_oom is OnOom.ADAPT and isinstance(error, RunFailed) and not self._requests.stop
         if not is_wanted or self._diagnosis is None or self._times_adapted >= MOST_ADAPTATIONS:
             return None
-        return next((remedy for remedy in self._diagnosis.remedies if remedy.keeps_batch), None)
+        return next((remedy for remedy in self._diagnosis.record.fixes if remedy.keeps_batch), None)
 
     def _adapted(self, failed: Launch, error: DstrainError, remedy: ProposedChange, attempt: int) -> Launch:
         """Returns the next start with a change, which it says and writes down."""

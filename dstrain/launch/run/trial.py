@@ -17,11 +17,11 @@ from dstrain.choices import Task
 from dstrain.errors import DstrainError, Interrupted, SavedAndLeft
 from dstrain.facts.this_machine import versions
 from dstrain.heartbeat import Phase
+from dstrain.job.code_variables import is_secret
 from dstrain.job.schema import Job
-from dstrain.job.secret_names import is_secret
 from dstrain.launch.launch import Launch
-from dstrain.launch.nodes.spec import StopRequests
-from dstrain.launch.prepare import preflight
+from dstrain.launch.nodes.connection import StopRequests
+from dstrain.launch.prepare import inputs
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run import state
 from dstrain.launch.run.control import noting_signals
@@ -31,6 +31,7 @@ from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.monitor.windows import Measurement, is_slower, measurement
 from dstrain.paths import write_atomic
 from dstrain.plan.configuration import Configuration
+from dstrain.plan.labels import title_parts
 from dstrain.records import load_json, to_data, to_json, type_config
 from dstrain.rundir import RunDir
 
@@ -188,7 +189,7 @@ def run_trial(
     run_dir, key = launch.prepared.run_dir, key_of(launch.prepared, limits.steps)
     state.refuse_living(run_dir)
     shutil.rmtree(run_dir.path, ignore_errors=True)
-    preflight.check(run_dir, resume="never", needed_bytes=0)
+    inputs.check_run_dir(run_dir, resume="never")
     with state.only_one(run_dir), noting_signals(state.run_log(run_dir)) as requests:
         watch = _Watch(run_dir, limits, requests, tell)
         reporter = Reporter(say=lambda text: None, pass_on=lambda text: None, progress=watch.tick)
@@ -197,6 +198,7 @@ def run_trial(
             Supervisor(lambda *_: launch, requests, Policy(timeouts=timeouts), reporter, None).drive(launch)
         except DstrainError as raised:
             error = raised
+        # the watch ends a run by the same requests as a person: its ending tells whose they are
         if watch.ending is None and (isinstance(error, Interrupted | SavedAndLeft) or requests.stop):
             assert error is not None
             raise error
@@ -231,7 +233,7 @@ def title_of(c: Configuration) -> str:
     >>> title_of(changed(DEFAULTS, zero_stage=3, sp=2, grad_accum=4))
     'ZeRO-3, SP 2, micro-batch 1 × 4'
     """
-    parts = c.title_parts
+    parts = title_parts(c)
     degrees = [f"{name} {degree}" for name, degree in (("SP", c.parallel.sp), ("hpZ", c.zero.hpz)) if degree > 1]
     return ", ".join([*parts[:-1], *degrees, f"{parts[-1]} × {c.step.grad_accum}"])
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from inspect import getsource
 from pathlib import Path
@@ -22,12 +23,12 @@ from dstrain.facts.data.media import named_in
 from dstrain.facts.data.rows import entries
 from dstrain.facts.ds_config import ZERO, section, zero_stage
 from dstrain.job.schema import Job
-from dstrain.launch.prepare.job_checks import CHECKED_DATA_BYTES
+from dstrain.launch.prepare.inputs import CHECKED_DATA_BYTES, SET_DATA
 from dstrain.plan.training_code import needs_reentrant
 
 
 class ExportEngine(StrEnum):
-    """What shards the training of an exported job."""
+    """The engine that shards the training of an exported job."""
 
     DEEPSPEED = "deepspeed"
     """DeepSpeed, with the job's own ds_config.json."""
@@ -48,15 +49,45 @@ class Export:
 
 
 COMMAND = "accelerate launch --config_file accelerate.yaml train.py"
-"""What starts the training, in the folder of the files."""
-_PLAIN = (
-    *("sp", "tp", "ep", "streaming", "tiled_mlp", "activation_offload", "rope_scaling", "chat_template", "thinking"),
-    *("task", "grad_ckpt_every_n_layers", "val_split", "columns", "system", "max_samples", "on_long_sample"),
-    *("adapter", "freeze", "train_only", "new_tokens"),
-    *("max_pixels", "min_pixels", "video_fps", "video_maxlen", "video_max_pixels"),
-    *("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
+"""The command that starts the training, in the folder of the files."""
+_SAME = (
+    *("num_train_epochs", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "eval_on_start"),
+    *("max_grad_norm", "seed", "logging_steps", "save_steps", "save_total_limit", "dataloader_num_workers"),
 )
-"""Keys that change the training or its memory, and that Transformers' Trainer alone does not have."""
+"""Keys that Transformers has, too."""
+_WRITTEN = frozenset(
+    {
+        *_SAME,
+        *("model", "output_dir", "data", "eval_data", "hostfile", "ds_config", "trust_remote_code", "monitor"),
+        *("method", "lora", "precision", "attn", "seq_len", "packing", "loss_on", "micro_batch", "grad_accum"),
+        *("loss", "liger", "grad_ckpt", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_ratio"),
+        *("warmup_steps", "optimizer", "full_determinism", "tf32", "eval_strategy", "eval_steps", "eval_micro_batch"),
+        *("save_strategy", "save_only_model"),
+    }
+)
+"""Keys that the files have, or of which a note tells how they differ there."""
+_LEFT_OUT = {
+    "data_format": "train.py tells it by the columns of each row",
+    "on_bad_row": "train.py stops at an unusable row",
+    "hub": "train.py asks the one of Hugging Face",
+    "torch_compile": "Transformers' own key compiles the whole model, not its layers",
+    "stop_on_nonfinite": "train.py goes on",
+    "preflight": "train.py checks nothing before its first step",
+    "load_best": "train.py keeps no best checkpoint",
+    "early_stopping": "train.py does all steps",
+    "resume": "train.py starts anew",
+    "samples": "train.py generates no texts",
+    "health": "train.py has no such rules",
+    "env": "set its variables yourself",
+}
+"""Keys without which the training is the same, and what is there in their place."""
+_DETAILS = frozenset(
+    {
+        *("dpo", "stopping_strategy", "shuffle_buffer", "muon_learning_rate", "torch_compile_backend"),
+        *("early_stopping_threshold", "image_patches"),
+    }
+)
+"""Keys that say nothing without another one, which is refused or left out."""
 _MASK_NOTE = (
     "attention over packed rows gets a mask of seq_len × seq_len, which dstrain run does without: it is slower, and "
     "needs more memory; attn: flash_attention_2 needs none"
@@ -95,8 +126,7 @@ def export(job: Job, config: Mapping[str, Any], hosts: Hosts, engine: ExportEngi
 
 def _require_counterparts(job: Job, engine: ExportEngine) -> None:
     """Raises InvalidConfig for what a plain Trainer with that engine does not have."""
-    default = Job(model="", output_dir="")
-    keys = [key for key in _PLAIN if getattr(job, key) != getattr(default, key)]
+    keys = [key for key in _changed(job) if key not in _WRITTEN | _DETAILS | _LEFT_OUT.keys()]
     if job.task is Task.PRETRAIN:
         keys.remove("task")  # texts are trained on whole in any case
     if job.optimizer is Optimizer.MUON or (
@@ -119,10 +149,15 @@ def _require_counterparts(job: Job, engine: ExportEngine) -> None:
         if sources is not None and not isinstance(sources, str):
             raise InvalidConfig(f"{engine} has no counterpart of several data sets in {key}", hint="Join their files.")
     if job.data is None:
-        hint = "Set data to a .jsonl, .json, .parquet or .arrow file, or a data set id."
-        raise InvalidConfig("data is not set", hint=hint)
+        raise InvalidConfig("data is not set", hint=SET_DATA)
     if _has_media(job.data) or _has_media(job.eval_data):
         raise InvalidConfig(f"{engine} has no counterpart of images or videos in the data")
+
+
+def _changed(job: Job) -> list[str]:
+    """Returns the keys of a job that are not at their defaults."""
+    default = Job(model="", output_dir="")
+    return [field.name for field in fields(Job) if getattr(job, field.name) != getattr(default, field.name)]
 
 
 def _shown(value: Any) -> str:
@@ -159,12 +194,8 @@ def _arguments(job: Job, stage: int | None) -> dict[str, Any]:
 def _trainer_arguments(job: Job) -> dict[str, Any]:
     """Returns the job's part of Transformers' TrainingArguments."""
     evaluates = _evaluates(job)
-    same = (
-        *("num_train_epochs", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-        *("max_grad_norm", "seed", "logging_steps", "save_steps", "save_total_limit", "eval_on_start"),
-    )
     return {
-        **{name: getattr(job, name) for name in (*same, "dataloader_num_workers")},
+        **{name: getattr(job, name) for name in _SAME},
         "output_dir": Path(job.output_dir).name,
         "per_device_train_batch_size": job.micro_batch,
         "gradient_accumulation_steps": job.grad_accum,
@@ -172,16 +203,19 @@ def _trainer_arguments(job: Job) -> dict[str, Any]:
         "optim": "adamw_8bit" if job.optimizer is Optimizer.ADAMW_8BIT else "adamw_torch_fused",
         "lr_scheduler_type": job.lr_scheduler_type.value,
         "lr_scheduler_kwargs": dict(job.lr_scheduler_kwargs) or None,
+        # Transformers 5 takes a number below 1 as a share of all steps
         "warmup_steps": job.warmup_ratio if job.warmup_steps is None else job.warmup_steps,
         "bf16": job.precision is Precision.BF16,
         "fp16": job.precision is Precision.FP16,
         "tf32": job.tf32 or None,
+        "full_determinism": job.full_determinism or None,
         "save_only_model": job.save_only_model or None,
         "save_strategy": job.save_strategy.value,
         "eval_strategy": evaluates,
         "eval_steps": job.eval_steps if evaluates == "steps" else None,
         "per_device_eval_batch_size": job.eval_micro_batch or job.micro_batch,
         "report_to": _others(job) or "none",
+        "run_name": job.monitor.name if _others(job) else None,
         "use_liger_kernel": job.liger or None,
         "data_seed": job.seed,
         "average_tokens_across_devices": True,
@@ -202,7 +236,7 @@ def _lora(job: Job) -> dict[str, Any]:
 def _swanlab(job: Job) -> dict[str, Any] | None:
     """Returns project, name and mode of a SwanLab run, if given; None if the job has no such sink.
 
-    SwanLab's own callback takes them: that of Transformers 5.23 asks for the active run before it starts one, which
+    SwanLab's own callback takes them: the one of Transformers 5.23 asks for the active run before it starts one, which
     SwanLab 0.8 and later answer with an error (integrations/integration_utils.py: SwanLabCallback.setup).
     """
     monitor = job.monitor
@@ -234,15 +268,20 @@ def _notes(job: Job, hosts: Hosts) -> tuple[str, ...]:
     own = f"Liger's own loss takes the place of loss: {job.loss}"
     loss_note = own if job.liger else f"loss: {job.loss} has no counterpart; whole logits are made, which need memory"
     others = _others(job)
+    log_in = f"report_to names {', '.join(others)}; log in to them yourself"
+    if SinkName.WANDB in others:
+        log_in += f", and export WANDB_PROJECT={shlex.quote(job.monitor.project)}"
+    left_out = [key for key in _changed(job) if key in _LEFT_OUT]
+    if job.env.keys() == {"DS_ACCELERATOR"}:  # use_cpu says the same
+        left_out.remove("env")
     is_silent = SinkName.SWANLAB in job.monitor.sinks and job.monitor.mode is None
     notes = {
         many: len(hosts.hosts) > 1,
         "attn: auto is written as sdpa, which every machine has": job.attn is Attention.AUTO,
         loss_note: job.liger or job.loss is not LossKernel.FULL,
         _MASK_NOTE: job.packing and not job.attn.is_flash,
-        "torch_compile is left out: Transformers' own key compiles the whole model, not its layers": job.torch_compile,
-        "early_stopping, load_best and samples are left out": job.keeps_best or job.samples is not None,
-        f"report_to names {', '.join(others)}; log in to them yourself": bool(others),
+        **{f"{key} is left out: {_LEFT_OUT[key]}": True for key in left_out},
+        log_in: bool(others),
         "SwanLab records offline without SWANLAB_API_KEY or a login": is_silent,
     }
     return tuple(note for note, holds in notes.items() if holds)

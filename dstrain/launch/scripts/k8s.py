@@ -12,7 +12,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.job.file import looks_local
 from dstrain.job.schema import Job
 from dstrain.launch.environment import SAFE_PATH
-from dstrain.launch.scripts.script_context import ScriptContext, one_line
+from dstrain.launch.scripts.job_script import ScriptContext, one_line
 from dstrain.units import MIB
 
 GRACE_S = 600
@@ -25,7 +25,7 @@ _QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?([KMGTPE]i|[mkMGTPE])?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A PersistentVolumeClaim and where it is mounted."""
+    """A PersistentVolumeClaim and its mount point."""
 
     name: str
     path: str
@@ -34,12 +34,12 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """What the pods of a job are made of."""
+    """The parts of a job's pods."""
 
     image: str
     """The image, with dstrain installed."""
     namespace: str | None = None
-    """The namespace; not given: that of kubectl's context."""
+    """The namespace; not given: the one of kubectl's context."""
     claims: tuple[Claim, ...] = ()
     """Volumes shared by all pods."""
     secret: str = "dstrain"
@@ -83,7 +83,7 @@ def manifest(asked: ScriptContext, pods: Pods) -> str:
 
 
 def _checked_pods(pods: Pods) -> dict[str, Any]:
-    """Returns what was said about the pods; raises InvalidConfig for what the API server would refuse."""
+    """Returns the options of the pods; raises InvalidConfig for values that the API server would refuse."""
     if not re.fullmatch(r"[A-Za-z0-9][\w./:@-]*", pods.image, re.ASCII):
         raise InvalidConfig(f'--image "{pods.image}" is not an image', hint="Write it as registry/name:tag.")
     for what, quantity in (("--shm", pods.shm), ("--cpus", pods.cpus), ("--memory", pods.memory)):
@@ -125,7 +125,7 @@ def _volumes(claims: tuple[Claim, ...]) -> list[dict[str, str]]:
 
 
 def outside(asked: ScriptContext, job: Job, claims: tuple[Claim, ...]) -> list[str]:
-    """Returns what the pods would not find, or would lose with themselves, because it lies on none of the volumes."""
+    """Returns the paths on none of the volumes, which the pods would not find, or would lose with themselves."""
     sources = {"data": job.train_sources, "eval_data": job.eval_sources}
     named = [("model", job.model), *((key, data.path) for key, all_data in sources.items() for data in all_data)]
     local = [(key, name) for key, name in named if looks_local(name)]

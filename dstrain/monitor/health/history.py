@@ -22,15 +22,15 @@ _SMALLEST_SCALE = 0.01
 _EMA_STEPS = 50
 _LOADS = ("expert_load_max_over_mean", "dead_experts", "experts")
 _RESUMED = ("step", "loss", "grad_norm", "learning_rate", *_LOADS)
-"""What a resumed run compares with its earlier start."""
+"""Metrics that a resumed run compares with its earlier start."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of a run before its first step; None if unknown."""
+    """Facts about a run before its first step; None if unknown."""
 
     is_cross_entropy: bool = True
-    """Whether the loss is that of tokens, which neither begins above that of guessing nor becomes 0."""
+    """Whether the loss is a mean over tokens, which neither begins above a guessing model's nor becomes 0."""
     vocab_size: int | None = None
     """Tokens of the vocabulary."""
     max_grad_norm: float = 0.0
@@ -62,7 +62,7 @@ class History:
         self.checkpoint_s: list[float] = []
         """Seconds of each checkpoint of this start."""
         self.replayed_loss: float | None = None
-        """What the newest window's loss was before the run was resumed; only of the first window of a start."""
+        """The newest window's loss before the run was resumed; only of the first window of a start."""
         self._earlier_losses: dict[int, float] = {}
         self.num_windows = 0
         """All windows since the start."""
@@ -134,7 +134,7 @@ class History:
         return 1 - means[1] / before, error / before
 
     def with_metric(self, name: str) -> list[Mapping[str, Any]]:
-        """Returns the windows that have a metric, oldest first; those of an earlier start have few."""
+        """Returns the windows that have a metric, oldest first; windows of an earlier start have few."""
         return [window for window in self.windows if name in window]
 
     def newest(self, name: str) -> float | None:

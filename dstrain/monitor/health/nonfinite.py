@@ -1,14 +1,18 @@
-"""Values that are not finite, and too many steps with them in a row (pure functions)."""
+"""Finds values that are not finite and rules that ended a run, and the checkpoint to continue from."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from dstrain.errors import RunFailed
 from dstrain.job.monitor import HealthAction
+from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.rundir import RunDir, lacks_states
 
 STOP_RULE = "stop_on_nonfinite"
 """Id of the finding that ends a run."""
@@ -35,7 +39,7 @@ class Finding:
     severity: str = "critical"
     """`warning` or `critical`."""
     action: HealthAction = HealthAction.TELL
-    """What follows."""
+    """The consequence."""
     rank: int | None = None
     """The rank to blame; None if it is no single one's fault, or not known."""
     since: int | None = None
@@ -58,7 +62,7 @@ def check(step: int, values: Mapping[str, Any]) -> list[Finding]:
 
 
 AGAIN = "Continue from an earlier checkpoint or start again, with a lower learning_rate and with bf16 instead of fp16."
-"""What to do about a model that is lost."""
+"""Advice on a model that is lost."""
 _NORMAL = 5
 """Steps at the beginning of a run in fp16 that may be skipped until the scale of the loss is found."""
 
@@ -138,3 +142,48 @@ def require_finite_loss(what: str, step: int, *, is_finite: bool) -> None:
     if not is_finite:
         problem = f"{what} of step {step}, the last one, is not finite: the model is most likely lost"
         raise RunFailed(problem, hint=AGAIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop:
+    """A health rule that ended a run."""
+
+    rule: str
+    step: int
+    since: int | None
+    """The last step before the trouble, which is in later checkpoints; None if checkpoints are unharmed."""
+
+
+def stop_of(run_dir: RunDir, cause: str) -> Stop | None:
+    """Returns the rule that ended a run, given the first line of its failure; None if none did."""
+    with suppress(OSError):
+        return stop_in(read_jsonl(run_dir.health), cause)
+    return None
+
+
+def stop_in(findings: Sequence[Mapping[str, Any]], cause: str) -> Stop | None:
+    """Returns the same from the lines of `health.jsonl`."""
+    for line in reversed(findings):
+        rule, step, since = (line.get(name) for name in ("rule", "step", "since"))
+        if line.get("action") == HealthAction.STOP and isinstance(rule, str) and isinstance(step, int):
+            since = since if isinstance(since, int) else None
+            return Stop(rule=rule, step=step, since=since) if rule in cause else None
+    return None
+
+
+def usable_checkpoint(run_dir: RunDir, since: int) -> Path | None:
+    """Returns the newest complete checkpoint from before the trouble; None if there is none."""
+    whole = (folder for step, folder in reversed(run_dir.whole_checkpoints()) if step <= since)
+    return next((folder for folder in whole if lacks_states(folder) is None), None)
+
+
+def error_of(finding: Finding | None, run_dir: RunDir | None, step: int) -> RunFailed:
+    """Returns the error with which ranks end a run; only rank 0 knows the finding and the run directory."""
+    if finding is None or run_dir is None:
+        return RunFailed(f"a health rule ended the run after step {step}")
+    hint = "To continue from its checkpoint, add --set resume=auto to the command."
+    if finding.since is not None:
+        folder = usable_checkpoint(run_dir, finding.since)
+        hint = "No checkpoint is from before that: start again" if folder is None else f"Resume from {folder}"
+        hint += " with a lower learning_rate; later checkpoints hold the state that went wrong."
+    return RunFailed(f"the health rule {finding.rule} ended the run: {finding.message}", hint=hint)

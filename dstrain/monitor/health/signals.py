@@ -1,17 +1,16 @@
-"""The signals of health rules: one number of the history each, or None where it says nothing yet (pure functions)."""
+"""The signals of health rules: one number of the history each, None if it says nothing yet; and outlooks (pure)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import combinations, pairwise
 from statistics import fmean, median
 from typing import Any
 
 from dstrain.monitor.health.history import FEWEST, FIRST, History, deviation
+from dstrain.units import format_bytes, format_seconds
 
-_SPIKE = 6.0
-"""Deviations that make a spike. Source: OLMo-core's SkipStepOptimizer, 6 σ over 128 steps."""
 _SHIFTED = 3
 """Windows that are all higher than before if the loss has not only a spike."""
 _FIRST_STEPS = 20
@@ -42,8 +41,8 @@ _OWN, _QUEUED = "own_s_by_rank", "queued_s_by_rank"
 
 
 def loss_spike(history: History) -> float | None:
-    """Returns the deviations of the newest loss above its median if it is a fifth above, or those of the median of the
-    last three if that is a twentieth above; otherwise 0.
+    """Returns the deviations of the newest loss above its median if it is a fifth above, or of the last three losses'
+    median if that is a twentieth above; otherwise 0.
     """
     losses = history.series("loss")
     spike = _spike(losses, least_ratio=1.2)
@@ -61,7 +60,7 @@ def zero_loss(history: History) -> float | None:
 
 
 def first_loss(history: History) -> float | None:
-    """Returns the first loss over ln(vocabulary), which is that of a model that guesses."""
+    """Returns the first loss over ln(vocabulary), the loss of a model that guesses."""
     vocab, loss = history.facts.vocab_size, history.newest("loss")
     if not history.facts.is_cross_entropy:
         return None
@@ -71,7 +70,7 @@ def first_loss(history: History) -> float | None:
 
 
 def above_guessing(history: History) -> float | None:
-    """Returns the newest loss over that of a model that guesses, ln(vocabulary), or over the first one if that is
+    """Returns the newest loss over a guessing model's, ln(vocabulary), or over the first one if that is
     larger; after the first window."""
     vocab, loss = history.facts.vocab_size, history.newest("loss")
     if not history.facts.is_cross_entropy or history.num_windows < 2 or vocab is None or loss is None:
@@ -126,7 +125,7 @@ def grown_windows(history: History, name: str) -> int:
 
 def busiest_expert(history: History) -> float | None:
     """Returns the load of the busiest expert over the mean of its layer, in the worst layer, the median of the last
-    three windows, over that of the first 20, of which 2 are assumed at least.
+    three windows, over the first 20, of which 2 are assumed at least.
     """
     loads = _experts(history, lambda window: float(window["expert_load_max_over_mean"]))
     return loads[1] / max(loads[0], _USUAL_LOAD) if loads else None
@@ -172,7 +171,7 @@ def plateau(history: History) -> float | None:
 
 
 def resumed_loss(history: History) -> float | None:
-    """Returns how much the first loss after a resume differs from that of the same steps before, as a share."""
+    """Returns how much the first loss after a resume differs from the loss of the same steps before, as a share."""
     before, loss = history.replayed_loss, history.newest("loss")
     return None if before is None or loss is None or before <= 0 else abs(loss / before - 1)
 
@@ -259,7 +258,7 @@ def padding(history: History) -> float | None:
 
 
 def slow_rank(history: History) -> float | None:
-    """Returns how much longer the slowest rank works than the fastest, as a share: in whole steps, where it enters
+    """Returns how much longer the slowest rank works than the fastest, as a share: in whole steps, in which it enters
     collectives last and waits least; if collectives are not measured, in forward passes, per pass or per token,
     whichever is less; in each of the last three windows, or ten if it is less than a third; 0 if it is noise.
     """
@@ -313,8 +312,8 @@ def _forward_lags(window: Mapping[str, Any]) -> list[float]:
 def _own_lags(window: Mapping[str, Any]) -> list[float]:
     """Returns how much longer each rank works in a step than the fastest, as a share.
 
-    On a CPU, a rank works between all that it did not wait, and that without the time in which it had no core: what
-    longer times do not have in common is not its own work.
+    On a CPU, a rank works between all that it did not wait, and that without the time in which it had no core: its
+    own work is what both have in common.
     """
     own, queued = window[_OWN], window.get(_QUEUED) or [0.0] * len(window[_OWN])
     without = [max(seconds - waits, 1e-9) for seconds, waits in zip(own, queued, strict=True)]
@@ -345,3 +344,79 @@ def slow_checkpoint(history: History) -> float | None:
     """
     seconds = history.checkpoint_s
     return seconds[-1] / median(seconds[:-1]) if len(seconds) > 2 else None
+
+
+def packing_gain(_history: History, share: float) -> str:
+    """Returns the gain of rows without padding: at most 1/(1 - share) times the tokens, `share` of which are padding.
+
+    That holds if every position of a row takes the same time.
+    """
+    return f"without it, the same time would train up to {1 / max(1 - share, 0.01):.1f} × the tokens"
+
+
+def memory_pace(history: History, _records: float) -> str:
+    """Returns how fast the memory grows that grew longest, and when it is full at that pace."""
+    windows = {name: grown_windows(history, name) for name in MEMORIES}
+    name = max(windows, key=windows.__getitem__)
+    pace = _pace(history, name, windows[name])
+    if pace is None:
+        return ""
+    if name == GPU_PEAK:
+        left = _gpu_left(history, pace)
+        return f"the GPU's peak grows by {format_bytes(pace)} a step{_until(history, 'the GPU', left)}"
+    left = _host_left(history, pace, windows[name])
+    return f"a rank's RAM grows by {format_bytes(pace)} a step{_until(history, 'the RAM of its node', left)}"
+
+
+def _gpu_left(history: History, pace: float) -> float | None:
+    """Returns the steps until the fullest GPU is full; None if they are unknown.
+
+    Free is what neither the peak nor other owners (CUDA contexts, NCCL) have. Fragments of the allocator are left out,
+    so that memory may end earlier.
+    """
+    peak, total = history.newest(GPU_PEAK), history.facts.device_bytes
+    if total is None or peak is None:
+        return None
+    outside = max(history.windows[-1].get("outside_bytes_by_rank") or [0.0])
+    return float(max(0.0, total - outside - peak) / pace)
+
+
+def _host_left(history: History, pace: float, windows: int) -> float | None:
+    """Returns the steps until the fullest node's RAM is full; None if they are unknown.
+
+    The pace is the rank's, or the one of all processes of the node, such as other ranks and data workers, if that is
+    faster.
+    """
+    used, total = "host_used_share", history.facts.host_bytes
+    share = history.newest(used)
+    share_a_step = max(_pace(history, used, windows) or 0.0, pace / total if total else 0.0)
+    return max(0.0, 1 - share) / share_a_step if share is not None and share_a_step else None
+
+
+def slope(points: Iterable[tuple[float, float]]) -> float | None:
+    """Returns the median slope of all pairs of points (Theil-Sen), which single outliers do not move; None below two.
+
+    Source: P. K. Sen, Estimates of the regression coefficient based on Kendall's tau, JASA 63 (1968).
+
+    >>> slope([(1, 10.0), (2, 12.0), (3, 99.0), (4, 16.0), (5, 18.0)])
+    2.0
+    """
+    slopes = [(y - before) / (x - at) for (at, before), (x, y) in combinations(points, 2) if x != at]
+    return median(slopes) if slopes else None
+
+
+def _pace(history: History, name: str, windows: int) -> float | None:
+    """Returns by how much a metric grows in a step, over the last windows; None if it does not."""
+    recent = list(history.windows)[-windows:]
+    found = slope((window["step"], window[name]) for window in recent if window.get(name) is not None)
+    return found if found is not None and found > 0 else None
+
+
+def _until(history: History, what: str, steps: float | None) -> str:
+    """Returns when something is full; empty if that is unknown."""
+    if steps is None:
+        return ""
+    seconds = [value for value in history.series("step_s")[-FEWEST:] if value > 0]
+    text = f"{steps:,.0f} steps"
+    when = f"in about {format_seconds(steps * median(seconds))} ({text})" if seconds else f"in {text}"
+    return f"; at this pace {what} is full {when}"

@@ -2,18 +2,131 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
-from dstrain.errors import DstrainError, InvalidConfig, did_you_mean, type_and_line
-from dstrain.monitor.sinks import swanlab, tensorboard, wandb
-from dstrain.monitor.sinks.sink import End, Opener, Say, Setup, Sink, Table
+from dstrain.errors import DstrainError, InvalidConfig, did_you_mean, not_installed, type_and_line
+from dstrain.monitor.sinks import swanlab
+from dstrain.monitor.sinks.sink import REPORT, End, Opener, Say, Setup, Sink, Table
+
+if TYPE_CHECKING:
+    from dstrain.monitor.sinks.sink import Setup, Table
+
+
+class TensorboardSink:
+    """One writer of event files."""
+
+    def __init__(self, writer: Any, folder: str) -> None:
+        """`folder` is for messages."""
+        self._writer = writer
+        self._folder = folder
+
+    @property
+    def place(self) -> str:
+        """How to view the curves."""
+        return f"TensorBoard: tensorboard --logdir {self._folder}"
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """The folder."""
+        return {"tensorboard_dir": self._folder}
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Adds one point to each curve."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def show(self, table: Table) -> None:
+        """Adds a text, which has the table, and a picture if Pillow is installed."""
+        self._writer.add_text(table.name, table.text, table.step)
+        if table.cells:
+            with suppress(ImportError):
+                self._writer.add_image(table.name, table.pixels(), table.step, dataformats="HWC")
+
+    def finish(self, end: str, error: str | None) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+
+def open_tensorboard(setup: Setup, say: Callable[[str], None]) -> TensorboardSink:
+    """Returns a writer into `tensorboard/` of the run directory, in a folder with the run's name."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise not_installed("monitor: sinks has", "tensorboard", install="pip install 'dstrain[tensorboard]'") from None
+    folder = str(setup.run_dir / "tensorboard")
+    name = re.sub(r"[^\w.-]+", "-", setup.name).strip(".-") or "run"
+    return TensorboardSink(SummaryWriter(f"{folder}/{name}"), folder)
+
+
+class WandbSink:
+    """One W&B run."""
+
+    def __init__(self, run: Any) -> None:
+        """`run` is an active run."""
+        self._run = run
+
+    @property
+    def place(self) -> str:
+        """Where to find the curves."""
+        return f"W&B: {getattr(self._run, 'url', None) or 'offline, ' + str(self._run.dir)}"
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """The folder."""
+        return {"wandb_dir": str(self._run.dir)}
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Adds one point to each curve."""
+        self._run.log(dict(values), step=step)
+
+    def show(self, table: Table) -> None:
+        """Adds a table, its picture, and a report to the notes, which W&B shows as Markdown."""
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+
+        rows = wandb.Table(columns=list(table.columns), data=[list(row) for row in table.rows])
+        shown: dict[str, Any] = {table.name: rows}
+        if table.cells:
+            with suppress(ImportError):  # it needs Pillow
+                shown[f"{table.name}_picture"] = wandb.Image(table.pixels())
+        self._run.log(shown, step=table.step)
+        if table.name == REPORT:
+            self._run.notes = "\n\n".join(filter(None, (self._run.notes, table.text)))
+
+    def finish(self, end: str, error: str | None) -> None:
+        """Uploads the rest and closes the run."""
+        self._run.finish(exit_code=0 if end == "success" else 1)
+
+
+def open_wandb(setup: Setup, say: Callable[[str], None]) -> WandbSink:
+    """Returns a run: online with `WANDB_API_KEY`, offline without."""
+    try:
+        import wandb  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise not_installed("monitor: sinks has", "wandb", install="pip install 'dstrain[wandb]'") from None
+    mode = os.environ.get("WANDB_MODE") or ("online" if os.environ.get("WANDB_API_KEY") else "offline")
+    run = wandb.init(
+        project=setup.project,
+        name=setup.name,
+        notes=setup.description,
+        tags=list(setup.tags),
+        dir=str(setup.run_dir),
+        config=dict(setup.config),
+        mode=mode,
+        settings=wandb.Settings(console="wrap"),  # "redirect" would upload samples that only the log may have
+    )
+    return WandbSink(run)
+
 
 SINKS: Mapping[str, Opener] = MappingProxyType(
     {
         "swanlab": swanlab.open_sink,
-        "tensorboard": tensorboard.open_sink,
-        "wandb": wandb.open_sink,
+        "tensorboard": open_tensorboard,
+        "wandb": open_wandb,
     }
 )
 """Name in `monitor: sinks` → the function that opens the sink."""

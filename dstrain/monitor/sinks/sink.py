@@ -114,8 +114,6 @@ class Sink(Protocol):
         """Flushes and closes; `end` is a value of `End`."""
 
 
-class Opener(Protocol):
-    """Opens a sink; raises DstrainError if the user must act, and anything else if it merely failed."""
-
-    def __call__(self, setup: Any, say: Say) -> Sink | None:
-        """Returns the sink, or None after printing the reason."""
+Opener = Callable[[Any, Say], Sink | None]
+"""Returns a sink, or None after printing the reason; raises DstrainError if the user must act, and anything else if it
+merely failed."""

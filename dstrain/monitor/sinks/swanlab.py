@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import SwanLabMode
-from dstrain.errors import EnvironmentProblem, type_and_line
+from dstrain.errors import not_installed, type_and_line
 from dstrain.monitor.mode import upload_command
 from dstrain.paths import write_atomic
 
@@ -109,9 +109,7 @@ def open_sink(setup: Setup, say: Callable[[str], None]) -> SwanlabSink | None:
     try:
         import swanlab  # type: ignore[import-untyped]
     except ImportError:
-        raise EnvironmentProblem(
-            "monitor: sinks has swanlab, which is not installed", hint="pip install 'swanlab>=0.10,<0.11'"
-        ) from None
+        raise not_installed("monitor: sinks has", "swanlab", install="pip install 'swanlab>=0.10,<0.11'") from None
     run_id = _run_id(setup)
     folder = setup.run_dir / "swanlog"
     plugins = _plugins(os.environ, say)

@@ -62,7 +62,6 @@ def loading(model: ModelFacts, counts: Trained, configuration: Configuration, ma
     merged one), and each rank's share sP/N passes through RAM; adapters are whole on each rank until the engine shares
     them: sP on the GPU, or in RAM if parameters are offloaded (peft 0.21 tuners/lora/layer.py:
     _move_adapter_to_device_of_base_layer).
-    PyTorch's own sharding is taken to load the whole model into RAM, ZeRO-0 on every rank.
     Source: Transformers 5.23 core_model_loading.py: convert_and_load_state_dict_in_model (one thread if weights are
     quantised); integrations/bitsandbytes.py: Bnb4bitQuantize; integrations/deepspeed.py:
     _load_state_dict_into_zero3_model; quantizers/quantizer_bnb_4bit.py: update_device_map; deepspeed 0.19.8
@@ -78,10 +77,6 @@ def loading(model: ModelFacts, counts: Trained, configuration: Configuration, ma
     >>> found.device_bytes_per_gpu == 2 * 8_190_735_360, found.host_bytes_per_node == 8 * 2 * 2 * 8_190_735_360
     (True, True)
     """
-    weights = _weights(counts, configuration)
-    if not configuration.model.is_deepspeed:
-        in_ram = weights * (1 if configuration.zero.stage == 3 else machine.ranks_per_node)
-        return _loading(0, in_ram, machine)
     if configuration.zero.stage == 3 and configuration.model.method is not Method.QLORA:
         return _partitioned(model, counts, configuration, machine)
     return _whole(model, counts, configuration, machine)
@@ -128,8 +123,8 @@ def _quantised_at_once(model: ModelFacts, configuration: Configuration) -> int:
 
 
 def _replaced(model: ModelFacts, configuration: Configuration) -> int:
-    """Returns the bytes on the GPU while one layer's experts, gathered, are replaced with those of this rank: a copy of
-    those, and another with gate and up apart.
+    """Returns the bytes on the GPU while one layer's experts, gathered, are replaced with this rank's: a copy of them,
+    and another with gate and up apart.
 
     Source: deepspeed 0.19.8 module_inject/auto_ep_layer.py: __init__; moe/ep_repack.py: _repack_fused_3d.
     """

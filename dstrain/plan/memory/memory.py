@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
+from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory import closed_form, pytorch_sharding
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.layers.attention import as_attended
@@ -17,7 +17,7 @@ from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.params import Trained, trained, trained_on_rank
 from dstrain.plan.memory.peak import Detail, Peak
 from dstrain.plan.memory.reserved import Held, held_by_allocator, workspace_bytes
-from dstrain.plan.memory.zero import States, pinned, pinned_waste, sharing_ranks, states
+from dstrain.plan.memory.zero import States, muon_updates, pinned, sharing_ranks, states
 from dstrain.units import GIB
 
 BASELINE_HOST_BYTES_PER_RANK = 4 * GIB
@@ -103,16 +103,27 @@ def memory(
     """
     model, cluster, measured = workload.model, workload.cluster, workload.measured
     configuration = as_attended(configuration, cluster.gpu)
-    counts = trained_on_rank(model, configuration)
     ranks = sharing_ranks(cluster, configuration)
     model_states = _states(model, configuration, ranks, detail)
     peak = _peak(workload, configuration, detail)
-    workspace = 0 if cluster.gpu.is_cpu else 2 * workspace_bytes(cluster.gpu)
-    live = peak.total + workspace
+    live = peak.total + _workspaces(cluster.gpu)
     reserved_bytes = round((measured.reserved_ratio or 1.0) * live)
     held = Held(least=live, most=reserved_bytes, settled=reserved_bytes)
     if measured.reserved_ratio is None and not cluster.gpu.is_cpu:
         held = held_by_allocator(workload, configuration, ranks, peak, detail=detail, usable_bytes=usable_bytes)
+    return assembled(workload, configuration, model_states, peak, held)
+
+
+def _workspaces(gpu: Gpu) -> int:
+    """Returns the bytes of the workspaces of both threads that compute."""
+    return 0 if gpu.is_cpu else 2 * workspace_bytes(gpu)
+
+
+def assembled(workload: Workload, configuration: Configuration, model_states: States, peak: Peak, held: Held) -> Memory:
+    """Returns the memory of a configuration whose states and live peak are known, and what the allocator holds."""
+    model, cluster = workload.model, workload.cluster
+    workspace = _workspaces(cluster.gpu)
+    live = peak.total + workspace
     parts = Breakdown(
         params=peak.params,
         grads=peak.grads,
@@ -123,9 +134,9 @@ def memory(
         logits=peak.logits,
         workspace=workspace,
         fragmentation=held.settled - live,
-        context=outside_bytes(cluster, configuration, measured),
+        context=outside_bytes(cluster, configuration, workload.measured),
     )
-    load = _load(workload, configuration, counts)
+    load = _load(workload, configuration, trained_on_rank(model, configuration))
     return Memory(
         live_bytes_per_gpu=live,
         reserved_bytes_per_gpu=held.most,
@@ -135,7 +146,7 @@ def memory(
         peak_instant=peak.name,
         breakdown_bytes=parts,
         host_bytes_per_node=host_bytes(workload, configuration, load),
-        nvme_bytes_per_node=_nvme_bytes(workload, configuration, model_states),
+        nvme_bytes_per_node=_nvme_bytes(workload, configuration),
         checkpoint_bytes=_checkpoint_bytes(model, configuration),
         states=model_states,
         load=load,
@@ -143,11 +154,14 @@ def memory(
 
 
 def _states(model: ModelFacts, configuration: Configuration, ranks: int, detail: Detail) -> States:
-    """Returns the model states of one rank; a divided optimizer's by its sub-groups, as in the engine."""
-    if not configuration.model.is_deepspeed:
-        return pytorch_sharding.states(model, configuration, ranks)
-    closed = states(trained_on_rank(model, configuration), configuration, ranks)
-    if configuration.zero.offload_ratio == 1 or detail is not Detail.REPLAYED or not has_layer_code(model):
+    """Returns the model states of one rank; a divided optimizer's by its sub-groups, and gradients across partitions of
+    ZeRO-1 and 2 on both ranks, as in the engine."""
+    counts, zero = trained_on_rank(model, configuration), configuration.zero
+    closed = states(counts, configuration, ranks)
+    if zero.stage in (1, 2) and not zero.is_offloaded:
+        kept = max(engine.gradients_by_rank(model, configuration, ranks)) + muon_updates(counts, configuration, ranks)
+        return replace(closed, grads=round(configuration.model.item * kept))
+    if zero.offload_ratio == 1 or detail is not Detail.REPLAYED:
         return closed
     divided = engine.resident_of(model, configuration, ranks)
     return replace(closed, grads=divided.grads, optimizer=divided.optimizer)
@@ -161,33 +175,26 @@ def _load(workload: Workload, configuration: Configuration, counts: Trained) -> 
 
 
 def _peak(workload: Workload, configuration: Configuration, detail: Detail) -> Peak:
-    """Returns the peak of live bytes under DeepSpeed or under PyTorch alone.
+    """Returns the peak of live bytes.
 
-    DeepSpeed's engine is played parameter by parameter, which takes some 50 ms. In a search a few layers stand for all
-    under ZeRO-3, and closed forms for the engine below. A model whose layers were traced has no parameters to play.
+    The engine is played parameter by parameter. In a search a few layers stand for all under ZeRO-3. Of a model whose
+    layers were traced, moments are known and no events.
     """
     model, cluster = workload.model, workload.cluster
     ranks = sharing_ranks(cluster, configuration)
-    if not configuration.model.is_deepspeed:
-        return pytorch_sharding.peak(model, configuration, ranks)
-    if not has_layer_code(model) or (detail is Detail.QUICK and configuration.zero.stage < 3):
-        return closed_form.peak(model, configuration, ranks)
-    played = engine.peak if detail is Detail.REPLAYED or configuration.zero.stage < 3 else engine.brief_peak
+    is_whole = detail is Detail.REPLAYED and configuration.zero.stage == 3 and has_layer_code(model)
+    played = engine.peak if is_whole else engine.brief_peak
     return played(model, configuration, ranks, kernel_workspaces=not cluster.gpu.is_cpu)
 
 
 def host_bytes(workload: Workload, configuration: Configuration, load: Loading | None = None) -> int:
-    """Returns host RAM of one node while it trains or loads, whichever takes more: the processes, and what is
-    offloaded with pinned rounding. What a load takes may be known."""
+    """Returns host RAM of one node while it trains or loads, whichever takes more: the processes, and
+    offloaded states with pinned rounding. `load` is computed unless it is given."""
     model, ranks = workload.model, workload.cluster.gpus_per_node
     sharing = sharing_ranks(workload.cluster, configuration)
     counts = trained_on_rank(model, configuration)
     load = load or _load(workload, configuration, counts)
-    if configuration.model.is_deepspeed and has_layer_code(model):
-        offloaded = engine.host_of(model, configuration, sharing).taken
-    else:
-        held = states(counts, configuration, sharing)
-        offloaded = held.host + held.staging + pinned_waste(counts, configuration, sharing)
+    offloaded = engine.host_of(model, configuration, sharing).taken
     training = ranks * (BASELINE_HOST_BYTES_PER_RANK + offloaded + waiting_bytes(model, configuration))
     return max(load.host_bytes_per_node, training)
 
@@ -204,11 +211,9 @@ def waiting_bytes(model: ModelFacts, configuration: Configuration) -> int:
     return round(c.checkpointing.share(depth) * depth) * pinned(tokens * model.hidden_size * c.model.item)
 
 
-def _nvme_bytes(workload: Workload, configuration: Configuration, model_states: States) -> int:
+def _nvme_bytes(workload: Workload, configuration: Configuration) -> int:
     """Returns the bytes of one node's files on NVMe."""
     model, cluster = workload.model, workload.cluster
-    if not configuration.model.is_deepspeed or not has_layer_code(model):
-        return model_states.nvme * cluster.gpus_per_node
     return engine.host_of(model, configuration, sharing_ranks(cluster, configuration)).nvme * cluster.gpus_per_node
 
 

@@ -21,10 +21,10 @@ optim/optimizer.py: Optimizer2State.init_state."""
 
 
 def are_early(configuration: Configuration) -> bool:
-    """Returns whether the optimizer states on the GPU are there before the first step: those of PyTorch's AdamW.
+    """Returns whether the optimizer states on the GPU exist before the first step: PyTorch's AdamW has them early.
 
-    What stays on the GPU of a partly offloaded optimizer has another AdamW (deepspeed 0.19.8 runtime/zero/stage3.py:
-    backup_optimizer); one that is offloaded as a whole has none there.
+    The part of an offloaded optimizer that stays on the GPU has another AdamW (deepspeed 0.19.8 runtime/zero/stage3.py:
+    backup_optimizer); an optimizer that is offloaded as a whole has no states there.
     """
     adamw = (Optimizer.ADAMW, Optimizer.ADAMW_BF16)
     zero = configuration.zero

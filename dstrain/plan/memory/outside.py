@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from dstrain.facts.cluster.calibration import NOTHING, Measured
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.cluster.gpus import Gpu
@@ -24,12 +21,6 @@ STACK_BYTES = 1024
 cudaLimitStackSize."""
 UNLISTED_BYTES = 666 * MIB
 """The context of any other GPU: an A100's."""
-
-_RESIDENT_THREADS: Mapping[tuple[int, int], int] = MappingProxyType(
-    {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
-)
-"""Threads that a multiprocessor holds at most, where they are not 2048. Source: CUDA Programming Guide, technical
-specifications per compute capability."""
 
 CONNECTION_BYTES = 12 * MIB
 """Memory of one connection of one channel on the receiving GPU: buffers of its three protocols, 4 + 4.7 + 0.5 MiB, in
@@ -72,7 +63,7 @@ def context_bytes(gpu: Gpu) -> int:
     if not gpu.num_multiprocessors:
         return UNLISTED_BYTES
     loaded = HOPPER_LOADED_BYTES if gpu.compute_capability == (9, 0) else LOADED_BYTES
-    return loaded + STACK_BYTES * gpu.num_multiprocessors * _RESIDENT_THREADS.get(gpu.compute_capability, 2048)
+    return loaded + STACK_BYTES * gpu.num_multiprocessors * gpu.threads
 
 
 def nccl_bytes(cluster: Cluster, configuration: Configuration) -> int:
@@ -90,7 +81,7 @@ def nccl_bytes(cluster: Cluster, configuration: Configuration) -> int:
     connections = CONNECTIONS if cluster.num_nodes == 1 else CONNECTIONS_BETWEEN_NODES
     groups = [c.zero.hpz if c.zero.stage == 3 else 1, c.parallel.sp, c.parallel.tp, c.parallel.ep]
     communicators = 1 + sum(ranks > 1 for ranks in groups)
-    total = (communicators * connections + c.model.is_deepspeed) * channels * CONNECTION_BYTES
+    total = (communicators * connections + (c.code.sharding is None)) * channels * CONNECTION_BYTES
     for ranks in (c.parallel.sp, c.parallel.ep):
         if ranks > 1:
             peers = min(ranks, cluster.gpus_per_node) - 1

@@ -1,18 +1,104 @@
-"""Counts trainable parameters, and the tensors that hold them."""
+"""Counts trainable parameters, and the tensors that hold them: of the model and of its adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import groupby
 
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup
-from dstrain.job.model_changes import Lora
+from dstrain.job.model_changes import ALL_LINEAR, Lora
 from dstrain.plan.configuration import Configuration, Parallel
-from dstrain.plan.memory.adapters import adapted, adapted_experts, adapter_sizes, kept_whole, lora_params
 from dstrain.plan.memory.optimizer_states import muon_flops
+
+
+def adapted(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
+    """Returns the linears and embeddings that get an adapter: by name, or every linear in the decoder layers.
+
+    In a mixture of experts, `all-linear` means attention's linears, as dstrain tells PEFT, which would add the experts.
+    A head that is tied to the embedding has no tensor, but an adapter of its own. Tensors that train whole have none.
+    Source: peft 0.21 tuners_utils.py: _maybe_include_all_linear_layers (the output layer is left out), inject_adapter.
+    """
+    linears = [group for group in model.tensors if group.is_linear and group.kind is not Kind.VISION]
+    if lora.targets == (ALL_LINEAR,):
+        kinds = (Kind.ATTENTION,) if model.moe is not None else (Kind.ATTENTION, Kind.MLP)
+        return [group for group in linears if group.kind in kinds]
+    whole = kept_whole(model, lora)
+    named = [*linears, *(group for group in model.tensors if group.kind is Kind.EMBEDDING)]
+    if model.tie_word_embeddings and not whole:
+        shape = (model.vocab_size, model.hidden_size)
+        named.append(TensorGroup(name="lm_head.weight", kind=Kind.HEAD, shape=shape, count=1, is_linear=True))
+    return [group for group in named if group not in whole and is_target(group.name.removesuffix(".weight"), lora)]
+
+
+def named_targets(model: ModelFacts, targets: Sequence[str]) -> tuple[str, ...]:
+    """Returns targets with the names that `all-linear` means in its place: PEFT takes it alone, not beside others.
+
+    Names are the last words of modules, or all words below the layer if other modules share the last one.
+    """
+    meant = adapted(model, Lora())
+    paths = [group.name.removesuffix(".weight") for group in meant]
+    short = tuple(dict.fromkeys(path.rpartition(".")[2] for path in paths))
+    names = short if adapted(model, Lora(targets=short)) == meant else tuple(paths)
+    return tuple(dict.fromkeys(name for target in targets for name in (names if target == ALL_LINEAR else (target,))))
+
+
+def adapted_experts(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
+    """Returns the stacked weights of experts of which each expert gets an adapter."""
+    return [group for group in stacked_experts(model) if lora.adapts_experts(group.name)]
+
+
+def stacked_experts(model: ModelFacts) -> list[TensorGroup]:
+    """Returns the weights that hold the matrices of all experts of a layer: (experts, out, in)."""
+    return [group for group in model.tensors if group.kind is Kind.EXPERT and len(group.shape) == 3]
+
+
+def adapter_sizes(group: TensorGroup, lora: Lora) -> tuple[int, int]:
+    """Returns the elements of the two matrices of an adapter, of a linear layer, an embedding or all experts of a
+    layer: the inputs' and the outputs'. The inputs of an embedding are the vocabulary.
+
+    Source: peft 0.21 tuners/lora/layer.py: ParamWrapper.update_layer, Embedding.update_layer.
+    """
+    *experts, outputs, inputs = reversed(group.shape) if group.kind is Kind.EMBEDDING else group.shape
+    rank = lora.rank * (experts[0] if experts else 1)
+    return rank * inputs, rank * outputs
+
+
+def is_target(name: str, lora: Lora) -> bool:
+    """Returns whether a target of an adapter is the end of a module's name: `q_proj` and `self_attn.q_proj` are."""
+    return any(f".{name}".endswith(f".{target}") for target in lora.targets)
+
+
+def kept_whole(model: ModelFacts, lora: Lora) -> list[TensorGroup]:
+    """Returns the embedding and the head if they train whole beside an adapter (`modules_to_save`), as copies.
+
+    A tied head is the embedding, and PEFT ties their copies. Source: peft 0.21 utils/other.py: _set_trainable;
+    LoraConfig.ensure_weight_tying.
+    """
+    groups = [group for group in model.tensors if group.kind in (Kind.EMBEDDING, Kind.HEAD)]
+    names = {group.name: [group.name.removesuffix(".weight")] for group in groups}
+    if model.tie_word_embeddings:
+        for group in groups:
+            names[group.name].append("lm_head")
+    return [group for group in groups if any(n.endswith(lora.modules_to_save) for n in names[group.name])]
+
+
+def linear_names(model: ModelFacts) -> list[str]:
+    """Returns the names that an adapter's targets may have, sorted."""
+    groups = (g for g in model.tensors if g.kind is Kind.EMBEDDING or (g.is_linear and g.kind is not Kind.VISION))
+    return sorted({group.name.removesuffix(".weight").split(".")[-1] for group in groups})
+
+
+def lora_params(model: ModelFacts, lora: Lora) -> int:
+    """Returns the parameters of the adapters: rank × (inputs + outputs) for every adapted linear, embedding and expert.
+
+    Source: LoRA (arXiv 2106.09685), section 4.1.
+    """
+    groups = (*adapted(model, lora), *adapted_experts(model, lora))
+    return sum(sum(adapter_sizes(group, lora)) * group.count for group in groups)
+
 
 NF4_BYTES_PER_PARAM = 0.5 + 1 / 64 + 4 / (64 * 256)
 """NF4 with double quantisation: 4 bits, one 8-bit scale for 64 weights, one fp32 scale for 256 of those.
@@ -37,72 +123,11 @@ class Trained:
     """FLOPs of one step in which Muon orthogonalises them; 0 for an adapter, whose matrices are thin."""
     elsewhere: int = 0
     """Trainable elements of the experts that other ranks of an expert-parallel group have."""
-    flat_groups: tuple[tuple[int, ...], ...] = ()
-    """Elements of every trainable tensor, in the order in which ZeRO-1 and 2 lay out each optimizer group; empty where
-    the order is not known."""
-    expert_group: tuple[int, ...] = ()
-    """The same of experts that differ among `ep` neighbouring ranks, which are a group of their own."""
-    ep: int = 1
-    """Ranks of an expert-parallel group."""
 
     @property
     def everywhere(self) -> int:
         """Trainable elements that all data-parallel ranks share out."""
         return self.trainable + self.elsewhere
-
-    def gradient_shares(self, num_ranks: int) -> list[int]:
-        """Returns the elements of gradient that each rank keeps for the step under ZeRO-1 and 2.
-
-        Each group is cut into equal partitions; a tensor that lies across a cut is kept whole on both sides, because a
-        partition refers to slices of whole gradients. Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py:
-        get_flat_partition(return_tensor_list=True).
-
-        >>> groups = ((2, 6, 2),)
-        >>> Trained(trainable=10, frozen=0, quantized=0, largest_trainable=6, flat_groups=groups).gradient_shares(2)
-        [8, 8]
-        """
-        if not self.flat_groups:
-            return [-(-self.everywhere // num_ranks)] * num_ranks
-        shares = _whole_shares(self.flat_groups, num_ranks)
-        if not self.expert_group:
-            return shares
-        of_experts = _whole_shares((self.expert_group,), max(1, num_ranks // self.ep))
-        return [share + of_experts[min(rank // self.ep, len(of_experts) - 1)] for rank, share in enumerate(shares)]
-
-
-@cache
-def _whole_shares(flat_groups: tuple[tuple[int, ...], ...], num_ranks: int) -> list[int]:
-    shares = [0] * num_ranks
-    for group in flat_groups:
-        partition = -(-sum(group) // (2 * num_ranks)) * 2
-        start = 0
-        for numel in group:
-            for rank in range(start // partition, (start + numel - 1) // partition + 1):
-                shares[rank] += numel
-            start += numel
-    return shares
-
-
-def _flat_groups(model: ModelFacts, *, ep: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Returns the trainable tensors of full training by optimizer group, in the model's order: decayed, then the rest,
-    then experts, if ranks share them.
-
-    Source: Transformers 5.23 trainer.py: get_decay_parameter_names (biases and norms are not decayed);
-    dstrain/train/expert_parallel.py: part_experts.
-    """
-    layers = model.num_hidden_layers
-    before = [(g, 0) for g in model.tensors if g.kind is Kind.EMBEDDING]
-    inside = [g for g in model.tensors if is_inside(g)]
-    after = [g for g in model.tensors if g.kind is Kind.HEAD or (g.kind is Kind.NORM and not is_inside(g))]
-    decayed: list[int] = []
-    rest: list[int] = []
-    experts: list[int] = []
-    middle = [(g, layer) for layer in range(layers) for g in inside if is_in_layer(g, layer, layers)]
-    for group, layer in [*tower_tensors(model), *before, *middle, *((g, 0) for g in after)]:
-        if trains_in_full(group, layer, layers):
-            is_shared = ep > 1 and group.kind is Kind.EXPERT
-            (experts if is_shared else decayed if decays(group) else rest).append(group.numel)
-    return tuple(decayed), tuple(rest), tuple(experts)
 
 
 def decays(group: TensorGroup) -> bool:
@@ -112,8 +137,8 @@ def decays(group: TensorGroup) -> bool:
 
 
 def tower_tensors(model: ModelFacts) -> list[tuple[TensorGroup, int]]:
-    """Returns the tensors of the vision tower in the model's order, each with its number in its group: block by block
-    what has a star in its name.
+    """Returns the tensors of the vision tower in the model's order, each with its number in its group: tensors with a
+    star in their name block by block.
     """
     tower = [group for group in model.tensors if group.kind is Kind.VISION]
     ordered: list[tuple[TensorGroup, int]] = []
@@ -191,9 +216,7 @@ def trained_on_rank(model: ModelFacts, configuration: Configuration) -> Trained:
     counts = trained(sharded, method, lora)
     if parallel.ep == 1:
         return counts
-    elsewhere = trained(model, method, lora).trainable - counts.trainable
-    *groups, experts = _flat_groups(sharded, ep=parallel.ep) if method is Method.FULL else ((),)
-    return replace(counts, elsewhere=elsewhere, flat_groups=tuple(groups), expert_group=experts, ep=parallel.ep)
+    return replace(counts, elsewhere=trained(model, method, lora).trainable - counts.trainable)
 
 
 @cache
@@ -211,7 +234,6 @@ def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
             largest_trainable=largest,
             matrices=sum(group.num_trained for group in matrices),
             muon_flops=sum(muon_flops(*group.shape[-2:]) * group.num_trained // group.numel for group in matrices),
-            flat_groups=_flat_groups(model)[:2],
         )
     copies = [group.numel for group in kept_whole(model, lora)]
     adapters = lora_params(model, lora) + sum(copies)

@@ -7,13 +7,12 @@ from enum import IntEnum
 
 
 class Detail(IntEnum):
-    """Fidelity of the memory estimate: closed form, engine replay, or engine and allocator replay. USABLE stops the
-    allocator's replay once it is known whether the configuration fits."""
+    """Fidelity of the memory estimate: without or with a replay of the allocator. USABLE stops that replay once it is
+    known whether the configuration fits."""
 
     QUICK = 0
-    ENGINE = 1
-    USABLE = 2
-    REPLAYED = 3
+    USABLE = 1
+    REPLAYED = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

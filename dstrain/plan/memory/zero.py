@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dstrain.choices import Offload, Optimizer
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import Configuration, Zero
-from dstrain.plan.memory.optimizer_states import has_master, master_item, saved_by_muon, stepped_bytes_per_param
+from dstrain.plan.memory.optimizer_states import master_item, saved_by_muon, stepped_bytes_per_param
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
 
 
@@ -45,10 +45,10 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
 
     With AdamW, ZeRO-0: sP + sP + 12P, in fp32 8P. ZeRO-1 and 2: sP + sP/N + 12P/N when the optimizer steps.
     ZeRO-3: (s + s + 12)P/N. Other optimizers have `optimizer_bytes_per_param` in place of 12.
-    Under ZeRO-1 and 2 a gradient that lies across two partitions is whole on both ranks; the largest share is returned.
+    Under ZeRO-1 and 2 a gradient that lies across two partitions, whole on both ranks, is counted once.
     Frozen parameters cost sF, sF/N under ZeRO-3. An optimizer on the CPU takes gradients and optimizer states there:
-    16P/N in host RAM (master 4, gradient 4, moments 8) and sP/N of staging; parameters on the CPU another sP/N. What
-    `staying` leaves on the GPU has 12 bytes and an fp32 gradient there. All of these are half as large in bf16.
+    16P/N in host RAM (master 4, gradient 4, moments 8) and sP/N of staging; parameters on the CPU another sP/N. The
+    part that `staying` leaves on the GPU has 12 bytes and an fp32 gradient there. All of it is half as large in bf16.
     Source: ZeRO (arXiv 1910.02054), table 1; the engine's own tensors on 2 CPU ranks are compared with it in the tests.
 
     >>> from dstrain.plan.configuration import DEFAULTS, changed
@@ -57,15 +57,13 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     True
     """
     s, stage, offload = configuration.model.item, configuration.zero.stage, configuration.zero.offload
-    share = num_ranks if stage == 3 else 1
-    trainable = counts.everywhere if stage == 3 else counts.trainable
-    params = round((s * (trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized) / share)
+    params = weight_bytes(counts, configuration, num_ranks)
     partition = partition_of(counts, configuration, num_ranks)
     per_param, item = stepped_bytes_per_param(configuration), master_item(configuration.step.optimizer)
     if offload is Offload.NONE:
         less = saved_by_muon(counts.matrices, configuration.model, configuration.step, configuration.zero, num_ranks)
         optimizer = round(per_param * partition) - less
-        kept = _kept_gradients(counts, configuration, num_ranks) if stage in (1, 2) else partition
+        kept = partition + (muon_updates(counts, configuration, num_ranks) if stage in (1, 2) else 0)
         return States(params=params, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:
         # files hold master, gradient, moments and parameters; RAM the flat gradient and four sub-groups in work
@@ -81,10 +79,17 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     return States(params=params, **on_gpu, host=host, staging=staging)
 
 
-def _kept_gradients(counts: Trained, configuration: Configuration, num_ranks: int) -> float:
-    """Returns the elements of gradients that a rank of ZeRO-1 and 2 has at the step; Muon's updates are beside them."""
-    updates = counts.matrices / num_ranks if configuration.step.optimizer is Optimizer.MUON else 0
-    return max(counts.gradient_shares(num_ranks)) + updates
+def weight_bytes(counts: Trained, configuration: Configuration, num_ranks: int) -> int:
+    """Returns the bytes of the parameters that one rank has, on the GPU or offloaded."""
+    share = num_ranks if configuration.zero.stage == 3 else 1
+    trainable = counts.everywhere if configuration.zero.stage == 3 else counts.trainable
+    held = configuration.model.item * (trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized
+    return round(held / share)
+
+
+def muon_updates(counts: Trained, configuration: Configuration, num_ranks: int) -> float:
+    """Returns the elements of Muon's updates that a rank of ZeRO-1 and 2 has at the step beside its gradients."""
+    return counts.matrices / num_ranks if configuration.step.optimizer is Optimizer.MUON else 0
 
 
 def partition_of(counts: Trained, configuration: Configuration, num_ranks: int) -> float:
@@ -159,51 +164,6 @@ def sub_group_bytes(configuration: Configuration, partition: float | None) -> in
     return round((flat + copied) * (elements if partition is None else min(elements, partition)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineBuffers:
-    """The engine's bytes on the GPU besides model states."""
-
-    resident: int
-    """Resident at all times."""
-    backward_grads: int
-    """Gradients in the backward pass beyond `States.grads`."""
-    backward: int
-    """Buckets and temporaries of the backward pass."""
-    step: int
-    """Temporaries of the optimizer step."""
-
-
-def engine_buffers(counts: Trained, configuration: Configuration, num_ranks: int) -> EngineBuffers:
-    """Returns the engine's own memory, with rb = reduce_bucket_size and N ranks.
-
-    Buckets as `bucket_bytes`; ZeRO-3 has its bucket from the start. ZeRO-1: the full gradient sP through the backward
-    pass; at the step (s + 4)P/N, of states in bf16 2sP/N. ZeRO-2: the partition sP/N (again, when accumulating) and
-    the largest gradient. ZeRO-3: at the step `sub_group_bytes`.
-    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: setup_buckets, step; runtime/zero/stage3.py: __init__,
-    _prepare_sub_group; counted from live tensors of the engine on CPU ranks.
-    """
-    s, stage, offloaded = configuration.model.item, configuration.zero.stage, configuration.zero.is_offloaded
-    partition = partition_of(counts, configuration, num_ranks)
-    bucket, largest = bucket_bytes(configuration, counts.trainable), s * counts.largest_trainable
-    if stage == 0:
-        copied = counts.trainable if has_master(configuration.model, configuration.zero) else 0
-        return EngineBuffers(resident=0, backward_grads=0, backward=0, step=round(4 * copied))
-    if stage == 3:
-        resident = s * configuration.zero.reduce_bucket_size
-        step = 0 if offloaded else sub_group_bytes(configuration, partition)
-        backward = bucket - resident + 2 * largest
-        return EngineBuffers(resident=resident, backward_grads=0, backward=backward, step=step)
-    full = round(s * counts.trainable)
-    if offloaded:
-        whole = full if stage == 1 else 0
-        return EngineBuffers(resident=0, backward_grads=whole, backward=bucket + 2 * largest, step=2 * largest)
-    step = round(master_item(configuration.step.optimizer) * partition)
-    if stage == 1:
-        return EngineBuffers(resident=0, backward_grads=full, backward=bucket, step=step)
-    again = round(s * partition) if configuration.step.grad_accum > 1 else 0
-    return EngineBuffers(resident=0, backward_grads=again, backward=bucket + largest, step=step)
-
-
 def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: int, *, head_numel: int = 0) -> int:
     """Returns the bytes of parameters that ZeRO-3 holds whole while the largest unit of `unit_numel` elements works.
 
@@ -220,29 +180,6 @@ def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: in
     copied = total if configuration.step.grad_accum > 1 else total - whole
     copy = item * copied // zero.hpz if zero.hpz > 1 else 0
     return copy + min(item * total, item * whole + prefetch_bytes(configuration))
-
-
-def pinned_waste(counts: Trained, configuration: Configuration, num_ranks: int) -> int:
-    """Returns the bytes that rounding of page-locked memory adds to the host states of one rank.
-
-    ZeRO-2 pins master, gradient and staging copy whole; ZeRO-3 the flat gradient, and one fp32 gradient for each
-    sub-group; trained parameters that are offloaded are pinned whatever `pin_memory` says. What rounding
-    adds to frozen ones, which are pinned one by one, is not counted.
-    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py and stage3.py: __init__, pin_memory.
-    """
-    if not configuration.zero.is_offloaded:
-        return 0
-    s, stage, master = configuration.model.item, configuration.zero.stage, master_item(configuration.step.optimizer)
-    partition, sizes = partition_of(counts, configuration, num_ranks), list[float]()
-    if configuration.zero.pin_memory and stage < 3:
-        sizes += [master * partition, master * partition, s * partition]
-    elif configuration.zero.pin_memory:
-        step = min(partition, configuration.zero.sub_group_size)
-        away = partition - staying(configuration, partition)
-        sizes += [s * partition, *[master * step] * round(away // step if step else 0)]
-    if configuration.zero.offload is Offload.PARAMS:
-        sizes.append(s * partition)
-    return sum(pinned(size) - round(size) for size in sizes)
 
 
 def pinned(count: float) -> int:

@@ -1,8 +1,8 @@
-"""Alternatives to a choice that differ in one thing: what they would cost or gain."""
+"""Alternatives to a choice that differ in one thing: their cost or gain."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 from typing import Any
@@ -11,14 +11,19 @@ from dstrain.choices import Attention, Offload, Optimizer
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.workload import Workload
-from dstrain.plan.configuration import Configuration
+from dstrain.plan.configuration import Configuration, changes
 from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate, Speed, Topic
-from dstrain.plan.request import Request
-from dstrain.plan.search.buffer_sizes import TIGHT, sized
+from dstrain.plan.labels import CHOICE_WORDS
+from dstrain.plan.request import SPEED, Request
 from dstrain.plan.search.rules import broken
 from dstrain.plan.search.search import EQUAL_RATIO, Ranking, by_time, search
-from dstrain.plan.search.search_space import batches, data_parallel_ranks, global_batch, strategy_key, with_batch
+from dstrain.plan.search.search_space import (
+    TIGHT,
+    global_batch,
+    sized,
+    strategy_key,
+)
 from dstrain.plan.speed.step_time import speed
 
 
@@ -62,79 +67,51 @@ def neighbours(
     One that seems to fit and to be faster is estimated exactly: the search has passed it over.
     """
     alternatives = []
-    for topic, mine, other, configuration in _flips(chosen.configuration):
+    for topic, configuration in compared(chosen.configuration):
         if getattr(request, topic) is not None or broken(workload, configuration):
             continue
         estimate = assess(configuration)
         if not estimate.fits:
+            # a choice is not refused for buffers that could be smaller
             estimate = assess(sized(workload.model, configuration, TIGHT))
         if estimate.fits and (gain_ratio(workload.cluster, estimate, chosen) or 0) > EQUAL_RATIO:
             estimate = verify(estimate.configuration)
+        # the search may know a faster plan with this choice, one that differs in other choices as well
         best = _fastest_with(topic, configuration, ranking)
         if estimate.fits and (best is None or (gain_ratio(workload.cluster, estimate, best) or 0) > 0):
             best = estimate
+        mine, other = (CHOICE_WORDS[topic](one) for one in (chosen.configuration, configuration))
         alternatives.append(Neighbour(chosen=mine, other=other, topic=topic, estimate=estimate, best=best))
     return alternatives
 
 
-VALUES: Mapping[Topic, Callable[[Configuration, int], object]] = {
-    Topic.ZERO_STAGE: lambda way, _: way.zero.stage,
-    Topic.OFFLOAD: lambda way, _: way.zero.offload,
-    Topic.GRAD_CKPT: lambda way, _: way.checkpointing.words,
-    Topic.MICRO_BATCH: lambda _, micro_batch: micro_batch,
-    Topic.HPZ: lambda way, _: way.zero.hpz,
-}
-"""What a choice is, of a configuration and its micro-batch."""
-
-
 def _fastest_with(topic: Topic, other: Configuration, ranking: Ranking) -> Estimate | None:
     """Returns the fastest plan of a search that makes one choice as another configuration does, and seems to fit."""
-    value, evaluator = VALUES[topic], ranking.evaluator
-    wanted = value(other, other.batch.micro_batch)
-    with_it = [each for each in ranking.candidates if value(each.way, each.micro_batch) == wanted]
+    words, evaluator = CHOICE_WORDS[topic], ranking.evaluator
+    if topic is Topic.MICRO_BATCH:
+        with_it = [one for one in ranking.candidates if one.micro_batch == other.batch.micro_batch]
+    else:
+        wanted = words(other)
+        with_it = [one for one in ranking.candidates if words(one.way) == wanted]
     # a quick estimate is taken as it is, with all that the allocator may hold: only what is replayed differs
     seeming = (
-        each
-        for each in by_time(evaluator, with_it)
-        if evaluator.seems_to_fit(each, is_sure=True) and evaluator.estimate(each).fits
+        each for each in by_time(evaluator, with_it) if evaluator.seems_to_fit(each) and evaluator.estimate(each).fits
     )
     first = next((each for each in seeming if evaluator.fits(each)), None)
     return None if first is None else evaluator.estimate(first)
 
 
-def _flips(chosen: Configuration) -> Iterator[tuple[Topic, str, str, Configuration]]:
-    """Yields topic, the choice as it is and as it could be in words, and the configuration that it would make."""
-    zero = chosen.zero
-    for stage in (0, 1, 2, 3):
-        if stage != zero.stage:
-            hpz, ratio = (zero.hpz, zero.offload_ratio) if stage == 3 else (1, 1.0)
-            other = replace(chosen, zero=replace(zero, stage=stage, hpz=hpz, offload_ratio=ratio))
-            yield Topic.ZERO_STAGE, f"ZeRO-{zero.stage}", f"ZeRO-{stage}", other
-    for offload in Offload:
-        if offload is not zero.offload:
-            other = replace(chosen, zero=replace(zero, offload=offload, offload_ratio=1.0))
-            yield Topic.OFFLOAD, zero.offload.words, offload.words, other
-    for is_on in (False, True):
-        choice = replace(chosen.checkpointing, enabled=is_on, every_n_layers=1, offload=False)
-        if choice != chosen.checkpointing:
-            yield Topic.GRAD_CKPT, chosen.checkpointing.words, choice.words, replace(chosen, checkpointing=choice)
-    micro_batch, grad_accum = chosen.batch.micro_batch, chosen.step.grad_accum
-    batches = [(2 * micro_batch, grad_accum // 2)] if grad_accum % 2 == 0 else []
-    batches += [(micro_batch // 2, 2 * grad_accum)] if micro_batch % 2 == 0 else []
-    for count, accum in batches:
-        yield Topic.MICRO_BATCH, f"micro-batch {micro_batch}", f"micro-batch {count}", with_batch(chosen, count, accum)
-    if zero.hpz > 1:
-        yield Topic.HPZ, f"hpZ {zero.hpz}", "no hpZ", replace(chosen, zero=replace(zero, hpz=1))
+def compared(chosen: Configuration) -> Iterator[tuple[Topic, Configuration]]:
+    """Yields every configuration that differs in a choice that plans compare, with that choice."""
+    size = chosen.batch.micro_batch
+    values = {Topic.MICRO_BATCH: (2 * size, size // 2) if size % 2 == 0 else (2 * size,), Topic.HPZ: (1,)}
+    for topic in (Topic.ZERO_STAGE, Topic.OFFLOAD, Topic.GRAD_CKPT, Topic.MICRO_BATCH, Topic.HPZ):
+        for other in changes(chosen, topic, values.get(topic)):
+            if CHOICE_WORDS[topic](other) != CHOICE_WORDS[topic](chosen):
+                yield topic, other
 
 
-FREE = (
-    *("micro_batch", "grad_accum", "zero_stage", "offload", "offload_ratio", "hpz", "qwz", "grad_ckpt"),
-    *("grad_ckpt_every_n_layers", "activation_offload", "tiled_mlp", "loss", "attn", "sp", "tp", "ep"),
-)
-"""Fields of a request that change the speed of a step and not what it trains on, beyond rounding."""
-
-
-def unasked(request: Request, samples: int) -> Request | None:
+def unasked(request: Request, samples: int | None) -> Request | None:
     """Returns the request with everything open that is a matter of speed, so that dstrain chooses it, with `samples` a
     step; None if nothing of that is given."""
     is_split = request.micro_batch is not None or request.grad_accum is not None
@@ -142,7 +119,7 @@ def unasked(request: Request, samples: int) -> Request | None:
     if request.attn is not Attention.EAGER:  # as fast as what every machine has, or faster
         never_chosen["attn"] = request.attn
     never_chosen["global_batch"] = samples if is_split else request.global_batch
-    opened = replace(request, **{**dict.fromkeys(FREE), **never_chosen})
+    opened = replace(request, **{**dict.fromkeys(SPEED), **never_chosen})
     return None if opened == request else opened
 
 
@@ -225,7 +202,7 @@ def missing_bytes(estimate: Estimate) -> int:
 
 
 def _present_bytes(estimate: Estimate) -> int:
-    """Returns what may be used of what an estimate lacks."""
+    """Returns the usable share of the memory that an estimate lacks."""
     return estimate.usable_bytes_per_host if estimate.fits_gpu else estimate.usable_bytes_per_gpu
 
 
@@ -250,8 +227,8 @@ def contenders(workload: Workload, request: Request, present: Estimate, count: i
 def with_fastest_batch(workload: Workload, estimate: Estimate, measured: Sequence[tuple[Estimate, float]]) -> Estimate:
     """Returns a configuration with the micro-batch of the fastest one that was measured, each with its seconds.
 
-    That is where it beat another micro-batch of its strategy, which is taken to hold for other strategies too. The
-    global batch stays; where that cannot be, or does not fit, the configuration stays.
+    If it beat another micro-batch of its strategy, that is taken to hold for other strategies too. The global batch
+    stays; if that cannot be, or does not fit, the configuration stays.
     """
     if not measured:
         return estimate
@@ -261,12 +238,8 @@ def with_fastest_batch(workload: Workload, estimate: Estimate, measured: Sequenc
         for one, _ in measured
         if strategy_key(one.configuration) == strategy_key(best)
     }
-    ranks, samples = data_parallel_ranks(workload.cluster, chosen), global_batch(workload.cluster, chosen)
-    micro_batch = best.batch.micro_batch
-    if len(sizes) < 2 or strategy_key(chosen) == strategy_key(best) or samples % (ranks * micro_batch):
-        return estimate
-    other = with_batch(chosen, micro_batch, samples // (ranks * micro_batch))
-    if other == chosen or broken(workload, other):
+    other = next(changes(chosen, "micro_batch", (best.batch.micro_batch,)), None)
+    if len(sizes) < 2 or strategy_key(chosen) == strategy_key(best) or other is None or broken(workload, other):
         return estimate
     assessed = assess(workload, other)
     return assessed if assessed.fits else estimate
@@ -280,13 +253,11 @@ def _kind_with_batch(c: Configuration) -> tuple[object, ...]:
 
 def _other_batches(workload: Workload, request: Request, best: Estimate) -> Iterator[Estimate]:
     """Yields a plan with other micro-batches and the same global batch, the nearest first, as far as they fit."""
-    chosen = best.configuration
     if request.micro_batch is not None:
         return
-    pairs = batches(replace(request, grad_accum=None), data_parallel_ranks(workload.cluster, chosen))
-    for micro_batch, grad_accum in sorted(pairs, key=lambda pair: _distance(pair[0], chosen.batch.micro_batch)):
-        other = with_batch(chosen, micro_batch, grad_accum)
-        if micro_batch != chosen.batch.micro_batch and not broken(workload, other):
+    size, others = best.configuration.batch.micro_batch, changes(best.configuration, "micro_batch")
+    for other in sorted(others, key=lambda one: _distance(one.batch.micro_batch, size)):
+        if not broken(workload, other):
             estimate = assess(workload, other)
             if estimate.fits:
                 yield estimate

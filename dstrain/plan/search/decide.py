@@ -19,14 +19,12 @@ from dstrain.plan.estimate_records import Estimate, Plan, Reason
 from dstrain.plan.named_parts import require_targets
 from dstrain.plan.request import Request
 from dstrain.plan.search.alternatives import Neighbour, eight_bit_instead, faster_but_too_large, neighbours, unasked
-from dstrain.plan.search.buffer_sizes import TIGHT, least_offloaded, sized, sized_to_room
-from dstrain.plan.search.contradictions import unsatisfied
 from dstrain.plan.search.evaluator import estimated, usable_ratio
 from dstrain.plan.search.infeasible import does_not_fit, ways_that_fit
 from dstrain.plan.search.notes import learning_rate, notes
 from dstrain.plan.search.reasons import compared, reasons
 from dstrain.plan.search.search import DEFAULT_TOP, Ranking, search
-from dstrain.plan.search.search_space import global_batch
+from dstrain.plan.search.search_space import TIGHT, global_batch, least_offloaded, sized, sized_to_room, unsatisfied
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,8 +147,8 @@ def _alternatives(
 
 
 def _free_choice(workload: Workload, request: Request, chosen: Estimate) -> Estimate | None:
-    """Returns what dstrain would choose if the request left open all that is a matter of speed; None if it does, and
-    if nothing fits that."""
+    """Returns the choice for the request without its choices that only change speed; None if the request makes no such
+    choice, or if nothing fits."""
     opened = unasked(request, global_batch(workload.cluster, chosen.configuration)) if chosen.fits else None
     if opened is None:
         return None
@@ -199,7 +197,7 @@ def _settled(
 def check(workload: Workload, request: Request) -> None:
     """Raises InvalidConfig for a request that the GPU or the model cannot satisfy."""
     model, cluster, gpu = workload.model, workload.cluster, workload.cluster.gpu
-    if request.precision is Precision.BF16 and not gpu.has_bf16 and gpu.fp16_flops_per_s > 0:
+    if request.precision is Precision.BF16 and gpu.lacks_bf16:
         raise unsatisfied(request, "precision", f": {gpu.name} has no bf16", hint="Write --precision fp16.")
     asked = {
         "attn": request.attn,

@@ -14,15 +14,12 @@ from dstrain.facts.cluster.cluster import DEFAULT_GPUS_PER_NODE, Cluster, Origin
 from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
-from dstrain.plan.request import Request
+from dstrain.plan.request import SPEED, Request
 from dstrain.plan.search.alternatives import gain_ratio
-from dstrain.plan.search.contradictions import option
 from dstrain.plan.search.search import EQUAL_RATIO, least_plan
-from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
+from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN, option
 from dstrain.units import GIB, format_bytes
 
-OPENED = ("zero_stage", "offload", "offload_ratio", "hpz", "grad_ckpt", "grad_ckpt_every_n_layers", "loss", "sp", "ep")
-"""Choices of a request that are left open, one at a time, where nothing fits with them."""
 SHORTEST = 256
 """Tokens of the shortest sequence that is proposed."""
 NO_WAY = "No similar configuration was found that fits either."
@@ -152,8 +149,9 @@ def _changes(workload: Workload, request: Request, hosts: Mapping[str, object]) 
         options = {"micro_batch": micro_batch, **({} if request.grad_accum is None else {"grad_accum": None})}
         yield _Change("micro-batch", options, replace(request, **{"grad_accum": None, **options}), cluster)
         micro_batch //= 2
-    for name in OPENED:
-        if getattr(request, name) is not None:
+    for name in SPEED:
+        is_open = Request.__dataclass_fields__[name].default is None and name not in ("micro_batch", "grad_accum")
+        if is_open and getattr(request, name) is not None:
             options = {name: None}
             yield _Change(name, options, replace(request, **options), cluster)
     yield from _more_gpus(workload, request, alone, hosts)

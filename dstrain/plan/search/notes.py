@@ -11,15 +11,15 @@ from dstrain.facts.attention_kernels import KERNELS, runs_on
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.data.row_contents import seen_samples
-from dstrain.facts.model.kernel_packages import COST, FLA, kernel_packages
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
+from dstrain.facts.model.traits import COST, FLA, kernel_packages
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
 from dstrain.plan.configuration import Configuration, changed, flat
 from dstrain.plan.estimate import USABLE_GPU_RATIO
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import bf16_losses
-from dstrain.plan.memory.adapters import adapted_experts
+from dstrain.plan.memory.params import adapted_experts
 from dstrain.plan.request import LrScaling, Request
 from dstrain.plan.search import rules
 from dstrain.plan.search.alternatives import liger_gain_ratio
@@ -56,11 +56,13 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
         found.append(f"the speed of {cluster.gpu.name} is unknown, so no time is given")
     if model.traced is not None:
         found.append(model.traced.note)
+    # the planning machine may lack them, and the ranks fall back to slow code without an error
     if (kernels := kernel_packages(model.model_type)) and not cluster.gpu.is_cpu:
         cost = f"; without, {COST}" if FLA in kernels else ""
         found.append(f"planned with the kernels of {' and '.join(kernels)} on every machine that trains{cost}")
     if request.has_open_attention:
         found += _attention_notes(workload, chosen)
+    # only a plan that the request fixed can be this full
     share = chosen.memory.device_bytes_per_gpu / cluster.gpu.memory_bytes if cluster.gpu.memory_bytes else 0
     if chosen.fits and share > USABLE_GPU_RATIO:
         left = percent(1 - USABLE_GPU_RATIO)
@@ -86,7 +88,7 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
 
 
 def _tower_note(model: ModelFacts, request: Request) -> str | None:
-    """Returns what is not counted of a tower; None if all of it is, or the model has none."""
+    """Names the parts of a tower that are not counted; None if all of it is, or the model has none."""
     if model.vision is None or request.image_patches:
         return None
     tower = f"vision tower ({format_count(model.num_params_of(Kind.VISION))} parameters)"
@@ -94,7 +96,7 @@ def _tower_note(model: ModelFacts, request: Request) -> str | None:
 
 
 def _adapters_note(model: ModelFacts, configuration: Configuration) -> str:
-    """Returns what adapters do with experts, and what those of experts cost a layer."""
+    """Explains adapters beside experts, and the cost a layer of adapters on experts."""
     groups = adapted_experts(model, configuration.model.lora)
     if not groups:
         return "experts get no adapter, unless the job has lora: target_parameters; all-linear means those of attention"
@@ -120,7 +122,7 @@ def _packed_images(model: ModelFacts, c: Configuration) -> str | None:
 
 
 def _optimizer_notes(workload: Workload, request: Request, chosen: Estimate) -> Iterator[str]:
-    """Yields what the optimizer and 4-bit weights need, and what is not counted or lost."""
+    """Yields the needs of the optimizer and of 4-bit weights, and losses that are not counted."""
     for choice in (request.method, request.optimizer):
         if choice in (Method.QLORA, Optimizer.ADAMW_8BIT):
             yield f"{choice} needs bitsandbytes on the machine that trains: pip install 'dstrain[qlora]'"
@@ -132,7 +134,7 @@ def _optimizer_notes(workload: Workload, request: Request, chosen: Estimate) -> 
 
 
 def _liger_notes(workload: Workload, request: Request, chosen: Estimate) -> list[str]:
-    """Returns what Liger's kernels need, or what they would gain on GPUs that are known."""
+    """Names the needs of Liger's kernels, or their gain on known GPUs."""
     if request.liger:
         return ["liger needs liger-kernel on the machine that trains: pip install 'dstrain[kernels]'"]
     is_known = chosen.fits and workload.cluster.gpu_origin is not Origin.ASSUMED
@@ -143,7 +145,7 @@ def _liger_notes(workload: Workload, request: Request, chosen: Estimate) -> list
 
 
 def _reference_notes(workload: Workload, chosen: Estimate) -> list[str]:
-    """Returns what the reference costs, which is computed before the first step and kept in no second model."""
+    """Returns the cost of the reference, which is computed before the first step and kept in no second model."""
     configuration = chosen.configuration
     forward = forward_s(workload, configuration)
     if forward is None or chosen.speed is None:
@@ -177,7 +179,7 @@ def _assumptions(workload: Workload, request: Request, chosen: Estimate) -> list
 
 
 def _calibration_notes(workload: Workload, chosen: Estimate) -> list[str]:
-    """Returns what the user's calibration was made from, and the links of which it has no rate."""
+    """Names the source of the user's calibration, and the links without a rate."""
     cluster = workload.cluster
     entry = workload.calibration.of(cluster.gpu.name)
     if entry.source is None or chosen.speed is None:
@@ -189,7 +191,7 @@ def _calibration_notes(workload: Workload, chosen: Estimate) -> list[str]:
 
 
 def _experts_notes(moe: Moe, samples: int, configuration: Configuration) -> list[str]:
-    """Returns what a small batch gives to experts and routers that train."""
+    """Explains the effect of a small batch on experts and routers that train."""
     tokens = samples * configuration.batch.seq_len * moe.experts_per_token // moe.num_experts
     if samples >= STEADY_BATCH:
         return []
@@ -202,8 +204,7 @@ def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:
     """Returns the consequences of half precision without bf16, and of gradients sent as fp16."""
     model, cluster, configuration = workload.model, workload.cluster, chosen.configuration
     notes = []
-    is_old = not cluster.gpu.has_bf16 and not cluster.gpu.is_cpu
-    if configuration.model.precision is Precision.FP16 and is_old:
+    if configuration.model.precision is Precision.FP16 and cluster.gpu.lacks_bf16:
         notes.append(
             f"{cluster.gpu.name} has neither bf16 nor FlashAttention-2: fp16 with loss scaling and sdpa are used"
         )
@@ -213,7 +214,7 @@ def _precision_notes(workload: Workload, chosen: Estimate) -> list[str]:
 
 
 def _attention_notes(workload: Workload, chosen: Estimate) -> list[str]:
-    """Returns what the best FlashAttention of the GPU would bring, if it is not planned and worth saying."""
+    """Names the gain of the best FlashAttention of the GPU, if it is not planned and worth saying."""
     configuration, gpu = chosen.configuration, workload.cluster.gpu
     if chosen.speed is None or gpu.is_cpu or configuration.kernels.attn is not Attention.SDPA:
         return []
@@ -240,7 +241,7 @@ def learning_rate(request: Request, num_samples: int) -> float:
 
 
 def _scaling_notes(request: Request, num_samples: int, words: str) -> list[str]:
-    """Returns what scaling gives if a step has another number of samples, or packed rows, than by default.
+    """Returns the effect of scaling if a step has another number of samples, or packed rows, than by default.
 
     >>> _scaling_notes(Request(), 256, "256 samples")
     ['learning rate 1e-05 is meant for 64 samples a step; for 256 samples, --lr-scaling linear gives 4e-05, sqrt 2e-05']

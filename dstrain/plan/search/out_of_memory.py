@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from dstrain.choices import LossKernel, Offload
+from dstrain.choices import Offload
 from dstrain.facts.workload import Workload
 from dstrain.oom import Allocator, Phase
-from dstrain.plan.configuration import Checkpointing, Configuration, flat
+from dstrain.plan.configuration import Configuration, changed, changes, choices, flat
 from dstrain.plan.estimate import USABLE_GPU_RATIO, assess
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.search.evaluator import Evaluator, Key
 from dstrain.plan.search.rules import broken
 from dstrain.plan.search.search import EQUAL_RATIO, by_time
-from dstrain.plan.search.search_space import PERIODS, Candidate, with_batch
+from dstrain.plan.search.search_space import Candidate, with_batch
 from dstrain.plan.speed.step_time import speed
 from dstrain.units import MIB
 
@@ -25,32 +25,25 @@ NUM_FIXES = 3
 SHORTEST = 256
 """Tokens of the shortest sequence that is proposed."""
 
-_LOSSES = (LossKernel.FULL, LossKernel.CHUNKED, LossKernel.FUSED)
-"""Losses, each with less memory than the last."""
-_OFFLOADS = (Offload.NONE, Offload.OPTIMIZER, Offload.PARAMS)
-"""What leaves the GPU, each more than the last; NVMe needs a folder that only the user knows."""
 _ONLY_STATES = (Phase.LOAD, Phase.SAVE)
 """Phases in which there is no micro-batch."""
-LEVERS = (
-    *("micro_batch", "grad_ckpt", "grad_ckpt_every_n_layers", "activation_offload", "tiled_mlp", "loss"),
-    *("zero_stage", "offload", "seq_len"),
-)
-"""Choices that a change may make otherwise, by the names of `configuration.choices`."""
 _FOLLOWING = frozenset({"grad_ckpt_every_n_layers"})
 """A choice that is a part of another one and does not count as a lever of its own."""
+_MADE_UP = frozenset({"grad_accum", "offload_ratio"})
+"""Choices that follow from others: from the micro-batch and the offload."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortage:
-    """What was missing, as measured and as compared with the plan, in bytes of PyTorch's allocator."""
+    """The shortage, as measured and against the plan, in bytes of PyTorch's allocator."""
 
     phase: Phase
     limit_bytes: int
-    """What the allocator could have held."""
+    """The most that the allocator could hold."""
     needed_bytes: int
     """The least that it would have held after the allocation that failed."""
     predicted_bytes: int
-    """What the plan says that it holds."""
+    """The allocator's bytes by the plan."""
 
     @property
     def excess_bytes(self) -> int:
@@ -93,7 +86,7 @@ class _Change(NamedTuple):
 
 
 def shortage(workload: Workload, estimate: Estimate, phase: Phase, measured: Allocator) -> Shortage:
-    """Returns what was missing. What an allocation needs at last is unknown: the measured need is the least."""
+    """Returns the shortage; the measured need is a lower bound."""
     memory, parts = estimate.memory, estimate.memory.breakdown_bytes
     outside = outside_bytes(workload.cluster, estimate.configuration, workload.measured)
     predicted = memory.device_bytes_per_gpu - outside
@@ -109,9 +102,9 @@ def shortage(workload: Workload, estimate: Estimate, phase: Phase, measured: All
 
 
 def smaller(workload: Workload, configuration: Configuration, short: Shortage) -> Workload:
-    """Returns the workload on a GPU that the plan can trust: what PyTorch could hold, less the excess over the plan.
+    """Returns the workload on a GPU that the plan can trust: all that PyTorch could hold, less the excess over it.
 
-    The excess counts in full, however little a configuration needs: what the plan leaves out is often the same for all.
+    The excess counts in full, however little a configuration needs: often the plan leaves out the same bytes for all.
     """
     usable = short.limit_bytes - short.excess_bytes + outside_bytes(workload.cluster, configuration, workload.measured)
     gpu = replace(workload.cluster.gpu, memory_mib=max(1, usable // MIB))
@@ -126,7 +119,7 @@ def fixes(
     The space: smaller micro-batches with more accumulation × more recomputation × losses with less memory × higher
     stages among `stages` × more offload. Every change is verified with replays of engine and allocator, and leaves a
     tenth of the memory free, as plans do. The first one is the fastest of all; the others use the fewest levers, none
-    of them all that another one does. Where no speed is known, those with the fewest levers come first. If fewer than
+    of them all that another one does. If no speed is known, those with the fewest levers come first. If fewer than
     three are found, a shorter sequence is the last, which does not keep the tokens of a step.
     """
     current = estimate.configuration
@@ -137,7 +130,8 @@ def fixes(
     knows_speed = speed(workload, current) is not None
     first = _fastest(evaluator, space) if knows_speed else None
     found = [] if first is None else [first]
-    for count in range(1, len(LEVERS) + 1):
+    # with few levers first: a person who changes one line understands what it costs
+    for count in range(1, max((len(change.levers) for change in space), default=0) + 1):
         few = [change for change in space if len(change.levers - _FOLLOWING) == count]
         while len(found) < NUM_FIXES:
             few = [change for change in few if not any(other.levers <= change.levers for other in found)]
@@ -145,6 +139,7 @@ def fixes(
             if further is None:
                 break
             found.append(further)
+    # states do not shrink with the sequence
     if len(found) < NUM_FIXES and short.phase not in _ONLY_STATES:
         found += _shorter(evaluator, current)
     if knows_speed:
@@ -155,13 +150,13 @@ def fixes(
 def levers(current: Configuration, candidate: Candidate) -> frozenset[str]:
     """Returns the names of the choices that a candidate makes otherwise."""
     before, after = flat(current), flat(with_batch(candidate.way, candidate.micro_batch, candidate.grad_accum))
-    return frozenset(name for name in LEVERS if before[name] != after[name])
+    return frozenset(name for name in before.keys() - _MADE_UP if before[name] != after[name])
 
 
 def evaluated_at_once(short: Shortage, estimate: Estimate, eval_micro_batch: int) -> int | None:
     """Returns the largest smaller micro-batch of an evaluation that fits by what was measured; None if one is too many.
 
-    What an evaluation holds beside the model states grows with its micro-batch.
+    The memory of an evaluation beside the model states grows with its micro-batch.
     """
     resident = estimate.memory.states.device
     per_row = max(0, short.needed_bytes - resident) / eval_micro_batch
@@ -184,34 +179,38 @@ def _space(workload: Workload, current: Configuration, phase: Phase, stages: Col
 
 
 def _ways(workload: Workload, current: Configuration, phase: Phase, stages: Collection[int]) -> Iterator[Configuration]:
-    zero, kernels = current.zero, current.kernels
-    losses: tuple[LossKernel, ...] = (kernels.loss,)
-    recomputations = [current.checkpointing]
-    if phase not in _ONLY_STATES:
-        losses = _LOSSES[_LOSSES.index(kernels.loss) :] if kernels.loss in _LOSSES else losses
-        recomputations = list(_recomputations(current.checkpointing, in_ram=not workload.cluster.gpu.is_cpu))
-    offloads = _OFFLOADS[_OFFLOADS.index(zero.offload) :] if zero.offload in _OFFLOADS else (zero.offload,)
-    for stage in (stage for stage in range(zero.stage, 4) if stage == zero.stage or stage in stages):
-        for offload in offloads:
-            ratio = zero.offload_ratio if offload is zero.offload else 1.0
-            shared = replace(zero, stage=stage, offload=offload, offload_ratio=ratio)
-            for checkpointing in recomputations:
-                for loss in losses:
-                    changed = replace(kernels, loss=loss)
-                    yield replace(current, zero=shared, checkpointing=checkpointing, kernels=changed)
+    """Yields the current way and those that keep less, without other micro-batches; NVMe needs a folder that only the
+    user knows."""
+    higher = [stage for stage in _less(current, "zero_stage") if stage in stages]
+    larger = [offload for offload in _less(current, "offload") if offload is not Offload.NVME]
+    for staged in (current, *changes(current, "zero_stage", higher)):
+        for offloaded in (staged, *changes(staged, "offload", larger)):
+            if phase in _ONLY_STATES:
+                yield offloaded
+                continue
+            for recomputed in _recomputations(offloaded, in_ram=not workload.cluster.gpu.is_cpu):
+                yield recomputed
+                yield from changes(recomputed, "loss", _less(current, "loss"))
 
 
-def _recomputations(current: Checkpointing, *, in_ram: bool) -> Iterator[Checkpointing]:
+def _less(current: Configuration, name: str) -> tuple[Any, ...]:
+    """Returns the values of a choice that need less memory than the current one."""
+    choice = choices()[name]
+    return choice.values[choice.values.index(choice.of(current)) + 1 :]
+
+
+def _recomputations(current: Configuration, *, in_ram: bool) -> Iterator[Configuration]:
     """Yields the current choice, and those that keep less: more layers, then tiled MLPs and inputs in RAM."""
     yield current
-    for period in sorted(PERIODS, reverse=True):
-        if not current.enabled or period < current.every_n_layers:
-            yield replace(current, enabled=True, every_n_layers=period)
-    whole = replace(current, enabled=True, every_n_layers=1)
-    for offload in sorted({current.offload, current.offload or in_ram}):
-        for tiled in sorted({current.tiled_mlp, True}):
-            if (offload, tiled) != (current.offload, current.tiled_mlp):
-                yield replace(whole, offload=offload, tiled_mlp=tiled)
+    chosen = current.checkpointing
+    for period in choices()["grad_ckpt_every_n_layers"].values:
+        if not chosen.enabled or period < chosen.every_n_layers:
+            yield changed(current, grad_ckpt=True, grad_ckpt_every_n_layers=period)
+    whole = changed(current, grad_ckpt=True, grad_ckpt_every_n_layers=1)
+    for offload in sorted({chosen.offload, chosen.offload or in_ram}):
+        for tiled in sorted({chosen.tiled_mlp, True}):
+            if (offload, tiled) != (chosen.offload, chosen.tiled_mlp):
+                yield changed(whole, activation_offload=offload, tiled_mlp=tiled)
 
 
 def _fastest(evaluator: Evaluator, changes: Sequence[_Change]) -> _Change | None:

@@ -12,12 +12,10 @@ from dstrain.plan.estimate_records import Estimate, Reason, Topic
 from dstrain.plan.labels import OPTIMIZER_WORDS, label, short_label
 from dstrain.plan.memory.memory import waiting_bytes
 from dstrain.plan.memory.params import trained
-from dstrain.plan.request import Request
-from dstrain.plan.search.alternatives import FREE, Neighbour, faster_but_too_large, gain_ratio, missing_bytes
-from dstrain.plan.search.buffer_sizes import TIGHT
-from dstrain.plan.search.contradictions import option
+from dstrain.plan.request import SPEED, Request
+from dstrain.plan.search.alternatives import Neighbour, faster_but_too_large, gain_ratio, missing_bytes
 from dstrain.plan.search.search import EQUAL_RATIO, TIE_RATIO, Ranking
-from dstrain.plan.search.search_space import batch_words, data_parallel_ranks, mechanisms
+from dstrain.plan.search.search_space import TIGHT, batch_words, data_parallel_ranks, mechanisms, option
 from dstrain.plan.speed.step_time import LIMITS
 from dstrain.units import MIB, format_bytes, format_count, format_seconds
 
@@ -106,19 +104,19 @@ def _advantage(chosen: Configuration, fastest: Configuration) -> str:
 
 
 def _as_asked(cluster: Cluster, request: Request, chosen: Estimate, other: Estimate | None) -> tuple[Reason, ...]:
-    """Returns what the plan that dstrain would choose gains over what was asked for, if it is faster."""
+    """Names the gain of the plan that dstrain would choose over the requested one, if it is faster."""
     gain = gain_ratio(cluster, other, chosen) if other is not None else None
     if other is None or gain is None or gain <= EQUAL_RATIO:
         return ()
     mine, open_ = flat(chosen.configuration), flat(other.configuration)
-    names = [name for name in FREE if getattr(request, name) is not None and mine[name] != open_[name]]
+    names = [name for name in SPEED if getattr(request, name) is not None and mine[name] != open_[name]]
     asked, without = " ".join(option(request, name) for name in names), "it" if len(names) == 1 else "them"
     text = f"{asked}, as asked; without {without}, {label(other.configuration)} would be {faster(gain)} and fits"
     return (Reason(topic=Topic.AS_ASKED, text=text),)
 
 
 def _eight_bit(cluster: Cluster, chosen: Estimate, other: Estimate | None) -> tuple[Reason, ...]:
-    """Returns what 8-bit AdamW on the GPU would gain over an offloaded optimizer."""
+    """Names the gain of 8-bit AdamW on the GPU over an offloaded optimizer."""
     gain = gain_ratio(cluster, other, chosen) if other is not None else None
     if other is None or other.speed is None or gain is None:
         return ()
@@ -199,7 +197,7 @@ def _over(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> list[R
 
 
 def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> list[Reason]:
-    """Returns what more memory would change: the nearest change, and those that need more and bring more."""
+    """Names the changes that more memory would allow: the nearest change, and those that need more and bring more."""
     said, best = [], 0.0
     for neighbour in faster_but_too_large(cluster, chosen, others):
         gain = gain_ratio(cluster, neighbour.estimate, chosen)
@@ -215,7 +213,7 @@ def _with_more(cluster: Cluster, chosen: Estimate, others: list[Neighbour]) -> l
 
 
 def _memory(workload: Workload, chosen: Estimate) -> list[Reason]:
-    """Returns what trains, the states on each GPU, the peak, and host RAM."""
+    """Names the trained parameters, the states on each GPU, the peak, and host RAM."""
     model, cluster = workload.model, workload.cluster
     configuration, needs, states = chosen.configuration, chosen.memory, chosen.memory.states
     trainable = trained(model, configuration.model.method, configuration.model.lora).trainable

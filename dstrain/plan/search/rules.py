@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision
-from dstrain.facts.attention_kernels import KERNELS, SINKS
+from dstrain.facts.attention_kernels import KERNELS
 from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.model.families import LIGER, SHARED_EXPERTS
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.traits import traits
 from dstrain.facts.workload import Workload
-from dstrain.job.task_limits import LIMITS, TaskLimit
+from dstrain.job.task_limits import LIMITS, UNDROPPED, WITH_MEDIA, TaskLimit
 from dstrain.plan.configuration import DEGREES, Configuration, changed, choices
 from dstrain.plan.memory.layers.families import LAYER_CODE
-from dstrain.plan.memory.layers.kernels import LIGER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,8 +34,12 @@ class Rule:
     source: str
     """Where the limit is documented or implemented."""
 
+    needs_model: bool = True
+    """Whether it depends on the model, and not only on the configuration and the machines."""
+    lint: str = ""
+    """The lint rule that reports it at a key of ds_config.json or of the task, in words of its own; empty: DS808."""
     cure: str | None = None
-    """What a job says instead, if its plain value is not the only way."""
+    """The settings to write in a job instead, if its plain value is not the only way."""
 
     @property
     def is_of_parallelism(self) -> bool:
@@ -46,7 +52,7 @@ def adapts_experts(configuration: Configuration) -> bool:
     return not configuration.model.is_full and bool(configuration.model.lora.target_parameters)
 
 
-_TRAIN = "dstrain train/compiled_layers.py"
+_TRAIN = "dstrain train/model.py"
 LEAST_CAPABILITY = (7, 0)
 """Compute capability from which Triton compiles kernels. Source: torch 2.13 _inductor/scheduler.py."""
 GAIN = "published runs save 14 to 21 %"
@@ -95,7 +101,7 @@ def compiled(workload: Workload, configuration: Configuration) -> Configuration 
 
 
 def compiling_note(workload: Workload, configuration: Configuration) -> str | None:
-    """Returns what torch.compile would bring, or does not count where it is asked for; None if it cannot run."""
+    """Returns a note on the gain of torch.compile, or on uncounted effects if it is chosen; None if it cannot run."""
     if configuration.kernels.torch_compile:
         leaf = "; ZeRO-3 then gathers a layer at a time, for which memory is not counted"
         more = leaf if configuration.zero.stage == 3 else ""
@@ -110,19 +116,19 @@ _DS = "deepspeed 0.19.8 "
 
 # fmt: off
 ZERO_RULES: tuple[Rule, ...] = (
-    Rule(name="offload needs ZeRO", options=("zero_stage", "offload"),
+    Rule(name="offload needs ZeRO", options=("zero_stage", "offload"), lint="DS201",
          says="ZeRO-0 offloads nothing",
          breaks=lambda m, k, c: c.zero.stage == 0 and c.zero.is_offloaded,
          source=_DS + "runtime/engine.py: _configure_zero_optimizer alone reads offload_optimizer"),
-    Rule(name="parameter offload needs ZeRO-3", options=("zero_stage", "offload"),
+    Rule(name="parameter offload needs ZeRO-3", options=("zero_stage", "offload"), lint="DS201",
          says="an optimizer is offloaded under ZeRO-1 to 3, parameters and NVMe under ZeRO-3 only",
          breaks=lambda m, k, c: c.zero.stage < 3 and c.zero.offloads_params,
          source=_DS + "runtime/zero/stage_1_and_2.py: offload_param is never read, an nvme device becomes the CPU"),
-    Rule(name="NVMe needs a folder", options=("offload",),
+    Rule(name="NVMe needs a folder", options=("offload",), lint="DS311",
          says="NVMe offload needs a folder on a drive (--nvme)",
          breaks=lambda m, k, c: c.zero.offload is Offload.NVME and k.nvme_path is None,
          source=_DS + "runtime/zero/stage3.py: os.path.join(nvme_path, …) is a TypeError where it is None"),
-    Rule(name="ratio needs ZeRO-3", options=("offload_ratio", "zero_stage", "offload"),
+    Rule(name="ratio needs ZeRO-3", options=("offload_ratio", "zero_stage", "offload"), lint="DS204",
          says="a part of the optimizer is offloaded under ZeRO-3 only",
          breaks=lambda m, k, c: c.zero.offload_ratio < 1 and c.zero.stage < 3,
          source=_DS + "runtime/zero/stage3.py: subgroup_to_device; stage_1_and_2.py never reads ratio"),
@@ -130,11 +136,11 @@ ZERO_RULES: tuple[Rule, ...] = (
          says="a part of the optimizer stays on the GPU only if the rest is in host RAM",
          breaks=lambda m, k, c: c.zero.offload_ratio < 1 and c.zero.offload not in _IN_RAM,
          source=_DS + "runtime/zero/stage3.py: partial_offload with DeepSpeedCPUAdam"),
-    Rule(name="CPU optimizer is Adam", options=("optimizer", "offload"),
+    Rule(name="CPU optimizer is Adam", options=("optimizer", "offload"), lint="DS225",
          says="an offloaded optimizer must be AdamW, the only one on the CPU",
          breaks=lambda m, k, c: c.zero.is_offloaded and c.step.optimizer is not Optimizer.ADAMW,
          source="accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed makes CPUAdam of all, or raises"),
-    Rule(name="bf16 states need ZeRO", options=("optimizer", "zero_stage"),
+    Rule(name="bf16 states need ZeRO", options=("optimizer", "zero_stage"), lint="DS225",
          says="states of AdamW are in bf16 under ZeRO-1 to 3 only",
          breaks=lambda m, k, c: c.step.optimizer is Optimizer.ADAMW_BF16 and c.zero.stage == 0,
          source=_DS + "runtime/config.py: _do_error_check"),
@@ -143,11 +149,11 @@ ZERO_RULES: tuple[Rule, ...] = (
          cure="precision: bf16, or optimizer: adamw",
          breaks=lambda m, k, c: c.step.optimizer is Optimizer.ADAMW_BF16 and c.model.precision is not Precision.BF16,
          source=_DS + "runtime/base_optimizer.py: _configure_master_weights"),
-    Rule(name="hpZ needs ZeRO-3", options=("hpz", "zero_stage"),
+    Rule(name="hpZ needs ZeRO-3", options=("hpz", "zero_stage"), lint="DS203",
          says="a second copy of the parameters inside each node (hpZ) exists under ZeRO-3 only",
          breaks=lambda m, k, c: c.zero.hpz > 1 and c.zero.stage < 3,
          source=_DS + "runtime/zero/partition_parameters.py alone reads zero_hpz_partition_size"),
-    Rule(name="hpZ divides the GPUs", options=("hpz",),
+    Rule(name="hpZ divides the GPUs", options=("hpz",), lint="DS801",
          says="hpZ must divide the GPUs of a node",
          breaks=lambda m, k, c: k.gpus_per_node % c.zero.hpz != 0,
          source=_DS + "utils/groups.py: _create_zero_param_parallel_group, _ensure_divisibility"),
@@ -155,28 +161,25 @@ ZERO_RULES: tuple[Rule, ...] = (
          says="hpZ's second copy follows offloaded parameters to the CPU, where it saves nothing",
          breaks=lambda m, k, c: c.zero.hpz > 1 and c.zero.offloads_params,
          source=_DS + "runtime/zero/partition_parameters.py: _partition_param_sec (device=self.remote_device)"),
-    Rule(name="hpZ and AutoTP", options=("hpz", "tp"),
+    Rule(name="hpZ and AutoTP", options=("hpz", "tp"), lint="DS224",
          says="hpZ groups consecutive ranks, and AutoTP's groups cross them",
          breaks=lambda m, k, c: c.zero.hpz > 1 and c.parallel.tp > 1,
          source=_DS + "utils/groups.py: _create_zero_param_parallel_group takes consecutive ranks of the world"),
-    Rule(name="qwZ needs ZeRO-3", options=("qwz", "zero_stage"),
+    Rule(name="qwZ needs ZeRO-3", options=("qwz", "zero_stage"), lint="DS203",
          says="parameters are gathered in 8 bits (qwZ) under ZeRO-3 only",
          breaks=lambda m, k, c: c.zero.qwz and c.zero.stage < 3,
          source=_DS + "runtime/zero/partition_parameters.py alone reads zero_quantized_weights"),
-    Rule(name="qwZ and QLoRA", options=("qwz", "method"),
+    Rule(name="qwZ and QLoRA", options=("qwz", "method"), lint="DS813",
          says="qwZ would round weights that are in 4 bits already",
          breaks=lambda m, k, c: c.zero.qwz and c.model.method is Method.QLORA,
          source=_DS + "runtime/zero/partition_parameters.py: CUDAQuantizer.quantize casts what it gets to fp16"),
-    Rule(name="qwZ and shares of eight", options=("qwz",),
-         says="the kernel of qwZ takes eight elements at a time, so the GPUs must divide the hidden size",
-         breaks=lambda m, k, c: c.zero.qwz and m.hidden_size % k.num_gpus != 0,
-         source=_DS + "runtime/zero/partition_parameters.py: CUDAQuantizer.quantize"),
+    Rule(name="qwZ and shares of eight", options=("qwz",), lint="DS813",
+         says="the kernel of qwZ takes eight elements at a time, and shares of some parameters are no multiple",
+         breaks=lambda m, k, c: c.zero.qwz and any(-(-tensor.numel // k.num_gpus) % 8 for tensor in m.tensors),
+         source=_DS + "runtime/zero/partition_parameters.py: CUDAQuantizer.quantize, also of norms, gathered alone"),
 )
 """Of one another and of the method, the optimizer and the degrees of parallelism."""
 # fmt: on
-
-SHARED_EXPERTS = ("deepseek_v3", "mixtral", "qwen3_moe", "qwen3_vl_moe")
-"""Families whose experts ranks may share."""
 
 
 def _drops_masks(configuration: Configuration) -> bool:
@@ -188,13 +191,17 @@ def _scales_by_length(model: ModelFacts, configuration: Configuration) -> bool:
     return (scaling.rope_type if scaling is not None else model.rope_type) in ("dynamic", "longrope")
 
 
+def _exceeds_with_images(limit: TaskLimit, model: ModelFacts, cluster: Cluster, configuration: Configuration) -> bool:
+    return configuration.batch.image_patches > 0 and choices()[limit.key].of(configuration) not in limit.values
+
+
 # fmt: off
 PARALLEL_RULES: tuple[Rule, ...] = (
     Rule(name="SP and AutoTP", options=("sp", "tp"),
          says="sequence and tensor parallelism exclude each other",
          breaks=lambda m, k, c: c.parallel.sp > 1 and c.parallel.tp > 1,
          source=_DS + "runtime/engine.py: _configure_tensor_parallel_states replaces the mpu that SP comes with"),
-    Rule(name="SP divides the GPUs", options=("sp",),
+    Rule(name="SP divides the GPUs", options=("sp",), needs_model=False,
          says="SP must divide the GPUs",
          breaks=lambda m, k, c: k.num_gpus % c.parallel.sp != 0,
          source=_DS + "runtime/sequence_parallel/parallel_state_sp.py: initialize_sequence_parallel"),
@@ -235,15 +242,11 @@ PARALLEL_RULES: tuple[Rule, ...] = (
          says="positions that depend on the length of a row (dynamic, longrope) are not those of its slices",
          breaks=lambda m, k, c: c.parallel.sp > 1 and _scales_by_length(m, c),
          source="Transformers 5.23 modeling_rope_utils.py: dynamic_rope_update takes the largest position_id"),
-    Rule(name="SP and images", options=("sp", "image_patches"),
-         says="sequence parallelism replaces the vision tower's attention too, which has no position ids",
-         breaks=lambda m, k, c: c.parallel.sp > 1 and c.batch.image_patches > 0,
-         source=_DS + "runtime/sequence_parallel/ulysses_sp.py: forward, position_ids"),
-    Rule(name="TP and images", options=("tp", "image_patches"),
-         says="tensor parallelism was not tried with images",
-         breaks=lambda m, k, c: c.parallel.tp > 1 and c.batch.image_patches > 0,
-         source="dstrain job/task_limits.py: WITH_MEDIA, as which a run refuses it"),
-    Rule(name="TP inside a node", options=("tp",),
+    *(Rule(name=f"{limit.key.upper()} and images", options=(limit.key, "image_patches"), says=limit.why,
+           breaks=partial(_exceeds_with_images, limit),
+           source=_DS + "runtime/sequence_parallel/ulysses_sp.py: forward, position_ids; not tried with AutoTP")
+      for limit in WITH_MEDIA if limit.key in DEGREES),
+    Rule(name="TP inside a node", options=("tp",), needs_model=False,
          says="TP must divide the GPUs of a node",
          breaks=lambda m, k, c: k.gpus_per_node % c.parallel.tp != 0,
          source="Megatron-LM (arXiv 2104.04473), takeaway 1: up to the GPUs of a server (from memory)"),
@@ -251,7 +254,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
          says="TP must divide the key-value heads: AutoTP splits attention no further",
          breaks=lambda m, k, c: bool(m.num_key_value_heads % c.parallel.tp or m.num_attention_heads % c.parallel.tp),
          source=_DS + "runtime/engine.py: _apply_autotp_partitioning"),
-    Rule(name="TP needs ZeRO", options=("tp", "zero_stage"),
+    Rule(name="TP needs ZeRO", options=("tp", "zero_stage"), lint="DS224",
          says="tensor parallelism needs ZeRO-1 or more: without ZeRO, bf16 gradients are clipped by a wrong norm",
          breaks=lambda m, k, c: c.parallel.tp > 1 and c.zero.stage == 0,
          source="measured on CPU ranks, deepspeed 0.19.8: a norm of 3.71 in place of 4.78; ZeRO-1 to 3 have 4.78"),
@@ -272,7 +275,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
          breaks=lambda m, k, c: c.parallel.tp > 1 and not c.model.is_full,
          source=_DS + "module_inject/tp_plan_converter.py: convert ends a pattern at q_proj.weight; "
                       "peft's is q_proj.base_layer.weight"),
-    Rule(name="EP divides the GPUs", options=("ep",),
+    Rule(name="EP divides the GPUs", options=("ep",), needs_model=False,
          says="EP must divide the GPUs",
          breaks=lambda m, k, c: k.num_gpus % c.parallel.ep != 0,
          source=_DS + "module_inject/auto_ep_folding.py: build_folding_spec"),
@@ -288,7 +291,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
          says="expert parallelism does not go together with sequence or tensor parallelism",
          breaks=lambda m, k, c: c.parallel.ep > 1 and (c.parallel.sp > 1 or c.parallel.tp > 1),
          source=_DS + "runtime/engine.py: _validate_zero3_moe_compatibility; AutoTP refuses Transformers' experts"),
-    Rule(name="EP needs ZeRO", options=("ep", "zero_stage"),
+    Rule(name="EP needs ZeRO", options=("ep", "zero_stage"), lint="DS224",
          says="expert parallelism needs ZeRO-1 or more",
          breaks=lambda m, k, c: c.parallel.ep > 1 and c.zero.stage == 0,
          source="not tried without ZeRO; " + _DS + "runtime/fp16/fused_optimizer.py"),
@@ -309,7 +312,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
          breaks=lambda m, k, c: c.parallel.ep > 1 and c.kernels.liger,
          source="liger-kernel 0.8.5 transformers/monkey_patch.py replaces the experts' class"),
 )
-"""What DeepSpeed 0.19.8 does not do with the ranks of a group."""
+"""Limits of DeepSpeed 0.19.8 for ranks of a group."""
 # fmt: on
 
 MOST_HEAD_DIM = (256, 128)
@@ -320,10 +323,6 @@ def _is_fused(configuration: Configuration) -> bool:
     return configuration.kernels.loss is LossKernel.FUSED
 
 
-def _replaces_loss(configuration: Configuration) -> bool:
-    return configuration.kernels.loss in (LossKernel.CHUNKED, LossKernel.FUSED)
-
-
 def _is_too_wide(model: ModelFacts, attn: Attention) -> bool:
     """Whether heads are wider than a kernel takes; FlashAttention-4 has its narrowest limit on Blackwell."""
     limit = MOST_HEAD_DIM[attn is Attention.FLASH_ATTENTION_4]
@@ -331,8 +330,8 @@ def _is_too_wide(model: ModelFacts, attn: Attention) -> bool:
 
 
 def _exceeds(limit: TaskLimit, model: ModelFacts, cluster: Cluster, configuration: Configuration) -> bool:
-    part, choice = choices()[limit.key]
-    return configuration.batch.task is limit.task and getattr(getattr(configuration, part), choice) not in limit.values
+    value = choices()[limit.key].of(configuration)
+    return configuration.batch.task is limit.task and value not in limit.values
 
 
 # fmt: off
@@ -354,14 +353,14 @@ RULES: tuple[Rule, ...] = (
          source="Transformers 5.23 modeling_utils.py: _flash_attn_can_dispatch"),
     Rule(name="FlashAttention and sinks", options=("attn",),
          says="FlashAttention has no gradients for this family's sinks: adapters alone train with it",
-         breaks=lambda m, k, c: c.kernels.attn.is_flash and c.model.is_full and m.model_type in SINKS,
+         breaks=lambda m, k, c: c.kernels.attn.is_flash and c.model.is_full and traits(m.model_type).has_sinks,
          source="kernels-community vllm-flash-attn3 flash_attn_interface.py: FlashAttnVarlenFunc.backward"),
     Rule(name="FlashAttention and wide heads", options=("attn",),
          says="FlashAttention takes heads of up to 256 elements, its version 4 of up to 128",
          breaks=lambda m, k, c: _is_too_wide(m, c.kernels.attn),
          source="flash-attention 2.8 csrc/flash_attn/flash_api.cpp: mha_fwd; hopper/flash_api.cpp;"
          " flash_attn/cute/interface.py: _validate_head_dims"),
-    Rule(name="FlashAttention and fp32", options=("attn", "precision"),
+    Rule(name="FlashAttention and fp32", options=("attn", "precision"), needs_model=False,
          says="FlashAttention needs bf16 or fp16",
          breaks=lambda m, k, c: c.kernels.attn.is_flash and c.model.precision is Precision.FP32,
          source="flash-attention 2.8 csrc/flash_attn/flash_api.cpp: mha_fwd"),
@@ -410,7 +409,7 @@ RULES: tuple[Rule, ...] = (
     Rule(name="tiles are of dense MLPs", options=("tiled_mlp",),
          says="an MLP is computed tile by tile in dense models whose layer code is known",
          breaks=lambda m, k, c: c.checkpointing.tiled_mlp and (m.moe is not None or m.traced is not None),
-         source="dstrain train/tiled_mlp.py"),
+         source="dstrain train/model.py"),
     Rule(name="tiled MLPs and AutoTP", options=("tiled_mlp", "tp"),
          says="MLPs that tensor-parallel ranks share were not tried tile by tile",
          breaks=lambda m, k, c: c.checkpointing.tiled_mlp and c.parallel.tp > 1,
@@ -419,24 +418,23 @@ RULES: tuple[Rule, ...] = (
          says="a tile that is computed again has another dropout mask; tiled MLPs need adapters without dropout",
          breaks=lambda m, k, c: c.checkpointing.tiled_mlp and not c.model.is_full and c.model.lora.dropout > 0,
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: TiledMLP keeps no random state"),
-    Rule(name="adapters of experts and dropout", options=("lora",),
-         says="the adapters of experts are added to weights, so that no input can be dropped",
-         breaks=lambda m, k, c: adapts_experts(c) and c.model.lora.dropout > 0,
+    Rule(name="adapters of experts and dropout", options=("lora",), lint="DS226",
+         says=UNDROPPED.why, breaks=lambda m, k, c: adapts_experts(c) and c.model.lora.dropout > 0,
          source="peft 0.21 tuners/lora/layer.py: ParamWrapper.update_layer"),
     Rule(name="adapters of experts and Liger", options=("liger", "lora"),
          says="Liger's experts were not tried with adapters",
          breaks=lambda m, k, c: adapts_experts(c) and c.kernels.liger,
          source="liger-kernel 0.8.5 ops/fused_moe.py: LigerFusedMoEFunction"),
     *COMPILE_RULES,
-    Rule(name="accumulation dtype needs ZeRO", options=("zero_stage",),
+    Rule(name="accumulation dtype needs ZeRO", options=("zero_stage",), lint="DS325",
          says="ZeRO-0 accumulates gradients in the training precision",
          breaks=lambda m, k, c: c.zero.stage == 0 and c.step.grad_accum_dtype not in (None, c.model.precision),
          source=_DS + "runtime/engine.py: _do_optimizer_sanity_check (NotImplementedError)"),
-    *(Rule(name=f"task and {limit.key}", options=("task", limit.key), says=limit.says,
+    *(Rule(name=f"task and {limit.key}", options=("task", limit.key), lint="DS226", says=limit.says,
            breaks=partial(_exceeds, limit), source="dstrain train/preferences")
       for limit in LIMITS if limit.key in choices()),
 )
-"""What DeepSpeed 0.19.8, with Transformers 5.23 and accelerate 1.15, does not do. The batch identity is not here: no
+"""Limits of DeepSpeed 0.19.8 with Transformers 5.23 and accelerate 1.15. The batch identity is not here: no
 configuration is made that breaks it (`search_space.batches`)."""
 # fmt: on
 _BREAKS = tuple(rule.breaks for rule in RULES)
@@ -447,8 +445,14 @@ def broken(workload: Workload, configuration: Configuration) -> list[Rule]:
     return [rule for rule in RULES if rule.breaks(workload.model, workload.cluster, configuration)]
 
 
+def broken_by_any(cluster: Cluster, configuration: Configuration) -> list[Rule]:
+    """Returns the rules that a configuration breaks with any model, for one whose facts are unknown."""
+    model: Any = None
+    return [rule for rule in RULES if not rule.needs_model and rule.breaks(model, cluster, configuration)]
+
+
 def keeps_rules(workload: Workload, configuration: Configuration) -> bool:
-    """Returns whether a configuration breaks no rule; a search asks that of thousands."""
+    """Returns whether a configuration breaks no rule; a search asks it for thousands of them."""
     model, cluster = workload.model, workload.cluster
     for breaks in _BREAKS:  # noqa: SIM110 (a generator takes twice as long)
         if breaks(model, cluster, configuration):

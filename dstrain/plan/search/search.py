@@ -10,9 +10,8 @@ from typing import NamedTuple
 from dstrain.facts.workload import Workload
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.request import Request
-from dstrain.plan.search.buffer_sizes import TIGHT
 from dstrain.plan.search.evaluator import Evaluator, Key, usable_ratio
-from dstrain.plan.search.search_space import Candidate, in_ram_too, mechanisms, strategy_key
+from dstrain.plan.search.search_space import TIGHT, Candidate, in_ram_too, mechanisms, strategy_key
 
 EQUAL_RATIO = 0.02
 """Times that differ by less are called equal."""
@@ -111,7 +110,7 @@ def _best(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[
     def fits(tied: _Tied) -> bool:
         nonlocal misses
         # alternatives to the best are not worth a replay of each that may fit
-        if ranked and (misses >= MOST_MISSES or not evaluator.seems_to_fit(tied.candidate, is_sure=True)):
+        if ranked and (misses >= MOST_MISSES or not evaluator.seems_to_fit(tied.candidate)):
             return False
         is_fitting = evaluator.fits(tied.candidate)
         misses += bool(ranked) and not is_fitting
@@ -127,7 +126,7 @@ def _best(evaluator: Evaluator, candidates: list[Candidate], top: int) -> tuple[
             if len(ranked) == top:
                 break
             # the estimate is taken as it is: a plan that only its error lets fit would lead to larger ones
-            if tie.strategy in ranked.keys() | passed or not evaluator.seems_to_fit(tie.candidate, is_sure=True):
+            if tie.strategy in ranked.keys() | passed or not evaluator.seems_to_fit(tie.candidate):
                 continue
             if not fits(best := tie if ranked else _saving_both(evaluator, tie, waiting)):
                 continue
@@ -238,10 +237,12 @@ def nearest(evaluator: Evaluator, candidates: list[Candidate], top: int) -> list
         for candidate in candidates
         if candidate.rung in (TIGHT, None) and candidate.micro_batch == smallest[strategy_key(candidate.way)]
     ]
+    # of candidates whose least shortage is equal, the one that is lower without loading comes first
     frugal.sort(key=lambda candidate: _bound(evaluator, candidate, is_loaded=True))
     ordered = sorted(
         (_least_shortage(evaluator, candidate), place, candidate) for place, candidate in enumerate(frugal)
     )
+    # a verified shortage is larger than the estimate, so that another candidate may now be nearer
     for _ in range(MOST_MISSES):
         found = _seemingly_nearest(evaluator, ordered, top)
         if evaluator.exact.issuperset(found):
@@ -262,7 +263,7 @@ def least_plan(workload: Workload, request: Request) -> Estimate | None:
     possible = [each for each in candidates if each.rung in (TIGHT, None) and evaluator.may_fit(each)]
     possible.sort(key=lambda each: evaluator.bound(each).device_bytes(each.micro_batch, each.grad_accum))
     has_room = (each for each in possible if evaluator.has_host_room(each))
-    seeming = (each for each in islice(has_room, LEAST_TRIED) if evaluator.seems_to_fit(each, is_sure=True))
+    seeming = (each for each in islice(has_room, LEAST_TRIED) if evaluator.seems_to_fit(each))
     fitting = (each for each in islice(seeming, LEAST_MISSES) if evaluator.fits(each))
     return next(map(evaluator.estimate, fitting), None)
 

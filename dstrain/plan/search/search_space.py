@@ -1,28 +1,212 @@
-"""All configurations that a request leaves open and no rule forbids."""
+"""All configurations that a request leaves open and no rule forbids, with their buffers; or why there are none."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import cache, partial
+from typing import Any, TypeVar
 
 from dstrain.choices import LossKernel, Method, Offload
+from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.plan import rope_scaling
-from dstrain.plan.configuration import Checkpointing, Configuration, Parallel, Zero
-from dstrain.plan.estimate import supported_precision
+from dstrain.plan.configuration import (
+    DEFAULTS,
+    DEGREES,
+    Checkpointing,
+    Configuration,
+    Parallel,
+    changed,
+    choices,
+)
+from dstrain.plan.estimate import auto_sizes, supported_precision
+from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import batch_label
 from dstrain.plan.request import Request
-from dstrain.plan.search.buffer_sizes import ROOMY, TIGHT, sizes, sizes_of_transformers
-from dstrain.plan.search.contradictions import contradiction, no_batch
 from dstrain.plan.search.rules import Rule, broken, keeps_rules
-from dstrain.plan.speed.setting import row_samples
+from dstrain.plan.speed.compute import row_samples
+from dstrain.units import counted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The words for the choices of a request where a person made them."""
+
+    choices: str
+    """Their name, as the beginning of a sentence."""
+    spell: Callable[[str], str]
+    """Returns a choice and its value, given the field of `Request`."""
+
+
+class Unsatisfiable(InvalidConfig):
+    """No way satisfies a request."""
+
+    def __init__(self, request: Request, names: Sequence[str], say: Callable[[Terms], str], *, hint: str) -> None:
+        """`names` are the fields that rule each other out; `say` names them, by default as options."""
+        self.names, self.say, self.spell = names, say, partial(option, request)
+        super().__init__(say(Terms(choices="the options", spell=self.spell)), hint=hint)
+
+
+def unsatisfied(request: Request, name: str, why: str, *, hint: str) -> Unsatisfiable:
+    """Returns the error of one choice, given its field and the end of the sentence that begins with it."""
+    return Unsatisfiable(request, [name], lambda terms: f"{terms.spell(name)}{why}", hint=hint)
+
+
+def contradiction(request: Request, broken: Iterable[Sequence[Rule]]) -> Unsatisfiable:
+    """Returns the error of a request that no way satisfies: the options that the least broken way contradicts.
+
+    `broken` has the rules that each way breaks.
+    """
+    rule = min(broken, key=len)[0]
+    names = [name for name in rule.options if _is_given(request, name)]
+
+    def say(terms: Terms) -> str:
+        said = "; ".join([*([" and ".join(map(terms.spell, names))] if names else []), rule.says])
+        return f"{terms.choices} contradict each other: {said}" if len(names) > 1 else said
+
+    return Unsatisfiable(request, names, say, hint="Remove one of them." if len(names) > 1 else "Choose another value.")
+
+
+def _is_given(request: Request, name: str) -> bool:
+    value = getattr(request, name)
+    return value is not None and (name not in (*DEGREES, "hpz") or value > 1)
+
+
+def option(request: Request, name: str) -> str:
+    """Returns a choice of a request as an option, as it is typed on the command line."""
+    word, value = name.replace("_", "-"), getattr(request, name)
+    if isinstance(value, bool):
+        return f"--{word}" if value else f"--no-{word}"
+    return f"--{word} {value}"
+
+
+def no_batch(cluster: Cluster, request: Request, ranks: int) -> Unsatisfiable:
+    """Returns the error of a global batch that no way keeps, in numbers; `ranks` are data-parallel at most."""
+    wanted = request.global_batch or 0
+    groups = f"{ranks} groups of {cluster.num_gpus} GPUs" if ranks != cluster.num_gpus else counted(ranks, "GPU")
+    unit = ranks * (request.micro_batch or 1) * (request.grad_accum or 1)
+    options = [str(size) for size in (wanted // unit * unit, (wanted // unit + 1) * unit) if size]
+    hint = f"Write --global-batch {' or '.join(options)}."
+    parts = [groups]
+    parts += [f"micro-batch {request.micro_batch}"] if request.micro_batch else []
+    parts += [f"{request.grad_accum} accumulated"] if request.grad_accum else []
+    verb = "is not" if request.micro_batch and request.grad_accum else "is not a multiple of"
+
+    def say(terms: Terms) -> str:
+        given = terms.spell("global_batch")
+        if unit == ranks:
+            return f"{given} cannot be shared by {groups}"
+        return f"{terms.choices} contradict each other: {given} {verb} {' × '.join(parts)}"
+
+    return Unsatisfiable(request, ["global_batch"], say, hint=hint)
+
+
+TIGHT, ROOMY = 0, 2
+"""The rungs that a search tries: the smallest buffers, and those that cost little and hide latency."""
+SHARE_OF_ROOM = 0.5
+"""Share of the memory left over that larger buffers may take; the rest stays for longer samples and fragments."""
+NO_SLOWER_RATIO = 0.005
+"""The slowdown that larger buffers may cause: they lengthen the first message of a hidden collective, which is
+exposed."""
+RATIO_STEP = 0.05
+"""Step in which the offloaded share of an optimizer is lowered."""
+
+_LARGEST_BUCKET, _SMALLEST_BUCKET = 200_000_000, 20_000_000
+_LEAST_LIVE = 100_000_000
+_LARGEST_SUB_GROUP_RUNG = 4
+
+
+@cache
+def sizes(model: ModelFacts, rung: int) -> Mapping[str, Any]:
+    """Returns the engine's buffers of one rung; each rung needs as much memory as the last, or more.
+
+    Above the lowest rung a reduce bucket of one layer hides latency without a copy of the model, and the prefetch
+    bucket gathers one layer ahead. Norms and biases stay gathered. A sub-group is a power of two, so that pinned memory
+    wastes nothing: 2^26 elements, doubled on each rung up to DeepSpeed's 10^9. Layers stay gathered from forward to
+    backward within 0, 0.5, 1, 2, 4 … ·10^9 elements (DeepSpeed's default is 10^9).
+    """
+    layer = sum(g.numel * g.count for g in model.tensors) // max(1, model.num_hidden_layers)
+    bucket = _SMALLEST_BUCKET if rung == TIGHT else min(_LARGEST_BUCKET, max(_SMALLEST_BUCKET, layer))
+    bucket = max(2, min(bucket, model.num_params) // 2 * 2)
+    reuse = 0 if rung == TIGHT else round(DEFAULTS.zero.max_reuse_distance * 2.0 ** (rung - ROOMY))
+    return {
+        "reduce_bucket_size": bucket,
+        "prefetch_bucket_size": bucket // 4 if rung == TIGHT else bucket,
+        "param_persistence_threshold": 10 * model.hidden_size,
+        "max_live_parameters": max(_LEAST_LIVE, reuse),
+        "max_reuse_distance": reuse,
+        "sub_group_size": 2 ** (26 + min(rung, _LARGEST_SUB_GROUP_RUNG)),
+    }
+
+
+@cache
+def sizes_of_transformers(model: ModelFacts) -> Mapping[str, Any]:
+    """Returns the buffers of most published runs: "auto" as Transformers fills it in, and DeepSpeed's defaults."""
+    return {key.removeprefix("stage3_"): size for key, size in auto_sizes(model.hidden_size).items()}
+
+
+def sized(model: ModelFacts, configuration: Configuration, rung: int) -> Configuration:
+    """Returns the configuration with the engine's buffers of one rung."""
+    return replace(configuration, zero=replace(configuration.zero, **sizes(model, rung)))
+
+
+def top_rung(model: ModelFacts) -> int:
+    """Returns the rung on which the whole model stays gathered: a reuse distance of twice its parameters."""
+    ratio = 2 * model.num_params / DEFAULTS.zero.max_reuse_distance
+    return max(_LARGEST_SUB_GROUP_RUNG, ROOMY + math.ceil(math.log2(max(1.0, ratio))))
+
+
+def sized_to_room(
+    model: ModelFacts, estimate: Estimate, rung: int, *, assess: Callable[[Configuration], Estimate]
+) -> tuple[Estimate, int]:
+    """Returns the estimate with the largest buffers that the memory left over pays for, and their rung.
+
+    Bisects the ladder above `rung`: the new total may take `SHARE_OF_ROOM` of what was left, must fit the host, and
+    must not be slower. Below ZeRO-3 nothing above the roomy rung has a meaning.
+    """
+    limit = estimate.memory.device_bytes_per_gpu + SHARE_OF_ROOM * (
+        estimate.usable_bytes_per_gpu - estimate.memory.device_bytes_per_gpu
+    )
+    low, high = rung, top_rung(model) if estimate.configuration.zero.stage == 3 else max(rung, ROOMY)
+    while low < high:
+        middle = (low + high + 1) // 2
+        larger = assess(sized(model, estimate.configuration, middle))
+        if larger.fits and larger.memory.device_bytes_per_gpu <= limit and not _is_slower(larger, estimate):
+            low, estimate = middle, larger
+        else:
+            high = middle - 1
+    return estimate, low
+
+
+def _is_slower(one: Estimate, other: Estimate) -> bool:
+    if one.speed is None or other.speed is None:
+        return False
+    return one.speed.step_s > (1 + NO_SLOWER_RATIO) * other.speed.step_s
+
+
+def least_offloaded(estimate: Estimate, *, assess: Callable[[Configuration], Estimate]) -> Estimate:
+    """Returns the estimate with as little of the optimizer offloaded as fits, where a part of it is (Twin-Flow).
+
+    Source: deepspeed 0.19.8 runtime/zero/stage3.py: subgroup_to_device.
+    """
+    configuration = estimate.configuration
+    while configuration.zero.offload is Offload.OPTIMIZER and configuration.zero.offload_ratio < 1:
+        lower = round(configuration.zero.offload_ratio - RATIO_STEP, 2)
+        zero = replace(configuration.zero, offload_ratio=lower)
+        less = assess(replace(configuration, zero=zero)) if lower > 0 else None
+        if less is None or not less.fits or _is_slower(less, estimate):
+            break
+        estimate, configuration = less, less.configuration
+    return estimate
+
 
 T = TypeVar("T")
 
-DEFAULT_SEQ_LEN = 4096
+DEFAULT_SEQ_LEN = DEFAULTS.batch.seq_len
 """Default sequence length, if the model supports it."""
 DEFAULT_GLOBAL_BATCH = 64
 """Default samples per step, with packing rows: the usual size of supervised fine-tuning on a few nodes."""
@@ -124,7 +308,7 @@ def global_batch(cluster: Cluster, configuration: Configuration) -> int:
 
 
 def batch_words(workload: Workload, configuration: Configuration) -> str:
-    """Returns what one optimizer step has, in words: samples, or packed rows with their samples if those are known."""
+    """Describes one optimizer step: samples, or packed rows with their samples if those are known."""
     batch = global_batch(workload.cluster, configuration)
     in_row = row_samples(configuration, workload.contents)
     return batch_label(batch, packing=configuration.batch.packing, row_samples=in_row)
@@ -193,11 +377,14 @@ def with_defaults(workload: Workload, request: Request) -> Configuration:
     seq_len = row_tokens(request, model)
     scaling = rope_scaling.chosen(model, request.rope_scaling, seq_len)
     asked = request.of_model(model)
-    return replace(
+    varied = {name: choices()[name].of(DEFAULTS) for name in ("zero_stage", "offload", "offload_ratio", "hpz")}
+    return changed(
         asked,
-        model=replace(asked.model, precision=request.precision or supported_precision(cluster)),
-        batch=replace(asked.batch, seq_len=seq_len, rope_scaling=scaling),
-        zero=Zero(overlap_comm=cluster.num_gpus > 1, qwz=request.qwz),
+        precision=request.precision or supported_precision(cluster),
+        seq_len=seq_len,
+        rope_scaling=scaling,
+        overlap_comm=cluster.num_gpus > 1,
+        **varied,
     )
 
 
@@ -279,6 +466,7 @@ def batches(request: Request, ranks: int) -> list[tuple[int, int]]:
     pairs = []
     for micro_batch in _given(request.micro_batch, tuple(sizes)):
         accum = request.grad_accum or max(1, share // micro_batch)
+        # a step must exist: the smallest one may exceed the share, and so may a micro-batch that somebody asked for
         is_free = request.micro_batch is not None or micro_batch == 1
         if exact and micro_batch * accum != share:
             continue

@@ -2,21 +2,82 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from dstrain.choices import StateDtypes
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
 from dstrain.plan.memory.zero import sharing_ranks
 from dstrain.plan.speed.efficiency import Efficiency
-from dstrain.plan.speed.nccl import START_S, Wire, collective_s
 from dstrain.plan.speed.traffic import Work
 
-_MATRICES_PER_LAYER = 7
-"""Query, key, value, output, gate, up and down."""
+
+class Wire(StrEnum):
+    """Link between two neighbours of a ring."""
+
+    NVLINK = "NVLink"
+    PCIE = "PCIe"
+    NETWORK = "network"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Protocol:
+    """How data and flags travel: low latency costs bandwidth."""
+
+    hop_s: dict[Wire, float]
+    """Seconds from one rank to the next, in a ring or down a tree."""
+    bandwidth: float
+    """Share of the bus bandwidth."""
+    needs_nvlink: bool = False
+    """Whether it is used with NVLink alone."""
+
+
+_RING = (
+    _Protocol(hop_s={Wire.NVLINK: 0.47e-6, Wire.PCIE: 1.0e-6, Wire.NETWORK: 2.7e-6}, bandwidth=1 / 4),  # LL
+    _Protocol(
+        hop_s={Wire.NVLINK: 1.9e-6, Wire.PCIE: 2.5e-6, Wire.NETWORK: 4.0e-6}, bandwidth=0.92, needs_nvlink=True
+    ),  # LL128
+    _Protocol(hop_s={Wire.NVLINK: 3.4e-6, Wire.PCIE: 5.7e-6, Wire.NETWORK: 9.6e-6}, bandwidth=1.0),  # Simple
+)
+_TREE = (
+    _Protocol(hop_s={Wire.NVLINK: 0.52e-6, Wire.PCIE: 1.0e-6, Wire.NETWORK: 5.0e-6}, bandwidth=0.9 / 3.8),
+    _Protocol(
+        hop_s={Wire.NVLINK: 1.2e-6, Wire.PCIE: 1.9e-6, Wire.NETWORK: 8.5e-6}, bandwidth=0.9 * 0.915, needs_nvlink=True
+    ),
+    _Protocol(hop_s={Wire.NVLINK: 28e-6, Wire.PCIE: 28e-6, Wire.NETWORK: 50e-6}, bandwidth=0.9),
+)
+
+START_S = 20e-6
+"""Time of the smallest collective before its first hop, launch and wait included. Source: nccl-tests of 8 bytes take
+some 25 µs on eight A100, from memory, and 40 to 42 µs on eight RTX 4090 (nccl#1530), hops included."""
+
+
+def collective_s(nbytes: float, bus_bytes_per_s: float, *, ranks: int, nodes: int, passes: int, wire: Wire) -> float:
+    """Returns the seconds of one collective by the best protocol.
+
+    `nbytes` is the whole tensor; `passes` is 1 for a gather or a scatter, 2 for an all-reduce, which may go up and down
+    a tree instead of twice round the ring. `wire` joins the ranks of a node, on each of `nodes`.
+    """
+    moved = passes * nbytes * (ranks - 1) / ranks / bus_bytes_per_s
+    between = passes * (nodes - 1)
+    inside = passes * (ranks - 1) - between
+    times = [
+        inside * p.hop_s[wire] + between * p.hop_s[Wire.NETWORK] + moved / p.bandwidth
+        for p in _RING
+        if wire is Wire.NVLINK or not p.needs_nvlink
+    ]
+    if passes == 2:
+        down = ranks / nodes - 1
+        levels = math.log2(nodes)
+        times += [
+            2 * (down * p.hop_s[wire] + levels * p.hop_s[Wire.NETWORK]) + moved / p.bandwidth
+            for p in _TREE
+            if wire is Wire.NVLINK or not p.needs_nvlink
+        ]
+    return START_S + min(times)
 
 
 class Phase(StrEnum):
@@ -79,7 +140,7 @@ def collectives(cluster: Cluster, configuration: Configuration, work: Work) -> l
     sent: list[Collective] = []
     for part in _parts(cluster, c, work):
         if part.ranks > 1:
-            sent += _sharded(cluster, c, part, work) if c.zero.stage == 3 else _replicated(c, part, work)
+            sent += (c.code.collectives or of_deepspeed)(c, part, work)
     if c.parallel.sp > 1:
         sent += _sequence_parallel(c, work)
     if c.parallel.tp > 1:
@@ -90,7 +151,7 @@ def collectives(cluster: Cluster, configuration: Configuration, work: Work) -> l
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
+class Part:
     """Parameters that the same ranks share out."""
 
     trainable: float
@@ -107,12 +168,12 @@ class _Part:
         return Collective(phase=phase, num_bytes=num_bytes, messages=messages, **group | options)
 
 
-def _parts(cluster: Cluster, c: Configuration, work: Work) -> list[_Part]:
+def _parts(cluster: Cluster, c: Configuration, work: Work) -> list[Part]:
     """Returns the parameters of a rank under AutoTP; AutoEP's experts are counted apart."""
     tp, ep, counts = c.parallel.tp, c.parallel.ep, work.counts
     ranks = sharing_ranks(cluster, c)
     experts = work.num_expert_params if ep > 1 else 0
-    replicated = _Part(
+    replicated = Part(
         trainable=(counts.trainable - experts) / tp,
         frozen=counts.frozen / tp,
         quantized=counts.quantized / tp,
@@ -121,42 +182,38 @@ def _parts(cluster: Cluster, c: Configuration, work: Work) -> list[_Part]:
     )
     if not experts:
         return [replicated]
-    return [replicated, _Part(trainable=experts / ep, frozen=0, quantized=0, ranks=ranks // ep, stride=ep)]
+    return [replicated, Part(trainable=experts / ep, frozen=0, quantized=0, ranks=ranks // ep, stride=ep)]
 
 
-def _replicated(c: Configuration, part: _Part, work: Work) -> list[Collective]:
+def of_deepspeed(c: Configuration, part: Part, work: Work) -> list[Collective]:
+    """Returns the collectives of DeepSpeed's ranks that share these parameters."""
+    return _sharded(c, part, work) if c.zero.stage == 3 else _replicated(c, part)
+
+
+def _replicated(c: Configuration, part: Part) -> list[Collective]:
     """Returns the traffic of ZeRO-0 to 2: gradients, and after the step the parameters that other ranks updated.
 
     DeepSpeed all-reduces every bucket and keeps its own part, where ZeRO only needs a reduce-scatter:
     `use_multi_rank_bucket_allreduce` is on unless somebody turns it off. ZeRO-2 does so for every micro-batch, ZeRO-1
     for the last one, ZeRO-0 after it. Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: average_tensor;
-    runtime/engine.py: allreduce_gradients. PyTorch's DDP reduces during the last backward pass; its sharding of
-    gradients and states alone gathers parameters before the forward pass and scatters gradients in the backward pass.
+    runtime/engine.py: allreduce_gradients.
     """
-    is_deepspeed, stage = c.model.is_deepspeed, c.zero.stage
-    size = (4 if c.model.state_dtypes is StateDtypes.AUTOCAST and stage == 0 else c.model.item) * part.trainable
-    if not is_deepspeed and stage > 0:
-        params = c.model.item * (part.trainable + part.frozen)
-        layers = work.num_layers + 1
-        forward = part.send(Phase.FORWARD, params, layers, is_hidden=True)
-        return [forward, part.send(Phase.BACKWARD, size, layers, is_hidden=True)]
-    if not is_deepspeed:
-        when, is_hidden = Phase.LAST_BACKWARD, True
-    elif stage == 2:
+    stage, size = c.zero.stage, c.model.item * part.trainable
+    if stage == 2:
         when, is_hidden = Phase.BACKWARD, c.zero.overlap_comm
     elif stage == 1 and c.zero.overlap_comm:
         when, is_hidden = Phase.LAST_BACKWARD, True
     else:
         when, is_hidden = Phase.STEP, False
+    # a bucket is sent as soon as it is full, and the last one as it is
     messages = 1 + part.trainable / max(1, c.zero.reduce_bucket_size)
     reduced = part.send(when, size, messages, passes=2, is_hidden=is_hidden)
-    sharers = c.code.broadcast_ranks
-    gathered = part.send(Phase.STEP, size, sharers or 1, ranks=sharers or part.ranks)
-    return [reduced, gathered] if is_deepspeed and stage > 0 else [reduced]
+    gathered = part.send(Phase.STEP, size, 1)
+    return [reduced, gathered] if stage > 0 else [reduced]
 
 
-def _sharded(cluster: Cluster, c: Configuration, part: _Part, work: Work) -> list[Collective]:
-    """Returns the traffic of ZeRO-3 and PyTorch's full sharding per micro-batch: two gathers and a reduce-scatter.
+def _sharded(c: Configuration, part: Part, work: Work) -> list[Collective]:
+    """Returns the traffic of ZeRO-3 per micro-batch: two gathers and a reduce-scatter.
 
     Checkpointing computes again while the backward pass has the parameters. DeepSpeed keeps what is used again within
     `max_reuse_distance` elements: around the turn from forward to backward, half of that. With hpZ the backward pass
@@ -164,24 +221,20 @@ def _sharded(cluster: Cluster, c: Configuration, part: _Part, work: Work) -> lis
     Source: ZeRO (arXiv 1910.02054), 7.2.2; deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py:
     __params_to_release; ZeRO++ (arXiv 2306.10209), 3.1 and 3.2.
     """
-    is_deepspeed = c.model.is_deepspeed
-    hidden = c.zero.overlap_comm or not is_deepspeed
+    hidden = c.zero.overlap_comm
     numel = part.trainable + part.frozen
     size = (1 if c.zero.qwz else c.model.item) * numel + NF4_BYTES_PER_PARAM * part.quantized
-    per_layer = again = 1.0
-    if is_deepspeed:
-        elements = numel + part.quantized
-        per_layer = min(9.0, max(1.0, elements / work.num_layers / max(1, c.zero.prefetch_bucket_size)))
-        again = 1 - min(1.0, c.zero.max_reuse_distance / 2 / max(1.0, elements))
+    elements = numel + part.quantized
+    # a gather has at most a prefetch bucket; a layer has about nine tensors, and none is gathered in pieces
+    per_layer = min(9.0, max(1.0, elements / work.num_layers / max(1, c.zero.prefetch_bucket_size)))
+    again = 1 - min(1.0, c.zero.max_reuse_distance / 2 / max(1.0, elements))
     messages = 1 + per_layer * work.num_layers
-    if not is_deepspeed:
-        messages += 2 * work.num_adapters
     group = c.zero.hpz if 1 < c.zero.hpz < part.ranks else part.ranks
     gathers = [
         part.send(Phase.FORWARD, size, messages, is_hidden=hidden),
         part.send(Phase.BACKWARD, again * size, again * messages, ranks=group, is_hidden=hidden),
     ]
-    scatters = 1 + (part.trainable / max(1, c.zero.reduce_bucket_size) if is_deepspeed else work.num_layers)
+    scatters = 1 + part.trainable / max(1, c.zero.reduce_bucket_size)
     return [*gathers, part.send(Phase.BACKWARD, c.model.item * part.trainable, scatters, is_hidden=hidden)]
 
 

@@ -62,17 +62,6 @@ Source: Qwen3-0.6B on an H200, deepspeed 0.19.8, 310 modules, one rank: steps of
 ZeRO-3, without an engine 0.09 s; ZeRO-2 launches 19 kernels for each gradient, most to look for numbers that are not
 finite. More ranks make it no less."""
 
-UNIT_S = (0.8e-3, 1.3e-3)
-"""CPU time that PyTorch's full sharding adds to each unit, a layer or one matrix of an adapter, in a forward and in a
-backward pass. Source: two gloo ranks take 3.5 and 6.1 ms, gloo's own messages included (torch 2.13, one core each); on
-GPUs, LoRA runs that wait for the CPU (Mixtral, 289 units, fms-acceleration a100_80gb.csv) take 2.9 ms over three
-passes."""
-UNIT_WAIT_S = 0.4e-3
-"""Time by which the GPU waits for each matrix of an adapter that is a unit of its own, in each pass, however far the
-CPU could be ahead: the rate limiter lets it gather two units ahead. Source: LoRA on two GPUs against one (Mistral 7B,
-256 such units, and Llama 2 70B in 4 bits, 640; fms-acceleration a100_80gb.csv); torch 2.13
-distributed/fsdp/_runtime_utils.py: _unshard."""
-
 INTRA_RATIO = 0.78
 """Bus bandwidth of collectives over the link's peak. Source: nccl-tests#326: 360 of 450 GB/s with NVLink 4 is what
 NVIDIA expects; nccl-tests#149 and NCCL's own tables: 200 to 235 of 300 with NVLink 3."""
@@ -172,7 +161,7 @@ def _efficiency(gpu: Gpu, intra: Link, inter: Link, gpus_per_node: int, measured
         intra_bus_bytes_per_s=measured.intra_bus_bytes_per_s or intra_ratio * intra.bytes_per_s,
         inter_bus_bytes_per_s=inter_prior,
         overlap_slowdown=measured.overlap_slowdown_ratio or OVERLAP_SLOWDOWN,
-        pcie_bytes_per_s=measured.pcie_bytes_per_s or PCIE_RATIO * host_link(gpu).bytes_per_s,
+        pcie_bytes_per_s=measured.pcie_bytes_per_s or PCIE_RATIO * LINKS[gpu.host_link].bytes_per_s,
         cpu_adam_bytes_per_s=measured.cpu_adam_bytes_per_s or CPU_ADAM_BYTES_PER_S,
         nvme_read_bytes_per_s=measured.nvme_read_bytes_per_s or NVME_READ_BYTES_PER_S,
         nvme_write_bytes_per_s=measured.nvme_write_bytes_per_s or NVME_WRITE_BYTES_PER_S,
@@ -181,18 +170,3 @@ def _efficiency(gpu: Gpu, intra: Link, inter: Link, gpus_per_node: int, measured
         calibrated=frozenset(name for name in Measured.__slots__ if getattr(measured, name) is not None)
         - {"uncertain", *measured.uncertain},
     )
-
-
-_HOST_LINKS: Mapping[tuple[int, int], str] = MappingProxyType(
-    {(7, 0): "pcie3", (7, 5): "pcie3", (8, 0): "pcie4", (8, 6): "pcie4", (8, 9): "pcie4"}
-)
-
-
-def host_link(gpu: Gpu) -> Link:
-    """Returns the link between a GPU and its host: PCIe of its generation; Grace Hopper's own goes by NVLink.
-
-    Source: data sheets: V100 and T4 PCIe 3, Ampere and Ada PCIe 4, Hopper, Blackwell and MI300X PCIe 5.
-    """
-    if gpu.link.startswith("pcie") or gpu.link == "loopback":
-        return LINKS[gpu.link]
-    return LINKS["nvlink4" if gpu.name == "gh200" else _HOST_LINKS.get(gpu.compute_capability, "pcie5")]

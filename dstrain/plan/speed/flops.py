@@ -95,7 +95,7 @@ def products(model: ModelFacts, *, method: Method, lora: Lora | None = None) -> 
     ends with is not computed again. Source: torch 2.13 utils/checkpoint.py: _checkpoint_without_reentrant_generator;
     counted in traces of Transformers 5.23's layers: 13 products of 14 in a dense layer, all in one with experts.
     """
-    from dstrain.plan.memory.adapters import adapted_experts  # here: a rank counts FLOPs without it
+    from dstrain.plan.memory.params import adapted_experts  # here: a rank counts FLOPs without it
 
     copied = [] if method is Method.FULL or lora is None else adapted_experts(model, lora)
     matrix_products = [

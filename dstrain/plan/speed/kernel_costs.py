@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dstrain.plan.memory.layers.kernels import FusedParts
+from dstrain.facts.model.traits import FusedParts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from dstrain.choices import Offload, Optimizer, StateDtypes
+from dstrain.choices import Offload, Optimizer
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.optimizer_states import master_item
@@ -32,17 +32,10 @@ EIGHT_BIT_PARAMS_PER_S = 36.6e9 / 132
 """Parameters that one multiprocessor steps with moments of 8 bits in a second, where memory is no limit. Source: an
 H200 takes 14.7 ms for 2^29, three times as long as for fused AdamW (benchmarks/results/gpu_kernels-h200.json)."""
 
-UNFUSED_FACTOR = 3.0
-"""Bytes of PyTorch's foreach AdamW relative to its fused one: eight passes of two to four tensors each. DeepSpeed has
-a fused one of its own. Source: torch 2.13 optim/adamw.py: _multi_tensor_adamw."""
-
 MASTER_COPIES_BYTES_PER_PARAM: Mapping[int, float] = MappingProxyType({4: 28.0, 2: 16.0})
 """Bytes that DeepSpeed's step moves besides, by the bytes of a master weight. In fp32: gradient flattened 4, to fp32 6,
 its norm 4, scaled 8, new weight to bf16 6. In bf16: flattened 4, its norm 4, scaled 4, new weight copied 4.
 Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: step."""
-
-CLIPPING_ELEMENTS = 4.0
-"""Elements moved for each gradient that PyTorch clips: norm and scaling. Source: torch nn/utils/clip_grad.py."""
 
 BUCKET_BYTES_PER_PARAM: Mapping[int, float] = MappingProxyType({0: 8.0, 1: 8.0, 2: 8.0, 3: 12.0})
 """Bytes moved on the GPU to reduce a gradient: copied into the bucket 4, divided 4, under ZeRO-3 put in order 4.
@@ -97,6 +90,7 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
     c, counts = configuration, work.counts
     ranks = sharing_ranks(cluster, c)
     share = counts.trainable / c.parallel.tp / (ranks if c.zero.stage else 1)
+    # a partial offload (Twin-Flow) exists in ZeRO-3 alone; the other stages take all or nothing
     offloaded = share * (c.zero.offload_ratio if c.zero.stage == 3 else 1.0) if c.zero.is_offloaded else 0.0
     shards = c.model.item * (counts.trainable + counts.frozen) / c.parallel.tp / ranks
     pcie = rates.pcie_bytes_per_s * (1.0 if c.zero.pin_memory else PAGEABLE_RATIO)
@@ -104,6 +98,7 @@ def stepping(cluster: Cluster, configuration: Configuration, work: Work, rates: 
     backward = forward + (offloaded * (master_item(c.step.optimizer) + 2 * (c.step.grad_accum - 1)) / c.step.grad_accum)
     up = offloaded * c.model.item
     if c.zero.offloads_params:
+        # shards go up anyway with the next forward pass, so nothing goes up at the end of the step
         forward, backward, up = forward + shards, backward + shards, 0.0
     per_node = offloaded * cluster.gpus_per_node
     on_drives = c.zero.offload is Offload.NVME
@@ -140,7 +135,7 @@ def _copies_are_hidden(configuration: Configuration) -> bool:
 def _cpu_bytes_per_param(c: Configuration) -> float:
     """Returns the DRAM traffic of a parameter's step on the CPU: CPU Adam's, less with fewer or smaller states."""
     ratio = KERNEL_BYTES_PER_PARAM[c.step.optimizer] / KERNEL_BYTES_PER_PARAM[Optimizer.ADAMW]
-    return CPU_ADAM_BYTES_PER_PARAM * ratio * (0.5 if c.model.state_dtypes is StateDtypes.PURE_BF16 else 1.0)
+    return CPU_ADAM_BYTES_PER_PARAM * ratio * (1.0 if c.code.sharding is None else c.code.sharding.cpu_step_ratio)
 
 
 def _counting_seconds(cluster: Cluster, c: Configuration, stepped: float, rates: Efficiency) -> float:
@@ -172,24 +167,10 @@ def _gpu_bytes(c: Configuration, work: Work, stepped: float, ranks: int, slowdow
 
     Copies on the engine's own streams count like a hidden collective.
     """
-    counts = work.counts
-    kernel = KERNEL_BYTES_PER_PARAM[c.step.optimizer]
-    if c.model.is_deepspeed:
-        shown = slowdown if c.zero.overlap_comm else 1.0
-        return stepped * (
-            kernel + MASTER_COPIES_BYTES_PER_PARAM[master_item(c.step.optimizer)]
-        ) + shown * _engine_bytes(c, work)
-    if c.step.optimizer is Optimizer.ADAMW and not c.code.fuses_step:
-        kernel *= UNFUSED_FACTOR
-    size = 2 if c.model.state_dtypes is StateDtypes.PURE_BF16 else 4
-    accumulated = (
-        (c.step.grad_accum - 1) * 1.5 * size * 2 * counts.trainable / c.parallel.tp / (ranks if c.zero.stage else 1)
-    )
-    casts = 0.0
-    if c.model.state_dtypes is StateDtypes.AUTOCAST:
-        cast = (counts.trainable + counts.frozen) / c.parallel.tp / (ranks if c.zero.stage else 1)
-        casts = 6.0 * cast * c.step.grad_accum * (1 + c.checkpointing.share(work.num_layers))
-    return stepped * (kernel * size / 4 + CLIPPING_ELEMENTS * size) + accumulated + casts
+    if c.code.sharding is not None:
+        return c.code.sharding.step_bytes(c, work, stepped, ranks)
+    kernel = KERNEL_BYTES_PER_PARAM[c.step.optimizer] + MASTER_COPIES_BYTES_PER_PARAM[master_item(c.step.optimizer)]
+    return stepped * kernel + (slowdown if c.zero.overlap_comm else 1.0) * _engine_bytes(c, work)
 
 
 def _engine_bytes(c: Configuration, work: Work) -> float:

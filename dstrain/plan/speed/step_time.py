@@ -1,9 +1,10 @@
-"""The time of one optimizer step: compute, memory traffic, communication, and their overlap."""
+"""The time of one optimizer step, from compute, memory traffic, communication and their overlap, and its error."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from types import MappingProxyType
 
 from dstrain.facts.cluster.cluster import Cluster
@@ -11,13 +12,70 @@ from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate_records import Limit, Speed
 from dstrain.plan.speed.collectives import Collective, Phase, collectives
-from dstrain.plan.speed.compute import passes
+from dstrain.plan.speed.compute import Setting, passes, setting
 from dstrain.plan.speed.efficiency import RETRY_S, Efficiency, efficiency
-from dstrain.plan.speed.error_ranges import error_ratio
 from dstrain.plan.speed.flops import peak_flops_per_s
 from dstrain.plan.speed.optimizer_step import Stepping, stepping
-from dstrain.plan.speed.setting import Setting, setting
 from dstrain.plan.speed.traffic import Work, work
+
+
+class Extent(StrEnum):
+    """How many GPUs a run has."""
+
+    ONE_GPU = "one GPU"
+    ONE_NODE = "one node"
+    SEVERAL_NODES = "several nodes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorRange:
+    """One kind of question: A100, A800 and H100 with NVLink, and InfiniBand or RoCE between nodes."""
+
+    extent: Extent
+    """How many GPUs."""
+    is_full: bool
+    """Whether the whole model trains; else an adapter."""
+    ratio: float
+    """Error that 80 % of the predictions stay within, over the measured throughput; each published table counts as
+    much as any other."""
+    runs: int
+    """Published runs of the kind."""
+    tables: int
+    """Tables that they are from."""
+
+
+ERROR_RANGES = (
+    ErrorRange(extent=Extent.ONE_GPU, is_full=False, ratio=0.1, runs=23, tables=2),
+    ErrorRange(extent=Extent.ONE_GPU, is_full=True, ratio=0.07, runs=12, tables=2),
+    ErrorRange(extent=Extent.ONE_NODE, is_full=False, ratio=0.09, runs=48, tables=2),
+    ErrorRange(extent=Extent.ONE_NODE, is_full=True, ratio=0.08, runs=68, tables=5),
+    ErrorRange(extent=Extent.SEVERAL_NODES, is_full=True, ratio=0.1, runs=47, tables=3),
+)
+"""Source: `python benchmarks/predict.py --ranges`; tests/test_published.py compares."""
+
+
+def extent(cluster: Cluster) -> Extent:
+    """Returns how many GPUs a cluster has, in words."""
+    if cluster.num_gpus == 1:
+        return Extent.ONE_GPU
+    return Extent.ONE_NODE if cluster.num_nodes == 1 else Extent.SEVERAL_NODES
+
+
+def error_ratio(cluster: Cluster, *, is_full: bool) -> float | None:
+    """Returns the range of a kind of question that published runs have, or None for any other.
+
+    Other cards, and GPUs of a node that PCIe joins, have too few runs.
+    """
+    if not is_compared(cluster):
+        return None
+    kind = (extent(cluster), is_full)
+    return next((found.ratio for found in ERROR_RANGES if (found.extent, found.is_full) == kind), None)
+
+
+def is_compared(cluster: Cluster) -> bool:
+    """Returns whether the GPUs are of a generation, and joined as those, that published runs cover."""
+    return cluster.gpu.link.startswith("nvlink") and cluster.gpu.compute_capability in ((8, 0), (9, 0))
+
 
 PRODUCTS, ATTENTION, ELEMENTWISE = "matrix products", "attention", "elementwise kernels"
 OPTIMIZER, LAUNCHES = "optimizer", "kernel launches"
@@ -139,6 +197,7 @@ def _parts(
         times = {
             Phase.FORWARD: (forward.total, again),
             Phase.BACKWARD: (backward.total, again),
+            # gradients that are reduced once a step hide behind one backward pass alone
             Phase.LAST_BACKWARD: (backward.total, 1),
             Phase.STEP: (0.0, 1),
         }

@@ -8,11 +8,10 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 from dstrain.choices import Method, Precision
+from dstrain.facts.model.families import fused_parts
 from dstrain.facts.model.model_facts import Kind, ModelFacts, TensorGroup, Vision
 from dstrain.plan.configuration import Configuration, TrainedModel
-from dstrain.plan.memory.adapters import adapted, kept_whole
-from dstrain.plan.memory.layers.kernels import fused_parts
-from dstrain.plan.memory.params import Trained, trained
+from dstrain.plan.memory.params import Trained, adapted, kept_whole, trained
 from dstrain.plan.speed.flops import Product, flops_per_token, products
 from dstrain.plan.speed.kernel_costs import (
     ADAPTER_INPUT,
@@ -243,6 +242,7 @@ def _passes(
         width = sum(sum(group.shape) * group.count for group in linears)
         tally.add(CAST, width, 2 * sum(group.count for group in linears), is_sharded=True, scale=1.0)
     forward = tally.passed(0)
+    # bytes of the last sum of a layer: two tensors are read and one is written, 2 B an element in bf16
     kept = 6 * tally.scale * hidden * layers
     recompute = replace(forward, bytes_per_token=forward.bytes_per_token - kept, kernels=forward.kernels - layers)
     return forward, tally.passed(1), recompute, mlps.passed(0)
@@ -293,8 +293,7 @@ def _add_adapters(tally: _Tally, groups: list[TensorGroup], trained_model: Train
     count = sum(group.count for group in groups)
     dropped, also = (5.0, 1) if trained_model.lora.dropout > 0 else (0.0, 0)
     dropout = Cost(forward=dropped, backward=dropped, forward_kernels=also, backward_kernels=also)
-    is_wide = not trained_model.is_deepspeed and code.has_peft
-    plain = (FP32_ADAPTER_INPUT, FP32_ADAPTER_OUTPUT) if is_wide else (ADAPTER_INPUT, ADAPTER_OUTPUT)
+    plain = (FP32_ADAPTER_INPUT, FP32_ADAPTER_OUTPUT) if code.has_fp32_adapters else (ADAPTER_INPUT, ADAPTER_OUTPUT)
     into, out = code.adapter_costs or plain
     for cost, width in ((into, inputs), (out, outputs), (dropout, inputs)):
         tally.add(cost, width, count, is_sharded=True, scale=2.0 if trained_model.precision is Precision.FP32 else 1.0)

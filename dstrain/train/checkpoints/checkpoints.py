@@ -1,4 +1,4 @@
-"""Records which checkpoints are complete, and chooses the one to resume from."""
+"""Records which checkpoints are complete, on one disk or several, and chooses the one to resume from."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from typing import Any
 
 from dstrain.choices import Attention, Optimizer
 from dstrain.errors import EnvironmentProblem, InvalidConfig
+from dstrain.heartbeat import MARK
 from dstrain.job.model_changes import RopeScaling
 from dstrain.paths import write_atomic
 from dstrain.rundir import COMPLETE, PART, UNIVERSAL, RunDir, damage, is_whole, lacks_states, mark_whole, read_record
+from dstrain.train.rank import of_all_ranks
 from dstrain.units import counted
 
 
@@ -53,6 +55,7 @@ def choose(run_dir: RunDir, wanted: str, *, world_size: int, is_apart: bool = Fa
             raise InvalidConfig(
                 f'resume is "{wanted}": no such folder', hint="resume: auto uses the newest complete one"
             )
+        # a part is no whole checkpoint: `dstrain run` checks those before it spreads them
         if not (is_apart and (folder / PART).is_file()):
             refuse_damaged(folder)
             if (problem := lacks_states(folder)) is not None:
@@ -157,3 +160,44 @@ def _require_shards(folder: Path, written: Written, *, of_ranks: int) -> None:
             f"{folder} holds optimizer shards of only {len(shards)} of {of_ranks} ranks",
             hint="Set output_dir to a file system that all nodes share, or use dstrain run --sync.",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    """The disk that this rank writes to."""
+
+    ranks: tuple[int, ...]
+    """All ranks on this disk."""
+    is_apart: bool = False
+    """Whether the run uses several disks; `dstrain run` then gathers checkpoints from their parts."""
+    start: str = ""
+    """The mark of this start; parts of one checkpoint have the same."""
+
+
+def start_of(environment: Mapping[str, str]) -> str:
+    """Returns the mark of a start without the node's number; empty if ranks were started by hand.
+
+    >>> start_of({"DSTRAIN_RUN_ID": "0f3c-1"}), start_of({})
+    ('0f3c', '')
+    """
+    return environment.get(MARK, "").partition("-")[0]
+
+
+def number_of(run_dir: RunDir, environment: Mapping[str, str]) -> int | None:
+    """Returns the number of a disk that `run --sync` copied to in this start; None for the disk of `run`."""
+    try:
+        mark, number = run_dir.synced.read_text(encoding="utf-8").split()
+    except (OSError, ValueError):
+        return None
+    return int(number) if mark == start_of(environment) else None
+
+
+def shared(run_dir: RunDir, environment: Mapping[str, str], group: Any) -> Disk:
+    """Returns this rank's disk; collective over `group`, a gloo group of all ranks, None with one rank."""
+    own = number_of(run_dir, environment)
+    numbers = of_all_ranks(own, group)
+    return Disk(
+        ranks=tuple(index for index, number in enumerate(numbers) if number == own),
+        is_apart=any(number is not None for number in numbers),
+        start=start_of(environment),
+    )

@@ -25,10 +25,8 @@ from dstrain.rundir import RunDir, read_record
 from dstrain.train import rope_scaling
 from dstrain.train.adapters import untie
 from dstrain.train.checkpoints.checkpoints import refuse_damaged
-from dstrain.train.checkpoints.finite import nonfinite_weights
-from dstrain.train.checkpoints.read_back import reading_back
-from dstrain.train.checkpoints.safe_load import load_only_tensors, naming_pickles
 from dstrain.train.checkpoints.saved_model import DTYPES, converted, family_of, require_whole_model
+from dstrain.train.checkpoints.tensor_files import load_only_tensors, naming_pickles, nonfinite_weights, reading_back
 from dstrain.train.checkpoints.verify import content_damage, recorded, refuse_altered
 from dstrain.train.rank import quieten
 
@@ -49,6 +47,7 @@ def export(source: Path, out: Path, *, precision: Precision | None = None) -> Pa
         model = (_saved if _is_shared_out(folder) else _gathered)(folder, precision)
     else:
         model = _loaded(folder, precision)
+    # written beside it and renamed, so that a folder with the name is whole
     part = out.with_name(f".{out.name}.part")
     if names := nonfinite_weights(model):
         problem = f"{folder} holds values that are not finite (NaN or infinite): {', '.join(names[:5])}"
@@ -81,6 +80,7 @@ def locate(source: Path) -> Path:
     if not source.is_dir():
         raise InvalidConfig(f"{source}: no such folder")
     if not run_dir.request.exists():
+        # it was named, so it is refused if it is broken; of a run directory another one is taken
         if any(source.glob("global_step*")) or source.name.startswith("checkpoint-"):
             refuse_damaged(source)
             refuse_altered(source)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dstrain.errors import RunFailed
 from dstrain.job.schema import Job
 from dstrain.monitor.meter import COUNTS
-from dstrain.train.evaluation import mean_loss
+from dstrain.train.loss import mean_loss
 
 FILE = "resume_check.pt"
 _WARNED, _ENDS = 1e-3, 1e-2

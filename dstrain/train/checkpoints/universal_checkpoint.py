@@ -29,7 +29,7 @@ from dstrain.heartbeat import NO_VERIFY
 from dstrain.paths import flush, write_atomic
 from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART, UNIVERSAL_SUMS, file_sizes
 from dstrain.train.checkpoints.checkpoints import is_converted, refuse_damaged
-from dstrain.train.checkpoints.safe_load import load_only_tensors, naming_pickles
+from dstrain.train.checkpoints.tensor_files import load_only_tensors, naming_pickles
 from dstrain.train.checkpoints.verify import refuse_altered
 from dstrain.train.rank import quieten
 
@@ -59,6 +59,7 @@ def convert(checkpoint: Path) -> Path:
         raise InvalidConfig(f"{checkpoint} holds no ZeRO shards")
     part = checkpoint / UNIVERSAL_PART
     try:
+        # of a conversion that was killed
         for old in (part, copy):
             shutil.rmtree(old, ignore_errors=True)
         _lighten(checkpoint / tag, part / "shards")
@@ -68,6 +69,7 @@ def convert(checkpoint: Path) -> Path:
         flush(copy)
         sums = {f"{copy.name}/{name}": checksum(copy / name) for name in file_sizes(copy)}
         write_atomic(checkpoint / UNIVERSAL_SUMS, json.dumps(sums) + "\n")
+        # last: the name is the mark that the copy is whole
         write_atomic(checkpoint / UNIVERSAL, copy.name)
     except OSError as error:
         raise EnvironmentProblem(

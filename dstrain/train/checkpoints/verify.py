@@ -24,8 +24,7 @@ from dstrain.rundir import (
     read_record,
     shard_numbers,
 )
-from dstrain.train.checkpoints.checkpoints import Resume, reads_universal
-from dstrain.train.checkpoints.node_storage import start_of
+from dstrain.train.checkpoints.checkpoints import Resume, reads_universal, start_of
 from dstrain.train.rank import Rank
 from dstrain.units import MIB, counted, format_bytes
 

@@ -1,19 +1,232 @@
-"""Renders a conversation through its chat template, and marks the characters that count in the loss."""
+"""Locates answers in a chat template's output, and learns what it writes around them: for templates without marks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
 from dstrain.choices import Thinking
 from dstrain.facts.data.turns import Conversation
-from dstrain.train.data.answers import Answer, answers_of
-from dstrain.train.data.habits import TAG, CallHabits, Habits, after_header, learn_calls
-from dstrain.train.data.message_spans import Messages, Places, Skeletons, Template, cannot_follow, placed, whole
+from dstrain.train.data.spans import Messages, Places, Skeletons, Template, cannot_follow, placed, whole
+
+_THOUGHT = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A message of the assistant, split into thoughts and visible text."""
+
+    visible: str
+    """The text after the thoughts."""
+    thought: str = ""
+    """The thoughts, stripped of white space."""
+    block: str = ""
+    """The thoughts with their tags as in the data; empty if the data have no such block."""
+    cut: bool = False
+    """Whether thoughts were removed."""
+    calls: Sequence[Mapping[str, Any]] = ()
+    """Tool calls, in OpenAI's form."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has neither text nor calls."""
+        return not self.visible.strip() and not self.calls
+
+    def message(self, *, splits: bool) -> dict[str, Any]:
+        """Returns the message for a template; `splits`: the template splits text at a tag if it gets no thoughts."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.visible}
+        if self.thought or (splits and "</think>" in self.visible):
+            # gpt-oss reads `thinking`, which Transformers fills in from the other name in its newest releases alone
+            message["reasoning_content"] = message["thinking"] = self.thought
+        return message | ({"tool_calls": list(self.calls)} if self.calls else {})
+
+
+def answers_of(messages: Messages, thinking: Thinking) -> tuple[dict[int, Answer], int]:
+    """Returns the assistant's messages by their index, and how many of them lose their thoughts by `thinking`."""
+    last_question = max((index for index, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    answers = {index: _answer(message) for index, message in enumerate(messages) if message["role"] == "assistant"}
+    lost = 0
+    for index, answer in answers.items():
+        if thinking is Thinking.OFF or (thinking is Thinking.LAST and index < last_question):
+            lost += bool(answer.thought)
+            answers[index] = replace(answer, thought="", block="", cut=bool(answer.block))
+    return answers, lost
+
+
+def _answer(message: Mapping[str, Any]) -> Answer:
+    """Returns a message with its thoughts apart; as for the templates, an opening tag may be missing before them."""
+    content, calls = message["content"], message.get("tool_calls", ())
+    if thought := message.get("reasoning_content", "").strip():
+        return Answer(visible=content, thought=thought, block=f"<think>\n{thought}\n</think>\n\n", calls=calls)
+    if content.lstrip().startswith("<think>") or "<think>" not in content:
+        block = _THOUGHT.match(content)
+        if block:
+            visible = content[block.end() :]
+            return Answer(visible=visible, thought=block[1].strip(), block=block[0], calls=calls)
+    return Answer(visible=content, calls=calls)
+
+
+TAG = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
+_PIECE = re.compile(TAG.pattern + r"|\s|[^\s<\[]+|.")
+_TAGGED = "a</think>b"
+_ID = "abcdefghi"
+"""The id of a call; Mistral's templates ask for nine letters."""
+_QUESTION = {"role": "user", "content": "q"}
+_NAME = "qzx"
+_CALL = {"type": "function", "id": _ID, "function": {"name": _NAME, "arguments": {"x": "v"}}}
+_RESULT = {"role": "tool", "content": "r", "name": _NAME, "tool_call_id": _ID}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """The text that a template writes around answers."""
+
+    headers: Sequence[str]
+    """The prompt of an answer, whole and cut after each of its words, the longest first; an answer may leave out what
+    the prompt opens. In Mistral's templates, which write nothing there, it is the end of the question."""
+    closing: str
+    """The end of an answer that another turn follows; empty if there is none."""
+    last_closing: str
+    """The end of the last answer; empty if only the next turn ends it (GLM-4)."""
+    rewrites: bool
+    """Whether an answer changes once another turn follows: Qwen3 omits its thoughts."""
+    splits: bool
+    """Whether text before any `</think>` is treated as thoughts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallHabits:
+    """The text that a template writes around tool calls."""
+
+    opening: str
+    """The text before the name of the first call of a message."""
+    closing: str
+    """The end of a message with calls; it may be the beginning of the result (GLM-4.5, Gemma 4)."""
+    headers: Sequence[str]
+    """As `Habits.headers`, of an answer to the result of a tool."""
+
+
+def learn(template: Template) -> Habits:
+    """Returns the habits of a template."""
+    plain, thoughtful, tagged = (
+        answer.message(splits=False)
+        for answer in (Answer(visible="a"), Answer(visible="a", thought="t"), Answer(visible=_TAGGED))
+    )
+    short, places = placed(template, [_QUESTION, plain])
+    long, long_places = placed(template, [_QUESTION, plain] * 2)
+    try:
+        headers = _headers(template, [_QUESTION], end=1)
+        last_closing, after = short[places[3] :], long[long_places[3] : long_places[5]]
+        lead, long_lead = short[places[1] : places[2]], long[long_places[1] : long_places[2]]
+    except KeyError:
+        raise cannot_follow("omits questions or answers") from None
+    # a last answer may be closed otherwise, or not at all: what both have ends a turn
+    closing = _common(after, last_closing).strip()
+    if not closing and (tag := TAG.match(after.lstrip())):
+        closing = tag[0]
+    short, places = placed(template, [_QUESTION, thoughtful])
+    long, long_places = placed(template, [_QUESTION, thoughtful, _QUESTION, plain])
+    return Habits(
+        headers=headers,
+        closing=closing,
+        last_closing=last_closing.strip(),
+        rewrites=lead != long_lead or short[places[1] : places[2]] != long[long_places[1] : long_places[2]],
+        splits=_TAGGED not in placed(template, [_QUESTION, tagged])[0],
+    )
+
+
+def learn_calls(template: Template, habits: Habits) -> CallHabits:
+    """Returns the habits of a template with tool calls. Raises InvalidConfig if it writes none."""
+    calls = Answer(visible="", calls=[_CALL]).message(splits=False)
+    spoken = Answer(visible="c", calls=[_CALL]).message(splits=False)
+    last, last_places = placed(template, [_QUESTION, calls])
+    long, places = placed(template, [_QUESTION, calls, _RESULT])
+    try:
+        tail = long[places[3] : places[5]]
+        common = _common(tail, last[last_places[3] :])
+        opening = _opening(template, spoken, last[last_places[1] : last_places[2]], habits)
+        headers = _headers(template, [_QUESTION, calls, _RESULT], end=5)
+    except KeyError:
+        raise cannot_follow("does not write tool calls") from None
+    tags = TAG.findall(common) if habits.last_closing else TAG.findall(tail[len(common) :])[:1]
+    if not tags:
+        raise cannot_follow("writes no end of turn after tool calls")
+    return CallHabits(opening=opening, closing=tags[-1], headers=headers)
+
+
+def _opening(template: Template, spoken: dict[str, object], lead: str, habits: Habits) -> str:
+    """Returns the text of a template between any text of an answer and the name of the first call.
+
+    It is the end that `lead`, which precedes the name if there is no text, has in common with a message with text.
+    """
+    text, places = placed(template, [_QUESTION, spoken])
+    name = text.find(_NAME, places[2]) if 2 in places else -1
+    if name < 0:  # Mistral's templates omit the text, Gemma 4's writes it after the calls
+        return lead[after_header(lead, habits.headers) :]
+    opening = _common_end(lead, text[places[2] : name])
+    if any(header in opening for header in habits.headers):
+        opening = opening[after_header(opening, habits.headers) :]
+    return opening.lstrip()
+
+
+def _headers(template: Template, messages: Messages, *, end: int) -> list[str]:
+    """Returns the prompt of an answer to these messages, the last of which ends at the mark `end`."""
+    prompt, prompt_places = placed(template, messages, prompt=True)
+    bare, bare_places = placed(template, messages)
+    prompted, asked = prompt[prompt_places[end] :], bare[bare_places[end] :]
+    opened = prompted[len(_common(prompted, asked)) :]
+    tags = [] if opened else list(TAG.finditer(prompted))
+    header = _PIECE.findall(opened or prompted)
+    headers = ["".join(header[:count]) for count in range(len(header), 0, -1)]
+    if tags:  # the answer follows what ends the message before it, which begins with an id in Mistral's templates
+        headers.insert(1, prompted[tags[-1].start() :])
+    return headers
+
+
+def after_header(lead: str, headers: Sequence[str]) -> int:
+    """Returns where the header ends in what stands before an answer.
+
+    >>> after_header("<|end|><|assistant|>", ["<|assistant|><think>", "<|assistant|>"]), len("<|end|><|assistant|>")
+    (20, 20)
+    """
+    for header in headers:
+        place = lead.find(header)
+        if place >= 0:
+            return place + len(header)
+    raise cannot_follow("writes answers differently from its generation prompt")
+
+
+def _common(text: str, other: str) -> str:
+    """Returns the common beginning of two texts, in whole tags and words.
+
+    >>> _common("<|end|><|user|>", "<|end|><|endoftext|>")
+    '<|end|>'
+    """
+    common = ""
+    for piece, same in zip(_PIECE.findall(text), _PIECE.findall(other), strict=False):
+        if piece != same:
+            break
+        common += piece
+    return common
+
+
+def _common_end(text: str, other: str) -> str:
+    """Returns the common end of two texts, in whole tags and words.
+
+    >>> _common_end("</think><call>f", "c<call>f")
+    '<call>f'
+    """
+    common = ""
+    for piece, same in zip(reversed(_PIECE.findall(text)), reversed(_PIECE.findall(other)), strict=False):
+        if piece != same:
+            break
+        common = piece + common
+    return common
+
 
 Span = tuple[int, int]
 Text = tuple[str, Sequence[Span]]
@@ -108,6 +321,7 @@ class Follower:
             written += text[stretch.start : stretch.end]
             cursor = stretch.end
         written += text[cursor:]
+        # some templates end the last turn for generation, but what ends an answer must be learned
         if not self.habits.last_closing:
             written += self.call_habits.closing if answers[len(messages) - 1].calls else self.end
             spans[-1] = (spans[-1][0], len(written))
@@ -129,7 +343,7 @@ class Follower:
         stretch: _Stretch,
         places: Places,
     ) -> tuple[str, int]:
-        """Returns what comes between the message before an answer and its own words, thoughts included.
+        """Returns the text between the message before an answer and its own words, thoughts included.
 
         With it comes the place in it where the answer begins.
 
@@ -189,6 +403,7 @@ class Follower:
         start = places[2 * index]
         end = places.get(2 * index + 1, start)
         if not message["content"].strip():
+            # without a text, the place is that of the first call, and its opening has to be learned as well
             start -= len(habits.opening)
             if not text.startswith(habits.opening, start):
                 raise cannot_follow(f"opens the calls of message {index + 1} in another way")

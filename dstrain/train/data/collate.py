@@ -1,4 +1,4 @@
-"""Collates samples or packed rows into one micro-batch of tensors."""
+"""Collates samples or packed rows into one micro-batch of tensors, and cuts it along the sequence."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dstrain.facts.model.kernel_packages import FLA, kernel_packages
-from dstrain.train.data.tokenize import IGNORED
+from dstrain.facts.model.traits import FLA, kernel_packages
+from dstrain.train.data.rendering import IGNORED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,7 @@ class Collator:
     Samples get an attention mask. Packed rows must not have one: Transformers separates samples by `position_ids` only
     without an attention mask and a cache (transformers 5.23 masking_utils.py: _preprocess_mask_arguments), so a mask of
     ones would silently mix them. Packed rows also get the borders of samples for FlashAttention and for the kernels of
-    linear attention, convolutions and state spaces; those of linear attention take one row only.
+    linear attention, convolutions and state spaces; the kernels of linear attention take one row only.
     """
 
     pad_token_id: int
@@ -109,3 +109,34 @@ def _borders(position_ids: torch.Tensor) -> dict[str, Any]:
 def without_adapter(model: Any) -> Any:
     """Returns the model that an adapter wraps, or the model itself."""
     return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """The part of every row that a rank trains on."""
+
+    index: int
+    """Rank in its sequence-parallel group, from 0."""
+    count: int
+    """Ranks of the group."""
+
+    def cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns this rank's slice of a micro-batch: (batch, seq) becomes (batch, seq / count).
+
+        The labels are shifted first, since the next token of a slice's last one is on another rank; Transformers takes
+        them as `shift_labels`. Borders of packed samples still count in whole rows, which attention sees again.
+        """
+        shifted = shift(batch["labels"])
+        whole = {**batch, "labels": shifted, "shift_labels": shifted}
+        whole.pop("attention_mask", None)  # Ulysses drops masks; attention is causal, and padding is at the end
+        width = shifted.shape[1] // self.count
+        part = slice(self.index * width, (self.index + 1) * width)
+        return {
+            name: value[:, part].contiguous() if isinstance(value, torch.Tensor) and value.dim() == 2 else value
+            for name, value in whole.items()
+        }
+
+
+def shift(labels: torch.Tensor) -> torch.Tensor:
+    """Returns the target of each token: label i + 1 for token i, and none for the last. Both: (batch, seq)."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from dstrain.choices import Hub, LossOn, Task
 from dstrain.config.templates.chat_template import ChatTemplate
-from dstrain.facts.data.lengths import encoder_of
-from dstrain.facts.data.rendered_lengths import Measure
+from dstrain.facts.data.lengths import Measure, encoder_of
 from dstrain.facts.data.turns import Conversation
-from dstrain.facts.model.chat_files import read_chat_files
+from dstrain.facts.model.hub_config import read_chat_files
 from dstrain.job.schema import Job
 from dstrain.train.data.rendering import Renderer, learned_tokens
 

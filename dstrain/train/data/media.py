@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
+from inspect import signature
 from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,17 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils.hub import PushToHubMixin, cached_file
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.data import images
+from dstrain.facts.data import media_files
+from dstrain.facts.data.columns import IMAGES, KINDS, MEDIA
 from dstrain.facts.data.media import Files, name_of
-from dstrain.facts.data.media_kinds import KINDS
-from dstrain.facts.data.videos import require_packages
+from dstrain.facts.data.media_files import require_packages
 from dstrain.facts.model.model_files import PROCESSOR_FILES
-from dstrain.facts.model.vision_towers import PACKS_IMAGES, TRAINS_VIDEOS, require_image_package, require_media
+from dstrain.facts.model.traits import require_image_package, require_media, traits
 from dstrain.job.schema import Job
 from dstrain.train.data.chat import Span
-from dstrain.train.data.resize import BLANK_SIDE, resized
-from dstrain.train.data.token_files import IMAGES, MEDIA
-from dstrain.train.data.videos import Videos, videos_of
+from dstrain.train.data.collate import Collator, without_adapter
+from dstrain.train.data.rendering import IGNORED
+from dstrain.train.data.videos import BLANK_SIDE, Videos, resized, videos_of
 from dstrain.train.tokenizer import cannot_load
 
 _CROPS = ("crop_to_patches", "do_image_splitting", "do_pan_and_scan")
@@ -47,7 +48,7 @@ class Expanded:
     spans: Sequence[Span]
     """The characters that count in the loss, at their new places."""
     media_of: Sequence[int | None]
-    """Index of the image of each token, or that of the video after all images; None of text: (seq,)."""
+    """Index of the image of each token, or of its video after all images; None of text: (seq,)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class MediaReader:
         return " ".join([type(self.processor).__name__, *limits, *readers])
 
     def expanded(self, text: str, spans: Sequence[Span], media: Mapping[str, Sequence[Any]]) -> Expanded:
-        """Returns the tokens of a rendered conversation, with those of its media in the place of placeholders.
+        """Returns the tokens of a rendered conversation, with tokens of its media in the place of placeholders.
 
         `media`: column → images or videos. Raises InvalidConfig if one is broken, if the template writes
         another number of placeholders, or if the family does not train on them; EnvironmentProblem if it lacks a
@@ -103,6 +104,7 @@ class MediaReader:
             raise InvalidConfig(f"the processor rejects its {' or '.join(named)}: {error}") from None
         changes = out["text_replacement_offsets"][0]
         replaced = [(*change["span"], *change["new_span"]) for change in changes]
+        # images are numbered before videos, whatever their order in the text
         firsts = accumulate((len(media.get(column, ())) for column in MEDIA), initial=0)
         numbers = {kind.noun: count(first) for kind, first in zip(KINDS, firsts, strict=False)}
         offsets = np.asarray(out["offset_mapping"][0]).tolist()
@@ -116,7 +118,7 @@ class MediaReader:
     def pixels(self, column: str, samples: Sequence[Sequence[Any]]) -> dict[str, torch.Tensor]:
         """Returns the tensors that the model takes of the images or videos of each sample, in order.
 
-        Without samples they are those of a blank one.
+        Without samples they belong to a blank one.
         """
         return self._tensors(column, self._arguments(column, samples))
 
@@ -156,7 +158,7 @@ class MediaReader:
         return {name: False for name in _CROPS if hasattr(self.processor.image_processor, name)}
 
     def _tensors(self, column: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns what the processor makes of images or videos, with its settings for them in calls with text.
+        """Returns the processor's output for images or videos, with its settings for them in calls with text.
 
         Source: transformers 5.23 processing_utils.py: ProcessorMixin.__call__.
         """
@@ -167,7 +169,7 @@ class MediaReader:
         return {key: value for key, value in made.items() if key not in unused}
 
     def _opened(self, path: str) -> Any:
-        return resized(images.opened(path), self.max_pixels, self.min_pixels)
+        return resized(media_files.opened(path), self.max_pixels, self.min_pixels)
 
 
 def _ids(out: Mapping[str, Any]) -> list[int]:
@@ -184,7 +186,7 @@ def _blank() -> Any:
 
 def image_text(path: str) -> str:
     """Returns the name of an image and its size, in words."""
-    image = images.opened(path)
+    image = media_files.opened(path)
     return f"{Path(name_of(path)).name}: {image.width} × {image.height} pixels"
 
 
@@ -244,11 +246,12 @@ def _without_videos() -> Iterator[None]:
 
 
 def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | None:
-    """Returns what reads the images of a model with a tower and a processor, or its videos.
+    """Returns the reader of images and videos for a model with a tower and a processor.
 
     None of a language model. Without a package that the processor needs it refuses what it is to read: data may be
     text alone. Raises InvalidConfig if the processor cannot be loaded.
     """
+    # a missing file is an answer here: a language model has none of them
     lenient = {f"_raise_exceptions_for_{what}": False for what in ("missing_entries", "connection_errors")}
     files = [cached_file(source, name, **lenient) for name in PROCESSOR_FILES]
     if not any(files[:2]):
@@ -256,12 +259,12 @@ def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | No
     config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
     family, saved = config.model_type, tuple(Path(file) for file in files if file is not None)
     try:
-        images.require_pillow()
+        media_files.require_pillow()
         require_image_package(family)
     except EnvironmentProblem as lack:
         _take_template(ProcessorMixin.get_processor_dict(source)[0].get("chat_template"), job, tokenizer)
         return MediaReader(family=family, processor=None, max_pixels=None, lack=lack, files=saved)
-    has_videos = family in TRAINS_VIDEOS and find_spec("torchvision") is not None
+    has_videos = traits(family).trains_videos and find_spec("torchvision") is not None
     try:
         with nullcontext() if has_videos else _without_videos():
             processor = _LOAD(source, trust_remote_code=job.trust_remote_code)
@@ -312,6 +315,7 @@ class ImagePositions:
         """
         positions = batch["position_ids"]
         flat = positions.reshape(-1)
+        # a packed row has many samples, and the model counts positions in rows: each sample becomes a row
         sample = (flat == 0).cumsum(0) - 1
         shape = (int(sample[-1]) + 1, int(flat.max()) + 1)
 
@@ -332,10 +336,74 @@ class ImagePositions:
 
 def positions_of(config: Any) -> ImagePositions | None:
     """Returns the positions of a model; None if they are not known of its family."""
-    if config.model_type not in PACKS_IMAGES:
+    if not traits(config.model_type).packs_images:
         return None
     family: Any = MODEL_MAPPING[type(config)]
     model = family.__new__(family)
     torch.nn.Module.__init__(model)
     model.config = config
     return ImagePositions(model=model)
+
+
+_TYPES = ("mm_token_type_ids", "token_type_ids")
+"""Names under which models take the kind of each token: text, image or video."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaCollator:
+    """Adds pixels to a micro-batch; one without any gets a blank image or video.
+
+    Each rank runs a tower as often in every micro-batch, as ZeRO-3 needs it, which gathers each weight on all ranks at
+    once: for images, and once more for videos, if the data have both. The tokens of what is blank are padding: no token
+    of a sample sees them, and none of them has a label, so that the gradient of the tower comes from the
+    images and videos of other ranks alone. Packed rows get positions for each sample where the family has its own for
+    images, which the model would count for the whole row from its beginning.
+    """
+
+    collator: Collator
+    media_reader: MediaReader
+    blanks: Mapping[str, Sequence[int]]
+    """Columns of images and videos that the data have → tokens of a blank one."""
+    parameters: frozenset[str]
+    """Names of the parameters of the model's forward."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of pixels, as of training: the Trainer would cast them in RAM, while the GPU waits."""
+
+    @classmethod
+    def of(cls, model: Any, dtype: torch.dtype, **options: Any) -> MediaCollator:
+        """Returns the collator of a model, with or without an adapter."""
+        return cls(parameters=frozenset(signature(without_adapter(model).forward).parameters), dtype=dtype, **options)
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Returns the tensors of `Collator`, of what is seen, and the kinds of tokens, if the model asks."""
+        samples = {column: [row[column] for row in rows if row.get(column)] for column in self.blanks}
+        lacking = [token for column, blank in self.blanks.items() if not samples[column] for token in blank]
+        batch = self._with_blank(rows, lacking) if lacking else self.collator(rows)
+        for column in self.blanks:
+            seen = self.media_reader.pixels(column, samples[column])
+            batch |= {key: self._cast(value) for key, value in seen.items()}
+        types = next((name for name in _TYPES if name in self.parameters), None)
+        if types is not None:
+            batch[types] = self.media_reader.types_of(batch["input_ids"])
+        if self.collator.packing and self.media_reader.positions is not None:
+            batch["position_ids"] = self.media_reader.positions.of(batch)
+        return batch
+
+    def _cast(self, value: Any) -> Any:
+        is_cast = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(self.dtype) if is_cast else value
+
+    def _with_blank(self, rows: Sequence[Mapping[str, Any]], blank: Sequence[int]) -> dict[str, Any]:
+        """Returns a micro-batch with blank tokens behind its shortest row, which the attention mask hides, or with
+        packing its positions: they are a sample with the padding."""
+        lengths = [len(row["input_ids"]) for row in rows]
+        index = int(np.argmin(lengths))
+        longer = {
+            **rows[index],
+            "input_ids": [*rows[index]["input_ids"], *blank],
+            "labels": [*rows[index]["labels"], *[IGNORED] * len(blank)],
+        }
+        batch = self.collator([longer if i == index else row for i, row in enumerate(rows)])
+        if not self.collator.packing:
+            batch["attention_mask"][index, lengths[index] :] = 0
+        return batch

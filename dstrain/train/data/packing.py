@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from dstrain.facts.data.best_fit import packed_rows
-from dstrain.train.data.shared_work import locked
-from dstrain.train.data.token_files import MEDIA
-from dstrain.train.data.tokenize import IGNORED
+from dstrain.facts.data.columns import MEDIA
+from dstrain.train.data.rendering import IGNORED
+from dstrain.train.data.token_cache import alone, made_beside
 
 Row = dict[str, Any]
 """`input_ids`, `labels` and `position_ids` of a packed row, each (tokens,), and the files of its media."""
@@ -102,12 +100,11 @@ def kept(folder: Path, lengths: Any, capacity: int, *, seed: int) -> Packing:
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in _FILES]
     if not all(path.exists() for path in paths):
-        with locked(folder, "packing", waits=True):
+        with alone(folder):
             if not all(path.exists() for path in paths):
                 made = packed(lengths, capacity, seed=seed)
                 for path, values in zip(paths, (made.members, made.starts), strict=True):
-                    beside = path.with_name(f"{path.stem}.{socket.gethostname()}-{os.getpid()}.part.npy")
-                    np.save(beside, values)
-                    beside.replace(path)
+                    with made_beside(path) as beside:
+                        np.save(beside, values)
     members, starts = (np.load(path, mmap_mode="r") for path in paths)
     return Packing(members=members, starts=starts)

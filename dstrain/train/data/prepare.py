@@ -16,19 +16,52 @@ import pyarrow as pa  # type: ignore[import-untyped]
 from dstrain import units
 from dstrain.choices import OnLongSample
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.columns import MEDIA, unusable, unused_text
 from dstrain.facts.data.mixture import epoch_counts, held_out_counts
-from dstrain.facts.data.row_values import unusable, unused_text
 from dstrain.job import task_limits
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.schema import Job
 from dstrain.train.data import packing
-from dstrain.train.data.counts import counted
-from dstrain.train.data.mixture import Indices, drawn, numbers_of, split
 from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.sources import Rows, rows_of
-from dstrain.train.data.token_files import MEDIA
+from dstrain.train.data.token_cache import Report, Said, cache_folder, tokenized
+from dstrain.train.data.token_rows import SEQUENCES, Form, counted
 from dstrain.train.data.tokenize import Encoder
-from dstrain.train.data.tokenized import SEQUENCES, Form, Report, Said, cache_folder, tokenized
+
+Indices = np.ndarray[Any, np.dtype[np.integer[Any]]]
+"""Numbers of samples, (samples,)."""
+
+
+def numbers_of(is_chosen: np.ndarray[Any, np.dtype[np.bool_]]) -> Indices:
+    """Returns the numbers of the samples that are marked, (samples,), in four bytes each where these are enough.
+
+    >>> numbers_of(np.array([True, False, True])).tolist()
+    [0, 2]
+    """
+    numbers: Indices = np.arange(len(is_chosen), dtype=np.int32 if len(is_chosen) < 2**31 else np.int64)
+    return numbers if is_chosen.all() else numbers[is_chosen]
+
+
+def drawn(size: int, count: int, *, seed: int, index: int) -> Indices:
+    """Returns `count` of `size` sample numbers in ascending order, random but the same for the same seed.
+
+    Each sample occurs `count // size` times, and a random part of them once more. `index` is the data set's.
+
+    >>> drawn(3, 7, seed=0, index=0).tolist() in ([0, 0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2, 2])
+    True
+    """
+    whole, rest = divmod(count, size)
+    order = np.random.default_rng([seed, index]).permutation(size)[:rest]
+    return np.sort(np.concatenate([np.tile(np.arange(size), whole), order]))
+
+
+def split(indices: Indices, count: int, *, seed: int, index: int) -> tuple[Indices, Indices]:
+    """Returns the samples to train on, and `count` held-out ones, each in their order."""
+    chosen = drawn(len(indices), count, seed=seed, index=index)
+    is_held_out = np.zeros(len(indices), dtype=bool)
+    is_held_out[chosen] = True
+    return indices[~is_held_out], indices[is_held_out]
+
 
 _DIGESTED_SAMPLES = 2**20
 _PACKING = "by length"
@@ -40,7 +73,7 @@ class PreparedData:
     """Tokenized data for the Trainer and `collate.Collator`."""
 
     dataset: Any
-    """`datasets.Dataset` with `input_ids`, `labels` and `length`, `PackedRows`, or that of a `Form`."""
+    """`datasets.Dataset` with `input_ids`, `labels` and `length`, `PackedRows`, or the data set of a `Form`."""
     num_samples: int
     """Samples of an epoch."""
     num_tokens: int
@@ -81,9 +114,9 @@ def prepare(
 ) -> PreparedData:
     """Returns the tokenized data of a job: samples in order, or with packing rows of `seq_len` tokens.
 
-    Without `training` it is the evaluation data. All ranks call it, and `dstrain data prepare`: they share the parts
-    that are not in the cache yet, call `report`, and read the same files. Raises InvalidConfig with file and line for
-    an unusable row.
+    Without `training` it is the evaluation data. All ranks call it, and `dstrain data prepare`: one process of
+    those that see a cache makes what is missing, the others wait for it and call `report`, and all read the same files.
+    Raises InvalidConfig with file and line for an unusable row.
     """
     has_own = training or job.eval_data is not None
     sources = job.train_sources if training or not has_own else job.eval_sources
@@ -92,10 +125,12 @@ def prepare(
     data = _rows(job, sources, training=training or not has_own)
     tokens = [_tokens(rows, encoder, job, report, form) for rows in data]
     chosen = _chosen(job, sources, tokens, training=training)
+    # nothing is copied: tables stay memory maps, and samples are chosen by their numbers
     dataset = datasets.concatenate_datasets(list(map(_selected, tokens, chosen)))
     dataset = form.whole(dataset.select_columns([*form.columns, "length"]))
     notes = [note for one in tokens for note in one.notes] if training or has_own else []
     notes += _mixture_notes(job, sources, tokens, chosen, training=training)
+    # a resumed run compares it, and refuses other data than it was trained on
     digest = _digest(_column(tokens, chosen, "crc"), job)
     num_learned = int(_column(tokens, chosen, "num_learned").sum(dtype=np.int64))
     lengths = _column(tokens, chosen, "length")
@@ -120,7 +155,7 @@ def _rows(job: Job, sources: Sequence[DataSource], *, training: bool) -> list[Ro
     """Returns the rows of each data set.
 
     Raises InvalidConfig for weights that only some of them have, and for a `val_split` that leaves no sample even if
-    all rows are usable. Those of files have been counted by the launcher; here are those of a hub.
+    all rows are usable. The launcher has counted the rows of files; these are the rows of a hub.
     """
     weights_of(sources)
     data = [rows_of(source, job, training=training) for source in sources]
@@ -133,11 +168,13 @@ def _rows(job: Job, sources: Sequence[DataSource], *, training: bool) -> list[Ro
 
 def _tokens(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) -> _Tokens:
     """Returns the tokens of a data set. Raises InvalidConfig if no sample of it can be trained on."""
-    dataset, said = tokenized(rows, encoder, job, report, form)
+    tokens = tokenized(rows, encoder, job, report, form)
+    dataset, said = tokens.dataset, tokens.said
     if media := [name for name in MEDIA if _figure(dataset, f"num_{name}").any()]:
         packs = form.media_reader is not None and form.media_reader.positions is not None
         task_limits.require_for_media(job, media, packs=packs)
     lengths, is_long = _figure(dataset, "length"), _figure(dataset, "num_cut") > 0
+    # both kinds stay in the cache, so that another on_long_sample costs no tokenization
     drops_long = job.on_long_sample is OnLongSample.DROP
     is_kept = (lengths > 0) & ~is_long if drops_long else lengths > 0
     kept = numbers_of(is_kept)
@@ -162,8 +199,8 @@ def _tokens(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) 
         dataset=dataset,
         kept=kept,
         notes=[*notes, *remarks],
-        num_made=said.num_made,
-        folder=said.folder,
+        num_made=tokens.num_made,
+        folder=tokens.folder,
     )
 
 
@@ -286,5 +323,5 @@ def _remarks(name: str, said: Said, job: Job) -> list[str]:
     notes = [unused_text(said.unused)] if said.unused else []
     notes += counted(said.counts, job, said.firsts)
     if said.skipped:
-        notes.append(f"{unusable(said.num_skipped)} skipped (on_bad_row: skip); the first:")
+        notes.append(f"{unusable(said.tally['skipped'])} skipped (on_bad_row: skip); the first:")
     return [f"{name}: {note}" for note in notes] + [f"  {problem}" for problem in said.skipped]

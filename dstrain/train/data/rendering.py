@@ -15,11 +15,11 @@ from typing import Any
 from dstrain.choices import LossOn, Thinking
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.turns import Conversation
-from dstrain.train.data.chat import Follower, Span, Text, Written, as_written, lacks_tools
-from dstrain.train.data.habits import learn
-from dstrain.train.data.message_spans import OTHER_TEMPLATE, Messages
-from dstrain.train.data.template_messages import takes_only_parts, with_arguments, with_parts
+from dstrain.train.data.chat import Follower, Span, Text, Written, as_written, lacks_tools, learn
+from dstrain.train.data.spans import OTHER_TEMPLATE, Messages, takes_only_parts, with_arguments, with_parts
 
+IGNORED = -100
+"""Label of a token that does not count in the loss. Source: torch.nn.CrossEntropyLoss(ignore_index=-100)."""
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 Tagged = Callable[[list[list[Any]], Any, Mapping[str, Any]], tuple[list[str], list[list[Span]]]]
@@ -99,7 +99,8 @@ class Renderer:
         return text, spans
 
     def _as_templates_take(self, messages: Messages) -> list[Mapping[str, Any]]:
-        return [with_parts(message, always=takes_only_parts(self.tokenizer)) for message in messages]
+        only_parts = takes_only_parts(self.tokenizer)
+        return [with_parts(message, always=only_parts) for message in messages]
 
     @property
     def _options(self) -> dict[str, Any]:

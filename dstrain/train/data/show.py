@@ -17,18 +17,18 @@ from typing import Any
 from dstrain import units
 from dstrain.choices import DataFormat, LossOn, OnBadRow, Task
 from dstrain.errors import DstrainError, InvalidConfig
+from dstrain.facts.data.columns import unusable, unused_text
 from dstrain.facts.data.datafile import Refuse
-from dstrain.facts.data.row_values import unusable, unused_text
-from dstrain.facts.data.sample_formats import SIDES
-from dstrain.facts.data.shown import Piece, ShowAnswer, ShownData, ShownSample, ShowQuestion
+from dstrain.facts.data.formats import SIDES
+from dstrain.facts.data.messages import Piece, ShowAnswer, ShownData, ShownSample, ShowQuestion
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
-from dstrain.train.data.counts import counted
 from dstrain.train.data.media import load_media_reader
+from dstrain.train.data.rendering import IGNORED
 from dstrain.train.data.sources import Rows, rows_of
-from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
-from dstrain.train.data.tokenized import counts_of
+from dstrain.train.data.token_rows import counted, counts_of
+from dstrain.train.data.tokenize import Encoded, Encoder
 from dstrain.train.preferences.pairs import encoded_pairs
 from dstrain.train.tokenizer import load_tokenizer, source_of
 
@@ -84,6 +84,7 @@ def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit:
         skipped.append(str(error.problem))
 
     samples, tally = _samples(rows, encoder, refuse), _Tally()
+    # the sample may be behind those that are counted
     for number, read in enumerate(islice(samples, None if limit is None else max(limit, sample)), start=1):
         tally.add(read)
         tally.chosen = read if number == sample else tally.chosen
@@ -104,12 +105,12 @@ def shown(job: Job, source: DataSource, encoder: Encoder, *, sample: int, limit:
 
 
 def _samples(rows: Rows, encoder: Encoder, refuse: Refuse) -> Iterator[_Read]:
-    """Yields what training reads, in order."""
+    """Yields the samples that training reads, in order."""
     if rows.reading.format is DataFormat.PREFERENCE:
         for pair in encoded_pairs(encoder, rows, refuse):
             yield _Read(sides=pair.sides, counts=pair.counts, teaches=pair.teaches)
     else:
-        for encoded in encoder.encode(rows.conversations(refuse), refuse):
+        for encoded in encoder.encode(rows.parsed(refuse), refuse):
             yield _Read(sides=(encoded,), counts=counts_of(encoded.counts), teaches=encoded.teaches)
 
 

@@ -11,16 +11,16 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.columns import MEDIA
 from dstrain.facts.data.media import named_in
 from dstrain.facts.data.mixture import held_out_counts
 from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.train.data.prepare import PreparedData
+from dstrain.train.data.sources import EndlessRows, Text, endless_rows
 from dstrain.train.data.stream import Stream, Window, held_in_memory
-from dstrain.train.data.streamed_samples import EndlessRows, Text, endless_rows
-from dstrain.train.data.token_files import MEDIA
+from dstrain.train.data.token_cache import fingerprint
 from dstrain.train.data.tokenize import Encoded, Encoder
-from dstrain.train.data.tokenized import fingerprint
 from dstrain.units import counted
 
 if TYPE_CHECKING:
@@ -135,6 +135,7 @@ def _without_held_out(
                 found = list(islice(usable(_in_order(part)), wanted))
                 samples += found
                 wanted -= len(found)
+                # a chunk is left out whole: its other samples are not trained on, which needs no record by sample
                 dropped.add(chunk)
             if wanted or len(dropped & set(own)) == len(own):
                 name = rows.sets[index].name
@@ -145,7 +146,7 @@ def _without_held_out(
 
 
 def _sizes(data: Sequence[EndlessRows]) -> list[int]:
-    """Returns how large data sets are, in units of no meaning. Raises InvalidConfig for those of a hub."""
+    """Returns the relative sizes of data sets. Raises InvalidConfig for the data sets of a hub."""
     origins = [[origin.path for origin in rows.origins] for rows in data[0].sets]
     if any(path is None for paths in origins for path in paths):
         raise InvalidConfig(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +15,19 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from dstrain.choices import LossOn, Thinking
 from dstrain.errors import InvalidConfig, type_and_line
 from dstrain.facts.data import media
+from dstrain.facts.data.columns import MEDIA
 from dstrain.facts.data.datafile import Refuse, stop
 from dstrain.facts.data.media import Files
 from dstrain.facts.data.turns import Conversation
 from dstrain.train.data.chat import Counts, Span, Written
-from dstrain.train.data.message_spans import OTHER_TEMPLATE
-from dstrain.train.data.rendering import Renderer, learned_tokens
-from dstrain.train.data.token_files import MEDIA
+from dstrain.train.data.rendering import IGNORED, Renderer, learned_tokens
+from dstrain.train.data.spans import OTHER_TEMPLATE
 
 if TYPE_CHECKING:
     from dstrain.train.data.media import MediaReader
 
-IGNORED = -100
-"""Label of a token that does not count in the loss. Source: torch.nn.CrossEntropyLoss(ignore_index=-100)."""
-
 _MARKS = r"<\|im_(?:start|end)\|>|<\|(?:start|end)_header_id\|>|<\|eot_id\|>|<(?:start|end)_of_turn>|\[/?INST\]"
-"""Marks of rendered conversations: those of ChatML, Llama 3, Gemma and Mistral."""
+"""Marks of rendered conversations in ChatML, Llama 3, Gemma and Mistral."""
 _BATCH_SAMPLES = 256
 _OTHER = "Train a vision-language model, with all files of its repository."
 _NOTHING = Counts()
@@ -67,7 +64,7 @@ class Encoded:
         return self.num_learned > 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Encoder:
     """Turns samples into tokens with one tokenizer and its chat template."""
 
@@ -111,7 +108,7 @@ class Encoder:
     def _encode_chats(self, batch: list[tuple[str, Conversation]], refuse: Refuse) -> Iterator[Encoded]:
         self._require_template()
         try:
-            write = self._renderer.writer()
+            write = self._write
         except Exception as error:  # a template is a program of the model's author and may raise anything
             raise _refused(batch[0][0], error) from error
         conversations: list[tuple[str, Written, Conversation]] = []
@@ -136,9 +133,11 @@ class Encoder:
             except InvalidConfig as error:
                 refuse(error)
 
-    @property
-    def _renderer(self) -> Renderer:
-        return Renderer(tokenizer=self.tokenizer, loss_on=self.loss_on, thinking=self.thinking, tagged=self._tagged)
+    @cached_property
+    def _write(self) -> Callable[[Conversation], Written]:
+        """Renders a conversation; the habits of the template are learned once."""
+        renderer = Renderer(tokenizer=self.tokenizer, loss_on=self.loss_on, thinking=self.thinking, tagged=self._tagged)
+        return renderer.writer()
 
     def _tagged(self, chats: Any, tools: Any, options: Mapping[str, Any]) -> Any:
         """Returns texts, and the stretches that the template's `{% generation %}` marks."""
@@ -169,7 +168,7 @@ class Encoder:
         return Encoded(where=where, input_ids=ids, labels=labels, num_cut=num_cut, counts=counts)
 
     def _encode_with_images(self, where: str, written: Written, conversation: Conversation) -> Encoded:
-        """Returns the tokens: those of media have no loss, and none has if `seq_len` would cut one of these."""
+        """Returns the tokens. Tokens of media have no loss, and no token has if `seq_len` would cut media."""
         assert self.media_reader is not None
         files: Any = {name: getattr(conversation, name) for name in MEDIA}
         try:
@@ -256,7 +255,7 @@ def _labels(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> l
 
 @lru_cache(maxsize=8)
 def _control_tokens(tokenizer: Any) -> re.Pattern[str]:
-    """Returns what finds special tokens of a tokenizer, and the marks of well-known chat templates."""
+    """Returns the pattern of a tokenizer's special tokens and of the marks of well-known chat templates."""
     special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
     special |= set(map(str, tokenizer.all_special_tokens))
     return re.compile("|".join([*map(re.escape, sorted(filter(str.strip, special), key=len, reverse=True)), _MARKS]))

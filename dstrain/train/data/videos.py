@@ -1,7 +1,8 @@
-"""Frames of videos as the model's own processor samples them, with the times that it writes between them."""
+"""Frames of videos as the model's own processor samples them, with the times between them, and the sizes of images."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,26 @@ from typing import Any
 import numpy as np
 from transformers.video_utils import VideoMetadata
 
-from dstrain.facts.data import videos
+from dstrain.facts.data import media_files
 from dstrain.facts.data.media import Files, name_of
 from dstrain.job.schema import Job
-from dstrain.train.data.resize import BLANK_SIDE, resized
+
+BLANK_SIDE = 32
+"""Side of a blank image, in pixels."""
+
+
+def resized(image: Any, max_pixels: int | None, min_pixels: int | None = None) -> Any:
+    """Returns an image of Pillow with at most and at least so many pixels, as its sides allow; None: as it is.
+
+    Source: LLaMA-Factory 0.9 data/mm_plugin.py: MMPluginMixin._preprocess_image.
+    """
+    for limit, is_beyond in ((max_pixels, int.__gt__), (min_pixels, int.__lt__)):
+        pixels = image.width * image.height
+        if limit is not None and is_beyond(pixels, limit):
+            scale = math.sqrt(limit / pixels)
+            image = image.resize((max(1, int(image.width * scale)), max(1, int(image.height * scale))))
+    return image
+
 
 _FPS = 2.0
 """Frames per second of a processor that names none. Source: qwen-vl-utils 0.0.14 vision_process.py: FPS."""
@@ -58,19 +75,19 @@ class Videos:
     def _read(self, video: Files) -> tuple[Any, VideoMetadata]:
         """Returns the chosen frames of a video, (frames, height, width, channels), and which these are."""
         header, indices = self._sampled(video)
-        frames = [np.asarray(resized(frame, self.max_pixels)) for frame in videos.frames_of(video, indices)]
+        frames = [np.asarray(resized(frame, self.max_pixels)) for frame in media_files.frames_of(video, indices)]
         metadata = VideoMetadata(
             total_num_frames=header.num_frames, fps=header.fps or self.processor.fps, frames_indices=indices
         )
         return np.stack(frames), metadata
 
-    def _sampled(self, video: Files) -> tuple[videos.Header, list[int]]:
-        """Returns what a video says about itself, and the numbers of the frames that the processor chooses.
+    def _sampled(self, video: Files) -> tuple[media_files.Header, list[int]]:
+        """Returns the header of a video, and the numbers of the frames that the processor chooses.
 
         Frames in image files have been chosen already, at as many per second as the processor takes; more than its
         maximum are thinned out. Source: transformers 5.23 video_processing_utils.py: preprocess.
         """
-        header, reader = videos.header_of(video), self.processor
+        header, reader = media_files.header_of(video), self.processor
         settings = {name: getattr(reader, name, None) for name in reader.valid_kwargs.__annotations__}
         if header.fps is None:
             if header.num_frames <= reader.max_frames:
@@ -90,7 +107,7 @@ def _arguments(read: Sequence[tuple[Any, VideoMetadata]]) -> dict[str, Any]:
 
 
 def videos_of(processor: Any, job: Job) -> Videos:
-    """Returns the videos of a model's processor, whose settings become those of the job."""
+    """Returns the videos of a model's processor, whose settings the job replaces."""
     reader = processor.video_processor
     reader.fps = job.video_fps or getattr(reader, "fps", None) or _FPS
     reader.max_frames = job.video_maxlen or reader.max_frames

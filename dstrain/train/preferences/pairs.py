@@ -13,12 +13,13 @@ import torch
 
 from dstrain.choices import LossOn
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.columns import MEDIA
 from dstrain.facts.data.datafile import Refuse
-from dstrain.facts.data.preferences import Pair
+from dstrain.facts.data.formats import Pair
+from dstrain.train.data.rendering import IGNORED
 from dstrain.train.data.sources import Rows
-from dstrain.train.data.token_files import MEDIA, NUMBERS, TokenRow
-from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
-from dstrain.train.data.tokenized import Form, counts_of, with_files
+from dstrain.train.data.token_rows import NUMBERS, Form, TokenRow, counts_of, with_files
+from dstrain.train.data.tokenize import Encoded, Encoder
 
 REFERENCE = "reference"
 """Key of the reference log-probabilities in a pair and in a micro-batch."""
@@ -41,7 +42,7 @@ class PairTokens:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What is counted of the pair, as `counts.COUNTED` names it."""
+        """Counts of the pair, as `counts.COUNTED` names them."""
         if self.pair.is_equal:
             return dict(_OF_EQUAL)
         cut = sum(side.counts.cut_answers for side in self.sides)
@@ -71,7 +72,7 @@ def encoded_pairs(encoder: Encoder, rows: Rows, refuse: Refuse) -> Iterator[Pair
 
 def _batches(rows: Rows, refuse: Refuse) -> Iterator[list[tuple[str, Pair]]]:
     """Yields the pairs in batches, on each of which the tokenizer works in parallel."""
-    pairs = rows.pairs(refuse)
+    pairs = rows.parsed(refuse)
     while batch := list(islice(pairs, _BATCH_PAIRS)):
         yield batch
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,26 +15,38 @@ from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.job.monitor import HealthRule
 from dstrain.job.schema import Job
 from dstrain.monitor.health.history import Facts
-from dstrain.monitor.health.watch import Watch
+from dstrain.monitor.health.rules import Watch
 from dstrain.paths import write_atomic
-from dstrain.preflight import Check, CheckName, Preflight
+from dstrain.preflight import Check, CheckName, Preflight, finite
 from dstrain.records import to_json
 from dstrain.rundir import RunDir
-from dstrain.train.data.packing import PackedRows
 from dstrain.train.loss import trial
-from dstrain.train.preflight import packed_loss, template
-from dstrain.train.preflight.found import Found
-from dstrain.train.preflight.generation import samples_of, try_generation
-from dstrain.train.preflight.labels import examples
-from dstrain.train.preflight.saving import try_saving
+from dstrain.train.parts.training import Training
+from dstrain.train.preflight import samples
+from dstrain.train.preflight.saving import no_room, try_saving
 from dstrain.train.preflight.worst_batch import finiteness, heaviest, loss_scale, num_passes, run_worst_batch
 from dstrain.train.rank import Rank, of_all_ranks
-from dstrain.train.training import Training
 from dstrain.units import format_seconds
 
 LIMIT_S, LIMIT_SHARE = 60.0, 0.03
 """Seconds, and the share of the planned run, after which no further check begins; the larger one counts."""
 _NUM_EXAMPLES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One check before the first step, which may find several things at once."""
+
+    name: CheckName
+    find: Callable[[Checks, Training], Iterable[Check | None]]
+    needs: Callable[[Checks, Training], Any] = lambda checks, trainer: True
+    """Whether a run has what it judges."""
+    passes: Callable[[Training], float] | None = lambda trainer: 0
+    """Returns its cost in forward and backward passes of a micro-batch; None: it runs at any cost."""
+    repeats: bool = False
+    """Whether a run that goes on from a checkpoint repeats it, because it depends on memory."""
+    error: Callable[[Training, Check], DstrainError | None] = lambda trainer, check: None
+    """Returns the error of a check that has failed, if that ends the run."""
 
 
 class Checks:
@@ -55,42 +67,32 @@ class Checks:
         """`group` is a gloo group of all ranks or None with one; `step_s` are the planned seconds of a step, and
         `checkpoint_bytes` the planned size of a checkpoint, which rank 0 knows if the plan does.
         """
-        self._job = job
+        self.job = job
+        self.facts = facts
         self._run_dir = run_dir
         self._rank = rank
-        self._group = group
+        self.group = group
         self._tokenizer = tokenizer
-        self._facts = facts
         self._step_s = step_s
         self._checkpoint_bytes = checkpoint_bytes
+        self._batches: Any = None
+        self._pass_s = 0.0
         self._done: list[Check] = []
 
     def run(self, trainer: Training, batches: Any) -> None:
         """Checks, prints a line for each check, and writes `preflight.json`. `batches` is the data loader.
 
-        A run that goes on from a checkpoint repeats those that depend on memory. The heaviest micro-batch always runs;
-        its cost is at most one step. Raises InvalidConfig if a packed row has another loss than its samples, or
-        the model cannot generate the texts of the job, and EnvironmentProblem if the first checkpoint cannot be
-        written.
+        Raises InvalidConfig if a packed row has another loss than its samples, or the model cannot generate the texts
+        of the job, and EnvironmentProblem if the first checkpoint cannot be written.
         """
         self.begin(planned_steps=trainer.state.max_steps)
+        self._batches = batches
         is_new = trainer.state.global_step == 0
         self._rank.say("checks before the first step (`preflight: false` omits them):")
         try:
-            if is_new:
-                self.check(CheckName.LABELS, lambda: self._labels(trainer))
-            self._gradients(trainer, batches, is_new=is_new)
-            if is_new and template.has_choice(self._job):
-                self._template(trainer)
-            if is_new and isinstance(trainer.first_rows, PackedRows):
-                self._packing(trainer)
-            if trainer.eval_dataset is not None:
-                self.check(CheckName.EVALUATION, lambda: self._evaluation(trainer), cost_s=self._pass_s)
-            if (samples := samples_of(trainer)) is not None:
-                work = partial(try_generation, trainer, samples, self._group)
-                self.check(CheckName.GENERATION, work, cost_s=self._pass_s)
-            if is_new:
-                self.check(CheckName.SAVING, lambda: self._saving(trainer))
+            for row in ROWS:
+                if (is_new or row.repeats) and row.needs(self, trainer):
+                    self.check(row, trainer)
         finally:
             self.write(step=trainer.state.global_step)
         trainer.forget_losses()
@@ -105,25 +107,28 @@ class Checks:
         self._limit_s = max(LIMIT_S, LIMIT_SHARE * planned_steps * (self._step_s or 0.0))
         return self._limit_s
 
-    def check(self, name: CheckName, work: Callable[[], Found | None], *, cost_s: float = 0.0) -> Found | None:
-        """Runs a check, unless it would exceed the limit: rank 0 decides for all. Returns what it found, if it did.
+    def check(self, row: Row, trainer: Training) -> None:
+        """Runs a check, unless it would exceed the limit: rank 0 decides for all.
 
-        Raises the error of a finding that ends the run, on all ranks.
+        Raises on all ranks the error of a check that has failed, if that ends the run.
         """
         before = time.monotonic()
-        is_late = before - self._began + cost_s > self._limit_s
-        if of_all_ranks(is_late, self._group)[0]:
-            reason = f"skipped: all checks together would take more than {format_seconds(self._limit_s)}"
-            self._note(Check(name=name, passed=None, text=reason))
-            return None
-        found = work()
-        if found is not None:
-            self._note(found.check(name, time.monotonic() - before))
-            if found.ends is not None:
-                raise found.ends
-        return found
+        if row.passes is not None:
+            is_late = before - self._began + self._pass_s * row.passes(trainer) > self._limit_s
+            if of_all_ranks(is_late, self.group)[0]:
+                reason = f"skipped: all checks together would take more than {format_seconds(self._limit_s)}"
+                self._note(Check(name=row.name, passed=None, text=reason))
+                return
+        found = [check for check in row.find(self, trainer) if check is not None]
+        spent = round(time.monotonic() - before, 4)
+        for check in found:
+            # the later ones follow from what the first one measured
+            self._note(replace(check, seconds=spent) if check is found[0] else check)
+            if not check.passed and (ends := row.error(trainer, check)) is not None:
+                raise ends
 
     def _note(self, check: Check) -> None:
+        check = replace(check, figures=finite(check.figures))
         self._done.append(check)
         self._rank.say(check.line)
         for example in check.examples:
@@ -137,75 +142,60 @@ class Checks:
             with suppress(DstrainError):  # a full disk does not end a run that can train
                 write_atomic(self._run_dir.preflight, to_json(record))
 
-    def _labels(self, trainer: Training) -> Found:
+    def labels(self, trainer: Training) -> Iterator[Check]:
+        """Shows the text that has loss in the first samples."""
         try:
-            shown = tuple(examples(trainer.first_rows, self._tokenizer, _NUM_EXAMPLES))
+            shown = tuple(samples.examples(trainer.first_rows, self._tokenizer, _NUM_EXAMPLES))
         except Exception as error:  # a tokenizer may be a program of the model's author, which need not decode
-            return Found(passed=False, text=f"cannot be shown: {type(error).__name__}: {error}")
+            why = f"cannot be shown: {type(error).__name__}: {error}"
+            yield Check(name=CheckName.LABELS, passed=False, text=why)
+            return
         text = "text between ⟦ and ⟧ has loss, in the first samples"
         passed = all(has_loss for _, has_loss in shown)
-        return Found(passed=passed, text=text, examples=tuple(example for example, _ in shown))
+        yield Check(name=CheckName.LABELS, passed=passed, text=text, examples=tuple(example for example, _ in shown))
 
-    def _gradients(self, trainer: Training, batches: Any, *, is_new: bool) -> None:
-        """Notes the worst batch, and the first loss and gradients, which come from its passes."""
+    def gradients(self, trainer: Training) -> Iterator[Check]:
+        """Runs the heaviest micro-batch, and judges its memory, its loss and its gradients."""
         before = time.monotonic()
-        ranks, found = run_worst_batch(trainer, batches, group=self._group)
-        seconds = time.monotonic() - before
-        self._pass_s = seconds / num_passes(trainer)
-        self._note(found.check(CheckName.WORST_BATCH, seconds))
+        ranks, worst = run_worst_batch(trainer, self._batches, group=self.group)
+        self._pass_s = (time.monotonic() - before) / num_passes(trainer)
+        yield worst
         loss = sum(each.loss for each in ranks) / len(ranks)
-        if is_new and self._facts.is_cross_entropy and self._facts.vocab_size and math.isfinite(loss):
-            self._note(self._first_loss(loss, self._facts.vocab_size).check(CheckName.FIRST_LOSS, 0.0))
-        gradients = finiteness(ranks, scale=loss_scale(trainer.model_wrapped))
-        self._note(gradients.check(CheckName.GRADIENTS, 0.0))
+        is_new, vocab_size = trainer.state.global_step == 0, self.facts.vocab_size
+        if is_new and self.facts.is_cross_entropy and vocab_size and math.isfinite(loss):
+            yield self._first_loss(loss, vocab_size)
+        yield finiteness(ranks, scale=loss_scale(trainer.model_wrapped))
 
-    def _first_loss(self, loss: float, vocab_size: int) -> Found:
+    def _first_loss(self, loss: float, vocab_size: int) -> Check:
         """Compares the loss with a guessing model's, by the health rule `first_loss` and its limits."""
-        broken = Watch(self._job.health, self._facts).see(1, {"loss": loss})
+        broken = Watch(self.job.health, self.facts).see(1, {"loss": loss})
         messages = [finding.message for finding in broken if finding.rule == HealthRule.FIRST_LOSS]
         guessing = math.log(vocab_size)
         text = f"{loss:.4g}; a model that guesses has ln({vocab_size:,}) = {guessing:.4g}"
-        return Found(
-            passed=not messages, text=": ".join([text, *messages]), figures={"loss": loss, "guessing": guessing}
+        return Check(
+            name=CheckName.FIRST_LOSS,
+            passed=not messages,
+            text=": ".join([text, *messages]),
+            figures={"loss": loss, "guessing": guessing},
         )
 
-    def _template(self, trainer: Training) -> None:
-        """Notes whether the model knows the job's chat template as well as its own."""
-        cost_s = self._pass_s * 2 * template.MOST_CONVERSATIONS / 3  # a forward pass is a third of both
-        self.check(
-            CheckName.TEMPLATE, lambda: template.compare(trainer, vocab_size=self._facts.vocab_size), cost_s=cost_s
-        )
-
-    def _packing(self, trainer: Training) -> None:
-        """Notes whether a packed row has the loss of its samples. Raises InvalidConfig if it has not."""
-        data = trainer.first_rows
-        members = packed_loss.some_samples(data)
-        if members is None:
-            return
-        cost_s = self._pass_s * (1 + len(members)) / 3  # a forward pass is a third of both
-        found = self.check(CheckName.PACKING, lambda: self._packed(trainer, data, members), cost_s=cost_s)
-        if found is not None and not found.passed:
-            raise InvalidConfig(f"packing: {found.text}", hint="packing: false")
-
-    def _packed(self, trainer: Training, data: PackedRows, members: list[int]) -> Found:
+    def packing(self, trainer: Training) -> Iterator[Check]:
+        """Compares the loss of a packed row with its samples' own."""
         engine: Any = trainer.model_wrapped
+        members = samples.some_samples(trainer.first_rows)
         with trial(engine):
-            pair = packed_loss.compare(
-                data,
+            pair = samples.compare_samples(
+                trainer.first_rows,
                 members,
                 batch_of=lambda row: trainer.data_collator([row] * trainer.trial_size()),
                 totals_of=lambda batch: trainer.totals(engine, batch),
-                group=self._group,
+                group=self.group,
             )
         dtype = engine.module.dtype
-        bound = packed_loss.tolerance(dtype, tf32=self._job.tf32)
-        return pair.found(len(members), bound, str(dtype).removeprefix("torch."))
+        bound = samples.tolerance(dtype, tf32=self.job.tf32)
+        yield pair.found(len(members), bound, str(dtype).removeprefix("torch."))
 
-    def _saving(self, trainer: Training) -> Found:
-        left_s = self._limit_s - (time.monotonic() - self._began)
-        return try_saving(trainer, planned_bytes=self._checkpoint_bytes, left_s=left_s, step_s=self._step_s)
-
-    def _evaluation(self, trainer: Training) -> Found:
+    def evaluation(self, trainer: Training) -> Iterator[Check]:
         """Evaluates the heaviest micro-batch, the same one on all ranks."""
         data: Any = trainer.eval_dataset
         rows = heaviest(data, trainer.args.per_device_eval_batch_size)
@@ -215,4 +205,30 @@ class Checks:
         loss, batch = float(metrics["eval_loss"]), trainer.batch
         assert batch is not None
         text = f"{batch.rows} × {batch.tokens_per_row:,} tokens, forward, loss {loss:.4g}"
-        return Found(passed=math.isfinite(loss), text=text, figures={"loss": loss})
+        yield Check(name=CheckName.EVALUATION, passed=math.isfinite(loss), text=text, figures={"loss": loss})
+
+    def saving(self, trainer: Training) -> Iterator[Check]:
+        """Writes and removes a checkpoint."""
+        left_s = self._limit_s - (time.monotonic() - self._began)
+        yield try_saving(trainer, planned_bytes=self._checkpoint_bytes, left_s=left_s, step_s=self._step_s)
+
+
+# fmt: off
+ROWS = (
+    Row(CheckName.LABELS, Checks.labels),
+    Row(CheckName.WORST_BATCH, Checks.gradients, passes=None, repeats=True),  # its cost is at most one step
+    Row(CheckName.TEMPLATE, lambda c, t: [samples.compare_template(t, vocab_size=c.facts.vocab_size)],
+        needs=lambda c, t: samples.has_choice(c.job),
+        passes=lambda t: 2 * samples.MOST_CONVERSATIONS / 3),  # a forward pass is a third of both
+    Row(CheckName.PACKING, Checks.packing, needs=lambda c, t: samples.some_samples(t.first_rows),
+        passes=lambda t: (1 + len(samples.some_samples(t.first_rows))) / 3,
+        error=lambda t, check: InvalidConfig(f"packing: {check.text}", hint="packing: false")),
+    Row(CheckName.EVALUATION, Checks.evaluation, needs=lambda c, t: t.eval_dataset is not None, passes=lambda t: 1,
+        repeats=True),
+    Row(CheckName.GENERATION, lambda c, t: [samples.try_generation(t, each, c.group) for each in samples.samples_of(t)],
+        needs=lambda c, t: samples.samples_of(t), passes=lambda t: 1, repeats=True,
+        error=lambda t, check: InvalidConfig(check.text, hint="Remove samples from the job.")),
+    Row(CheckName.SAVING, Checks.saving, error=no_room),
+)
+"""The checks before the first step, in this order."""
+# fmt: on

@@ -15,13 +15,14 @@ from typing import Any
 
 from dstrain.choices import Interval
 from dstrain.errors import EnvironmentProblem
+from dstrain.findings import LARGER_DISK, OTHER_FOLDER, too_full
 from dstrain.job.schema import Job
 from dstrain.paths import flush
-from dstrain.train.measure_states import numel
-from dstrain.train.preflight.found import Found
+from dstrain.preflight import Check, CheckName
+from dstrain.train.memory import numel
+from dstrain.train.parts.training import Training
 from dstrain.train.preflight.worst_batch import can_discard
 from dstrain.train.rank import of_all_ranks
-from dstrain.train.training import Training
 from dstrain.units import MIB, counted, format_bytes, format_seconds
 
 _BLOCK = 8 * MIB
@@ -54,7 +55,7 @@ class _Lack:
     free_bytes: int
 
 
-def try_saving(trainer: Training, *, planned_bytes: int | None, left_s: float, step_s: float | None) -> Found:
+def try_saving(trainer: Training, *, planned_bytes: int | None, left_s: float, step_s: float | None) -> Check:
     """Returns whether checkpoints can be written, fit, and how long one takes; all ranks run it together.
 
     `planned_bytes`: size of a checkpoint, and `step_s`: seconds of a step, of rank 0, if they are planned; `left_s`:
@@ -65,9 +66,10 @@ def try_saving(trainer: Training, *, planned_bytes: int | None, left_s: float, s
     size = planned or _size(trainer)
     with _scratch(trainer) as folder:
         disks = _probed(trainer, folder, size)
+        # a disk that cannot be written ends the run; a full one first gets to say how much is missing
         _refuse([disk for disk in disks if not disk.is_full])
         if (first := _lack(trainer, size, 1, disks)) is not None:
-            return _without_room(trainer, first)
+            return _without_room(first)
         _refuse(disks)
         rate = sum(disk.bytes_per_s for disk in disks)
         takes_s = _SLOWER * size / rate
@@ -89,9 +91,8 @@ def try_saving(trainer: Training, *, planned_bytes: int | None, left_s: float, s
     most = _most_at_once(trainer.job, count)
     lack = _lack(trainer, size, most, disks)
     if lack is not None:
-        text += f"; but {format_bytes(lack.free_bytes)} are free, and the {most} checkpoints that exist at once need "
-        text += f"{format_bytes(lack.needed_bytes)}: lower save_total_limit"
-    return Found(passed=lack is None, text=text, figures=figures)
+        text += f"; but {_says(lack, f'{most} checkpoints that exist at once take')}: lower save_total_limit"
+    return Check(name=CheckName.SAVING, passed=lack is None, text=text, figures=figures)
 
 
 def _share(count: int, save_s: float, run_s: float) -> str:
@@ -122,16 +123,25 @@ def _lack(trainer: Training, size: int, count: int, disks: list[_Disk]) -> _Lack
     return least if least.needed_bytes > least.free_bytes else None
 
 
-def _without_room(trainer: Training, lack: _Lack) -> Found:
-    """Returns that the first checkpoint does not fit, which ends the run."""
-    needed, free = format_bytes(lack.needed_bytes), format_bytes(lack.free_bytes)
-    text = f"the first checkpoint needs {needed}, and {free} are free on the disk of rank {lack.rank}"
-    smaller = "" if trainer.job.save_only_model else "save_only_model: true leaves out the optimizer's states, or "
-    hint = f"Free {format_bytes(lack.needed_bytes - lack.free_bytes)}, set an output_dir on a larger disk, or "
-    hint += f"change the job: {smaller}preflight: false omits this check."
-    problem = f"no checkpoint can be written to {trainer.run_dir.path}: {text}"
+def _without_room(lack: _Lack) -> Check:
+    """Returns that the first checkpoint does not fit."""
     figures = {"checkpoint_bytes": float(lack.needed_bytes), "free_bytes": float(lack.free_bytes)}
-    return Found(passed=False, text=text, figures=figures, ends=EnvironmentProblem(problem, hint=hint))
+    return Check(name=CheckName.SAVING, passed=False, text=_says(lack, "one checkpoint takes"), figures=figures)
+
+
+def _says(lack: _Lack, what_takes: str) -> str:
+    return too_full(what_takes, lack.needed_bytes, lack.free_bytes, f"on the disk of rank {lack.rank}")
+
+
+def no_room(trainer: Training, check: Check) -> EnvironmentProblem | None:
+    """Returns the error of a first checkpoint that does not fit; None if only later ones do not."""
+    if "free_bytes" not in check.figures:
+        return None
+    missing = int(check.figures["checkpoint_bytes"] - check.figures["free_bytes"])  # type: ignore[operator]
+    smaller = "" if trainer.job.save_only_model else "save_only_model: true leaves out the optimizer's states, or "
+    hint = f"{LARGER_DISK} ({format_bytes(missing)} are missing), or "
+    hint += f"change the job: {smaller}preflight: false omits this check."
+    return EnvironmentProblem(f"no checkpoint can be written to {trainer.run_dir.path}: {check.text}", hint=hint)
 
 
 def _num_saves(trainer: Training) -> int:
@@ -177,7 +187,7 @@ def _refuse(disks: list[_Disk]) -> None:
     """Raises EnvironmentProblem if a rank cannot write."""
     trouble = next((disk.error for disk in disks if disk.error), None)
     if trouble is not None:
-        raise EnvironmentProblem(f"no checkpoint can be written: {trouble}", hint="Set another output_dir.")
+        raise EnvironmentProblem(f"no checkpoint can be written: {trouble}", hint=OTHER_FOLDER)
 
 
 def _written(folder: Path, index: int, most: int) -> _Disk:
@@ -210,7 +220,7 @@ def _saved(trainer: Training, folder: Path) -> tuple[int, float]:
         if trainer.rank.local_index == 0:
             flush(folder)
     except OSError as error:
-        raise EnvironmentProblem(f"no checkpoint can be written: {error}", hint="Set another output_dir.") from error
+        raise EnvironmentProblem(f"no checkpoint can be written: {error}", hint=OTHER_FOLDER) from error
     seconds = max(of_all_ranks(time.monotonic() - began, trainer.group))
     is_first = trainer.rank.index == trainer.disk.ranks[0]
     sizes: list[Any] = of_all_ranks(_bytes_in(folder) if is_first else 0, trainer.group)

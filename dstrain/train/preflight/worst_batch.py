@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,14 +24,14 @@ from deepspeed.runtime.zero.stage_1_and_2 import (  # type: ignore[import-untype
 )
 
 from dstrain.choices import Optimizer
+from dstrain.preflight import Check, CheckName, Figures
 from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.stream import Stream
 from dstrain.train.loss import trial
-from dstrain.train.optimizer_states import reserved_for_first_step
+from dstrain.train.memory import reserved_for_first_step
+from dstrain.train.parts.training import Training
 from dstrain.train.preferences.pairs import PairData, column
-from dstrain.train.preflight.found import Figures, Found
 from dstrain.train.rank import of_all_ranks
-from dstrain.train.training import Training
 from dstrain.units import format_bytes
 
 _OF_STAGE_0 = (BF16_Optimizer, FP16_Optimizer, FP16_UnfusedOptimizer)
@@ -71,7 +72,7 @@ def worst_rows(trainer: Training, batches: Any) -> list[Any]:
     return [data[row] for row in heaviest(data, size, drawn(batches, count) if count < len(data) else None)]
 
 
-def run_worst_batch(trainer: Training, batches: Any, *, group: Any) -> tuple[list[Pass], Found]:
+def run_worst_batch(trainer: Training, batches: Any, *, group: Any) -> tuple[list[Pass], Check]:
     """Runs the heaviest micro-batch, the same one on all ranks; returns each rank's memory and the finding.
 
     `group` is a gloo group of all ranks; None with one.
@@ -81,6 +82,7 @@ def run_worst_batch(trainer: Training, batches: Any, *, group: Any) -> tuple[lis
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     if can_discard(engine):
+        # the gradients are thrown away, so that the first step is the same as without this check
         own, what = _forward_and_backward(trainer, rows), "forward and backward"
     else:
         own, what = _forward(trainer, rows), "forward alone: this optimizer would keep the gradients"
@@ -98,7 +100,7 @@ def run_worst_batch(trainer: Training, batches: Any, *, group: Any) -> tuple[lis
         figures["peak_bytes_by_rank"] = tuple(peaks)
         total = torch.cuda.get_device_properties().total_memory
         text += f", peak {format_bytes(max(peaks))} of {format_bytes(total)}"
-    return of_all_ranks(own, group), Found(passed=True, text=text, figures=figures)
+    return of_all_ranks(own, group), Check(name=CheckName.WORST_BATCH, passed=True, text=text, figures=figures)
 
 
 def _forward_and_backward(trainer: Training, rows: list[Any]) -> Pass:
@@ -130,7 +132,7 @@ def _forward(trainer: Training, rows: list[Any]) -> Pass:
     return Pass(loss=float(loss), norm=None, nonfinite=None)
 
 
-def finiteness(ranks: list[Pass], *, scale: float) -> Found:
+def finiteness(ranks: list[Pass], *, scale: float) -> Check:
     """Returns whether loss and gradients are finite on every rank, and which are not.
 
     `scale` is the factor of the loss in fp16, in which gradients overflow until DeepSpeed has lowered it; else 1.
@@ -143,23 +145,21 @@ def finiteness(ranks: list[Pass], *, scale: float) -> Found:
     """
     norms = tuple(each.norm for each in ranks if each.norm is not None)
     figures: Figures = {"loss_by_rank": tuple(each.loss for each in ranks), "norm_by_rank": norms}
+    said = partial(Check, name=CheckName.GRADIENTS, figures=figures)
     bad = [index for index, each in enumerate(ranks) if each.nonfinite or not math.isfinite(each.loss)]
+    # a finite loss with gradients that overflow is what the first loss scales are for
     if bad and scale > 1 and all(math.isfinite(each.loss) for each in ranks):
         text = f"too large for fp16 at a loss scale of {scale:,.0f}, as in many first steps: DeepSpeed lowers it"
-        return Found(passed=True, text=text, figures=figures)
+        return said(passed=True, text=text)
     if bad:
         where = f"rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad[:8]))}{' …' if len(bad) > 8 else ''}"
         name = ranks[bad[0]].nonfinite
         what = f"the gradient of {name}" if name else "the loss"
-        return Found(passed=False, text=f"not finite on {where}: {what}", figures=figures)
+        return said(passed=False, text=f"not finite on {where}: {what}")
     if not norms:
-        return Found(passed=True, text="the loss is finite", figures=figures)
+        return said(passed=True, text="the loss is finite")
     ends = " to ".join(dict.fromkeys(f"{end(norms):.3g}" for end in (min, max)))
-    return Found(passed=True, text=f"finite, norm {ends}{_on(ranks)}", figures=figures)
-
-
-def _on(ranks: list[Pass]) -> str:
-    return f" on {len(ranks)} ranks" if len(ranks) > 1 else ""
+    return said(passed=True, text=f"finite, norm {ends}{f' on {len(ranks)} ranks' if len(ranks) > 1 else ''}")
 
 
 def heaviest(data: Any, count: int, among: Sequence[int] | None = None) -> list[int]:
@@ -279,6 +279,7 @@ def _discard(engine: Any) -> None:
     """
     optimizer = engine.optimizer
     if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        # as before a first micro-batch, or the next one adds to these gradients
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
         optimizer.zero_grad(set_to_none=True)
         optimizer._release_preflattened_grad_buffers()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.model.parts import is_vision
+from dstrain.facts.model.traits import is_vision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

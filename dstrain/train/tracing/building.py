@@ -1,4 +1,4 @@
-"""Builds models on the meta device with Transformers and PEFT."""
+"""Builds models on the meta device with Transformers and PEFT, and their inputs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from transformers.initialization import no_init_weights
 from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.errors import InvalidConfig, first_line
 from dstrain.facts.model.trace_records import Question, Subject
-from dstrain.train.adapters import with_adapter
+from dstrain.train.adapters import freeze_parts, with_adapter
+from dstrain.train.arguments import recompute
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of
 from dstrain.train.loss import replace_loss
-from dstrain.train.model_parts import freeze_parts
+from dstrain.train.tokenizer import OWN_CODE
+from dstrain.train.tracing import images
 
 
 def load_config(subject: Subject, num_hidden_layers: int | None = None) -> Any:
@@ -24,8 +26,7 @@ def load_config(subject: Subject, num_hidden_layers: int | None = None) -> Any:
     """
     model_type = str(subject.config.get("model_type"))
     if model_type not in CONFIG_MAPPING and (subject.source is None or not subject.trust_remote_code):
-        hint = "The model brings its own code; if you trust it: trust_remote_code: true"
-        raise InvalidConfig(f'Transformers has no code for model_type "{model_type}"', hint=hint)
+        raise InvalidConfig(f'Transformers has no code for model_type "{model_type}"', hint=OWN_CODE)
     try:
         if model_type in CONFIG_MAPPING:
             config = CONFIG_MAPPING[model_type].from_dict(dict(subject.config))
@@ -125,8 +126,35 @@ def _set_attention(model: Any, attn: Attention) -> None:
 
 def _recompute(model: Any, question: Question) -> None:
     """Switches checkpointing on as the Trainer does."""
-    kwargs = {"use_reentrant": question.is_reentrant}
     try:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+        recompute(model, {"use_reentrant": question.is_reentrant})
     except ValueError as error:
         raise InvalidConfig(f"Transformers cannot recompute this model: {first_line(error)}") from error
+
+
+def make_inputs(question: Question, model: Any) -> dict[str, Any]:
+    """Returns the arguments of the model's forward pass. Call it under the tracker, so that they are counted.
+
+    A mask of ones is left out, as Transformers drops it before the first layer.
+    """
+    shape = (question.micro_batch, question.seq_len)
+    inputs: dict[str, Any] = {
+        "input_ids": images.whole_numbers(shape),
+        "labels": images.whole_numbers(shape),
+    }
+    if question.is_packed:
+        inputs["position_ids"] = images.whole_numbers(shape)
+        if question.attn in (Attention.FLASH_ATTENTION_2, Attention.SDPA):
+            inputs |= _borders(question)
+    elif question.has_padding:
+        inputs["attention_mask"] = images.whole_numbers(shape)
+    if question.image_patches:
+        inputs |= images.inputs(question, model)
+    return inputs
+
+
+def _borders(question: Question) -> dict[str, Any]:
+    """Returns the borders of packed samples as `train.data.collate` gives them to flash attention; one sample a row."""
+    borders = torch.empty(question.micro_batch + 1, dtype=torch.int32, device="meta")
+    length = question.seq_len
+    return {"cu_seq_lens_q": borders, "cu_seq_lens_k": borders, "max_length_q": length, "max_length_k": length}

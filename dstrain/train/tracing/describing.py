@@ -11,8 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.model.parts import Part, part_of
 from dstrain.facts.model.trace_records import Description, Parameter, Subject
+from dstrain.facts.model.traits import Part, part_of
 from dstrain.train.tracing import images
 from dstrain.train.tracing.anatomy import Anatomy, dissect
 from dstrain.train.tracing.building import build, load_config, per_layer_lists

@@ -14,12 +14,10 @@ import torch
 from dstrain.choices import Attention
 from dstrain.errors import DstrainError, InvalidConfig, first_line
 from dstrain.facts.model.trace_records import Moment, Question, Segment, Trace
-from dstrain.train.data.by_sample import NoPositions, attend_by_sample
-from dstrain.train.data.isolation import packed_masks
+from dstrain.train.data.isolation import NoPositions, attend_by_sample, packed_masks
 from dstrain.train.tracing import images
 from dstrain.train.tracing.anatomy import Anatomy, dissect
-from dstrain.train.tracing.building import prepare, with_loss
-from dstrain.train.tracing.inputs import make_inputs
+from dstrain.train.tracing.building import make_inputs, prepare, with_loss
 from dstrain.train.tracing.kernels import as_on_cuda
 from dstrain.train.tracing.tracker import StorageTracker
 

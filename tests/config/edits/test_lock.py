@@ -29,25 +29,18 @@ def write(folder: Path, text: str, **beside: str) -> list[str]:
     return write_files(folder, lock(text), {"job.yaml": text}, beside)
 
 
-def test_a_lock_is_read_back(tmp_path: Path) -> None:
+def test_a_lock_is_read_back_with_its_open_conflicts(tmp_path: Path) -> None:
     write(tmp_path, "a: 1\n")
     assert read_lock(tmp_path) == lock("a: 1\n")
-
-
-def test_open_conflicts_are_read_back(tmp_path: Path) -> None:
-    opened = Unsettled(pointer=("lora", "rank"), base=(16,))
-    held = replace(lock("a: 1\n"), unsettled={"job.yaml": (opened,)}, cluster=None, template=None)
-    write_files(tmp_path, held, {}, {})
-    assert read_lock(tmp_path) == held
-
-
-def test_open_conflicts_of_an_older_lock_are_read(tmp_path: Path) -> None:
-    write(tmp_path, "a: 1\n")
     data = json.loads((tmp_path / LOCK).read_text())
     (tmp_path / LOCK).write_text(json.dumps({**data, "schema": 1, "unsettled": {"job.yaml": [["lora", "rank"]]}}))
     found = read_lock(tmp_path)
     assert found is not None
-    assert (found.unsettled, found.schema) == ({"job.yaml": (Unsettled(pointer=("lora", "rank")),)}, 2)
+    assert (found.unsettled, found.schema) == ({"job.yaml": (Unsettled(pointer=("lora", "rank")),)}, 2), "an older lock"
+    opened = Unsettled(pointer=("lora", "rank"), base=(16,))
+    held = replace(lock("a: 1\n"), unsettled={"job.yaml": (opened,)}, cluster=None, template=None)
+    write_files(tmp_path, held, {}, {})
+    assert read_lock(tmp_path) == held
 
 
 def test_a_lock_of_a_newer_dstrain_is_refused_by_that_word(tmp_path: Path) -> None:
@@ -113,20 +106,40 @@ def of(base: str | None, yours: str | None, new: str, name: str = "job.yaml", *,
     return regenerate([Standing(name=name, shown=name, base=base, yours=yours, new=new)], decide)
 
 
-def test_an_unedited_file_becomes_the_new_text() -> None:
-    assert of("a: 1\n", "a: 1\n", "# other\na: 2\n").files == {"job.yaml": "# other\na: 2\n"}
+HEAD = "CHANGE-ME-1 slots=8\n"
 
 
-def test_a_file_that_was_removed_is_written_again() -> None:
-    assert of("a: 1\n", None, "a: 2\n").files == {"job.yaml": "a: 2\n"}
+@pytest.mark.parametrize(
+    ("name", "base", "yours", "new", "text", "is_open"),
+    [
+        ("job.yaml", "a: 1\n", "a: 1\n", "# other\na: 2\n", "# other\na: 2\n", 0),  # unedited
+        ("job.yaml", "a: 1\n", None, "a: 2\n", "a: 2\n", 0),  # removed
+        # a comment that you did not touch follows the new text, yours stays, and a generated one goes with its key
+        ("job.yaml", "a: 8  # 64\nb: 1\n", "a: 8  # 64\nb: 2\n", "a: 4  # 32\nb: 1\n", "a: 4  # 32\nb: 2\n", 0),
+        ("job.yaml", "a: 8  # 64\n", "a: 8  # mine\n", "a: 4  # 32\n", "a: 4  # mine\n", 0),
+        ("job.yaml", "a: 8  # 64\nb: 1\n", "a: 8  # 64\nb: 2\n", "b: 1\n", "b: 2\n", 0),
+        # placeholders are added beside hosts that you filled in, and other machines are not mixed with yours
+        (
+            *("hostfile", HEAD, "# rack\ngpu01 slots=8\n", f"{HEAD}CHANGE-ME-2 slots=8\n"),
+            *("# rack\ngpu01 slots=8\nCHANGE-ME-2 slots=8\n", 0),
+        ),
+        ("hostfile", HEAD, "gpu01 slots=8\n", "localhost slots=4\n", "gpu01 slots=8\n", 1),
+        *(
+            ("hostfile", "localhost slots=8\n", mine, f"{HEAD}CHANGE-ME-2 slots=8\n", mine, is_open)
+            for mine, is_open in (("m1 slots=8\nm2 slots=8\n", 0), ("m1 slots=4\nm2 slots=4\n", 2))
+        ),
+    ],
+)
+def test_what_nobody_touched_follows_and_what_you_touched_stays(
+    name: str, base: str, yours: str | None, new: str, text: str, is_open: int
+) -> None:
+    found = of(base, yours, new, name)
+    assert (found.files, len(found.open)) == ({name: text}, is_open)
 
 
-def test_a_file_that_was_never_generated_is_foreign() -> None:
+def test_a_file_that_was_never_generated_is_foreign_unless_it_has_the_very_text() -> None:
     found = of(None, "a: 1\n", "a: 2\n")
     assert (found.foreign, dict(found.files)) == (("job.yaml",), {})
-
-
-def test_a_foreign_file_with_the_very_text_is_ours() -> None:
     assert of(None, "a: 2\n", "a: 2\n").foreign == ()
 
 
@@ -172,9 +185,12 @@ def test_no_host_is_added_to_an_adopted_hostfile_unasked() -> None:
     assert len(found.open) == 2
 
 
-def test_an_adopted_file_that_is_replaced_is_kept() -> None:
-    file = Standing(name="job.yaml", shown="job.yaml", base="a: 7\n", yours="a: 7\n", new="a: 2\n", is_adopted=True)
-    assert replaced([file]).beside == {"job.yaml.bak": "a: 7\n"}
+@pytest.mark.parametrize(("base", "is_adopted"), [("a: 7\n", True), ("a: 1\n", False)])
+def test_force_keeps_what_stood_there(base: str, is_adopted: bool) -> None:
+    name = "job.yaml"
+    file = Standing(name=name, shown=name, base=base, yours="a: 7\n", new="a: 2\n", is_adopted=is_adopted)
+    found = replaced([file])
+    assert (dict(found.files), dict(found.beside)) == ({name: "a: 2\n"}, {"job.yaml.bak": "a: 7\n"})
 
 
 def test_an_open_conflict_remembers_what_stood_there_before_it() -> None:
@@ -227,48 +243,6 @@ def test_a_folder_where_a_copy_would_stand_is_left_alone(tmp_path: Path) -> None
     (tmp_path / "job.yaml.bak").mkdir()
     names = write_files(tmp_path, lock("a: 2\n"), {"job.yaml": "a: 2\n"}, {"job.yaml.bak": "a: 1\n"})
     assert names == ["job.yaml", "job.yaml.bak2"]
-
-
-def test_a_comment_you_did_not_touch_follows_the_new_text() -> None:
-    base, new = "a: 8  # 64 samples\nb: 1\n", "a: 4  # 32 samples\nb: 1\n"
-    assert of(base, base.replace("b: 1", "b: 2"), new).files["job.yaml"] == "a: 4  # 32 samples\nb: 2\n"
-
-
-def test_a_comment_of_yours_stays_when_the_value_changes() -> None:
-    found = of("a: 8  # 64 samples\n", "a: 8  # mine\n", "a: 4  # 32 samples\n")
-    assert found.files["job.yaml"] == "a: 4  # mine\n"
-
-
-def test_a_generated_comment_goes_with_its_key() -> None:
-    found = of("a: 8  # 64 samples\nb: 1\n", "a: 8  # 64 samples\nb: 2\n", "b: 1\n")
-    assert found.files["job.yaml"] == "b: 2\n"
-
-
-def test_placeholders_are_added_beside_hosts_that_you_filled_in() -> None:
-    base, new = "CHANGE-ME-1 slots=8\n", "CHANGE-ME-1 slots=8\nCHANGE-ME-2 slots=8\n"
-    found = of(base, "# rack\ngpu01 slots=8\n", new, "hostfile")
-    assert found.files["hostfile"] == "# rack\ngpu01 slots=8\nCHANGE-ME-2 slots=8\n"
-
-
-def test_other_machines_are_not_mixed_with_yours() -> None:
-    found = of("CHANGE-ME-1 slots=8\n", "gpu01 slots=8\n", "localhost slots=4\n", "hostfile")
-    assert found.files["hostfile"] == "gpu01 slots=8\n"
-    assert [each.clash.pointer for each in found.open] == [("localhost",)]
-
-
-def test_force_keeps_what_stood_there() -> None:
-    file = Standing(name="job.yaml", shown="job.yaml", base="a: 1\n", yours="a: 7\n", new="a: 2\n")
-    found = replaced([file])
-    assert (dict(found.files), dict(found.beside)) == ({"job.yaml": "a: 2\n"}, {"job.yaml.bak": "a: 7\n"})
-
-
-@pytest.mark.parametrize("slots", [8, 4])
-def test_machines_that_you_named_are_not_joined_by_placeholders(slots: int) -> None:
-    new = "CHANGE-ME-1 slots=8\nCHANGE-ME-2 slots=8\n"
-    yours = f"mine1 slots={slots}\nmine2 slots={slots}\n"
-    found = of("localhost slots=8\n", yours, new, "hostfile")
-    assert found.files["hostfile"] == yours
-    assert len(found.open) == (0 if slots == 8 else 2)
 
 
 def test_an_anchor_that_two_keys_share_is_no_place_for_an_edit() -> None:

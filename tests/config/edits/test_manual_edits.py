@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dstrain.config.document import REMOVED
 from dstrain.config.edits.lock import Lock, write_files
-from dstrain.config.edits.manual_edits import document, edits_in, manual_edits, of_run, without_secrets
+from dstrain.config.edits.regenerate import document, edits_in, manual_edits, of_run, without_secrets
 
 
 def generate(folder: Path, **files: str) -> Lock:

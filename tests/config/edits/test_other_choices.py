@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -17,21 +18,29 @@ from dstrain.job.file import read_job
 from dstrain.paths import write_together
 from dstrain.plan.configuration import changed
 from dstrain.plan.estimate import assess
-from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.estimate_records import Estimate, Plan
 from dstrain.plan.search.decide import decide
 from dstrain.records import to_json
 from tests.cases import ask
 
 QUESTION = ask(model="qwen3-0.6b", gpus=8, gpu="h100-sxm", seq_len=2048, global_batch=64, zero_stage=2)
-PLAN = decide(QUESTION.workload, QUESTION.request)
-TEXTS = generated(PLAN, QUESTION.workload, QUESTION.hosts, template_dir=None, job={
-    "model": "qwen3-0.6b", "data": "train.jsonl", "eval_data": None, "hub": "hf", "output_dir": "out",
-})  # fmt: skip
+
+
+@cache
+def plan() -> Plan:
+    return decide(QUESTION.workload, QUESTION.request)
+
+
+@cache
+def texts() -> dict[str, str]:
+    """Returns the files that are generated for the plan."""
+    job = {"model": "qwen3-0.6b", "data": "train.jsonl", "eval_data": None, "hub": "hf", "output_dir": "out"}
+    return generated(plan(), QUESTION.workload, QUESTION.hosts, template_dir=None, job=job)
 
 
 def other(**choices: object) -> Estimate:
     """Returns the plan with some choices made otherwise."""
-    base = changed(PLAN.chosen.configuration, grad_ckpt=False, grad_ckpt_every_n_layers=1)
+    base = changed(plan().chosen.configuration, grad_ckpt=False, grad_ckpt_every_n_layers=1)
     return assess(QUESTION.workload, changed(base, **choices))
 
 
@@ -43,17 +52,20 @@ def files(folder: Path, *, texts: dict[str, str], lock: Lock | None) -> JobFiles
     return job_files(folder / "job.yaml", folder / "ds_config.json")
 
 
-LOCKED = Lock(dstrain="1", deepspeed="0.19.8", inputs={"model": "qwen3-0.6b", "gpus": 8}, base=TEXTS)
+@cache
+def locked() -> Lock:
+    return Lock(dstrain="1", deepspeed="0.19.8", inputs={"model": "qwen3-0.6b", "gpus": 8}, base=texts())
 
 
+@pytest.mark.commands
 def test_generated_files_follow_and_edits_stay(tmp_path: Path) -> None:
-    texts = {
-        "ds_config.json": TEXTS["ds_config.json"].replace(
+    edited = {
+        "ds_config.json": texts()["ds_config.json"].replace(
             '"contiguous_gradients": true', '"contiguous_gradients": false'
         ),
-        "job.yaml": TEXTS["job.yaml"].replace("seed: 42", "seed: 7  # mine"),
+        "job.yaml": texts()["job.yaml"].replace("seed: 42", "seed: 7  # mine"),
     }
-    found = files(tmp_path, texts=texts, lock=LOCKED)
+    found = files(tmp_path, texts=edited, lock=locked())
     estimate = other(zero_stage=3, offload=Offload.OPTIMIZER, micro_batch=1, grad_accum=8)
     changed_files = write(found, with_choices(found, estimate, QUESTION.workload), QUESTION.workload)
     assert {path.name for path in changed_files} == {"ds_config.json", "job.yaml"}
@@ -66,29 +78,29 @@ def test_generated_files_follow_and_edits_stay(tmp_path: Path) -> None:
 
 
 def test_gen_config_remembers_what_was_chosen(tmp_path: Path) -> None:
-    found = files(tmp_path, texts=TEXTS, lock=LOCKED)
+    found = files(tmp_path, texts=texts(), lock=locked())
     estimate = other(zero_stage=1, micro_batch=2, grad_accum=4)
     write(found, with_choices(found, estimate, QUESTION.workload), QUESTION.workload)
     lock = read_lock(tmp_path)
     assert lock is not None
     assert lock.inputs == {
-        **LOCKED.inputs, "zero_stage": 1, "micro_batch": 2, "grad_ckpt": False, "global_batch": 64,
+        **locked().inputs, "zero_stage": 1, "micro_batch": 2, "grad_ckpt": False, "global_batch": 64,
     }  # fmt: skip
-    assert set(lock.tuned) == lock.inputs.keys() - LOCKED.inputs.keys()
+    assert set(lock.tuned) == lock.inputs.keys() - locked().inputs.keys()
     assert json.loads(lock.base["ds_config.json"])["zero_optimization"]["stage"] == 1
-    assert lock.base["hostfile"] == TEXTS["hostfile"]
+    assert lock.base["hostfile"] == texts()["hostfile"]
 
 
 def test_what_was_given_stays_given_and_what_was_tuned_is_open_again(tmp_path: Path) -> None:
-    given = replace(LOCKED, inputs={**LOCKED.inputs, "zero_stage": 2})
-    found = files(tmp_path, texts=TEXTS, lock=given)
+    given = replace(locked(), inputs={**locked().inputs, "zero_stage": 2})
+    found = files(tmp_path, texts=texts(), lock=given)
     assert settled_choices(found) == {"zero_stage"}
     write(found, with_choices(found, other(micro_batch=1, grad_accum=8), QUESTION.workload), QUESTION.workload)
     assert settled_choices(job_files(tmp_path / "job.yaml", tmp_path / "ds_config.json")) == {"zero_stage"}
 
 
 def test_what_runs_is_what_would_be_written(tmp_path: Path) -> None:
-    found = files(tmp_path, texts=TEXTS, lock=LOCKED)
+    found = files(tmp_path, texts=texts(), lock=locked())
     chosen = with_choices(found, other(zero_stage=3, micro_batch=2, grad_accum=4), QUESTION.workload)
     job = read_job(tmp_path / "job.yaml", chosen.overrides).job
     write(found, chosen, QUESTION.workload)
@@ -97,13 +109,13 @@ def test_what_runs_is_what_would_be_written(tmp_path: Path) -> None:
 
 
 def test_an_accumulation_edited_by_hand_follows_the_micro_batch(tmp_path: Path) -> None:
-    text = TEXTS["job.yaml"].replace("grad_accum: ", "grad_accum: 2 #")
-    found = files(tmp_path, texts={**TEXTS, "job.yaml": text}, lock=LOCKED)
+    text = texts()["job.yaml"].replace("grad_accum: ", "grad_accum: 2 #")
+    found = files(tmp_path, texts={**texts(), "job.yaml": text}, lock=locked())
     chosen = with_choices(
-        found, other(micro_batch=4, grad_accum=PLAN.chosen.configuration.step.grad_accum), QUESTION.workload
+        found, other(micro_batch=4, grad_accum=plan().chosen.configuration.step.grad_accum), QUESTION.workload
     )
     job = read_job(tmp_path / "job.yaml", chosen.overrides).job
-    assert (job.micro_batch, job.grad_accum) == (4, PLAN.chosen.configuration.step.grad_accum)
+    assert (job.micro_batch, job.grad_accum) == (4, plan().chosen.configuration.step.grad_accum)
 
 
 FOREIGN = {
@@ -144,30 +156,30 @@ def test_an_offload_of_somebody_else_that_stays_keeps_its_settings(tmp_path: Pat
 
 
 def test_a_file_that_changed_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
-    found = files(tmp_path, texts=TEXTS, lock=LOCKED)
+    found = files(tmp_path, texts=texts(), lock=locked())
     chosen = with_choices(found, other(zero_stage=1), QUESTION.workload)
-    (tmp_path / "job.yaml").write_text(TEXTS["job.yaml"] + "\n# later\n")
+    (tmp_path / "job.yaml").write_text(texts()["job.yaml"] + "\n# later\n")
     with pytest.raises(Conflict, match="changed meanwhile"):
         write(found, chosen, QUESTION.workload)
-    assert (tmp_path / "ds_config.json").read_text() == TEXTS["ds_config.json"]
+    assert (tmp_path / "ds_config.json").read_text() == texts()["ds_config.json"]
 
 
 @pytest.mark.parametrize(
-    ("name", "old", "new", "choice"),
+    ("name", "old", "new", "settled"),
     [
         ("ds_config.json", '"stage": 2', '"stage": 1', "zero_stage"),
         (
             "ds_config.json",
             '"contiguous_gradients": true',
             '"contiguous_gradients": true, "offload_optimizer": {}',
-            "offload",
+            "offload offload_ratio",
         ),
         ("job.yaml", "grad_ckpt: ", "grad_ckpt: true #", "grad_ckpt"),
         ("job.yaml", "micro_batch: ", "micro_batch: 3 #", "micro_batch"),
-        ("job.yaml", "seed: 42", "seed: 7", None),
+        ("job.yaml", "seed: 42", "seed: 7", ""),
     ],
 )
-def test_an_edited_choice_is_settled(tmp_path: Path, name: str, old: str, new: str, choice: str | None) -> None:
-    assert old in TEXTS[name]
-    found = files(tmp_path, texts={**TEXTS, name: TEXTS[name].replace(old, new)}, lock=LOCKED)
-    assert settled_choices(found) == ({choice} if choice else set())
+def test_an_edited_choice_is_settled(tmp_path: Path, name: str, old: str, new: str, settled: str) -> None:
+    assert old in texts()[name]
+    found = files(tmp_path, texts={**texts(), name: texts()[name].replace(old, new)}, lock=locked())
+    assert settled_choices(found) == set(settled.split())

@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 
 from dstrain.config.explain.file import sections
-from dstrain.config.jsonc import Pointer
+from dstrain.config.jsonc import Pointer, json_pointer
 from dstrain.config.key_bytes import scale
-from dstrain.config.keys.key import Kind
-from dstrain.config.keys.table import ROWS
+from dstrain.config.keys.key import ROWS, Kind
 from dstrain.config.lint import engine
-from dstrain.config.lint.finding import json_pointer
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.rule import Subject
 from dstrain.facts.ds_config import ZERO
 
 VALUES: dict[Kind, Any] = {Kind.BOOL: True, Kind.INT: 8, Kind.NUMBER: 0.5, Kind.TEXT: "cpu", Kind.OBJECT: {}}

@@ -7,10 +7,10 @@ import pytest
 from dstrain.config import jsonc
 from dstrain.config.lint.advisories import ADVISORIES
 from dstrain.config.lint.engine import RULES, check, read
-from dstrain.config.lint.finding import Finding, Severity
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.rule import Subject
 from dstrain.facts.ds_config import zero_stage
-from dstrain.launch.prepare.hostfile_findings import OUTSIDE
+from dstrain.findings import Finding, Severity
+from dstrain.launch.prepare.lint_job import OUTSIDE
 from tests.config.lint.case import Becomes, Case, Raises, Says
 from tests.config.lint.cases_engine import ENGINE_CASES
 from tests.config.lint.cases_text import TEXT_CASES
@@ -18,23 +18,27 @@ from tests.config.lint.cases_text import TEXT_CASES
 CASES = (*TEXT_CASES, *ENGINE_CASES)
 KNOWLEDGE = ("DS210", "DS221", "DS223", "DS224", "DS225", "DS226", "DS227", "DS348", "DS410", "DS421", "DS506", "DS511",
              "DS602", "DS603", "DS604", "DS605", "DS606", "DS607", "DS608", "DS801", "DS802", "DS803", "DS804", "DS807",
-             "DS809", "DS810", "DS811", "DS901", "DS902", "DS903", "DS904", "DS905", "DS906", "DS907", "DS908", "DS909",
-             "DS910",
-             "DS911", "DS912", *(row.id for row in ADVISORIES))  # fmt: skip
+             "DS809", "DS810", "DS811", "DS813", "DS901", "DS902", "DS903", "DS904", "DS905", "DS906", "DS907", "DS908",
+             "DS909", "DS910", "DS911", "DS912", *(row.id for row in ADVISORIES))  # fmt: skip
 """Rules that ask for a job, a model, machines or a version: test_known.py and test_releases.py here."""
 
 
 def findings(case: Case) -> list[Finding]:
-    """Returns what lint says of a case."""
+    """Returns lint's findings for a case."""
     document, found = read(case.source, "x.json")
     return found if document is None else check(Subject(document=document, is_trainers=case.is_trainers))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_it_is_found_in_its_place_with_its_fix(case: Case) -> None:
-    said = [finding for finding in findings(case) if finding.rule == case.rule]
-    assert [(each.place.line, each.place.column) for each in said] == [case.place], findings(case)
-    assert case.fix in said[0].fix
+def test_it_is_found_in_its_place_with_its_fix_and_its_proof_and_nothing_else_is_an_error(case: Case) -> None:
+    found = findings(case)
+    (said,) = [finding for finding in found if finding.rule == case.rule]
+    assert (said.place.line, said.place.column) == case.place, found
+    assert case.fix in said.fix
+    is_error = said.severity is Severity.ERROR
+    assert case.proof is not None or not is_error or case.rule in ("DS001", "DS003")
+    assert is_error or not isinstance(case.proof, Raises | Says)
+    assert [each for each in found if each.severity is Severity.ERROR and each.rule != case.rule] == []
 
 
 def test_rules_see_the_stage_that_the_engine_runs() -> None:
@@ -42,20 +46,6 @@ def test_rules_see_the_stage_that_the_engine_runs() -> None:
     read_by_engine = {source: facts["stage"] for source, facts in stages.items() if "stage" in facts}
     assert len(read_by_engine) > 1
     assert {source: zero_stage(jsonc.read(source, "x").value) for source in read_by_engine} == read_by_engine
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_nothing_else_is_called_an_error(case: Case) -> None:
-    others = [each for each in findings(case) if each.severity is Severity.ERROR and each.rule != case.rule]
-    assert others == []
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_an_error_has_a_proof(case: Case) -> None:
-    (said,) = [finding for finding in findings(case) if finding.rule == case.rule]
-    if said.severity is Severity.ERROR and case.rule not in ("DS001", "DS003"):
-        assert case.proof is not None
-    assert said.severity is Severity.ERROR or not isinstance(case.proof, Raises | Says)
 
 
 def test_every_rule_has_a_case() -> None:

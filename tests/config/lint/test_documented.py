@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.config.lint.engine import check, errors, read
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.engine import check, read
+from dstrain.config.lint.rule import Subject
+from dstrain.findings import errors
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.job_context import model_of
 from tests.config.lint.documented import RAW, TRAINERS

@@ -8,9 +8,10 @@ import pytest
 
 from dstrain.config import jsonc
 from dstrain.config.lint.engine import check
-from dstrain.config.lint.finding import Finding
-from dstrain.config.lint.rules.job_keys import BOUNDS, DEPENDENCES
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.rule import Subject
+from dstrain.config.lint.rules.jobs import ODD as ODD_ROWS
+from dstrain.config.lint.rules.jobs import READ_WITH
+from dstrain.findings import Finding
 from dstrain.job.file import read_job
 
 UNREAD = {
@@ -55,18 +56,17 @@ def _found(folder: Path, rule: str, *lines: str) -> list[Finding]:
 
 
 def test_the_cases_are_those_of_the_tables() -> None:
-    assert [row.key for row in DEPENDENCES] == list(UNREAD)
-    assert [row.key for row in BOUNDS] == list(ODD)
+    assert list(READ_WITH) == list(UNREAD)
+    assert list(ODD_ROWS) == list(ODD)
 
 
 @pytest.mark.parametrize("key", UNREAD)
 def test_a_key_that_nothing_reads_is_told_in_its_line(tmp_path: Path, key: str) -> None:
-    (row,) = [row for row in DEPENDENCES if row.key == key]
     value, needed = UNREAD[key]
     found = _found(tmp_path, "DS907", WITHOUT.get(key, "seed: 1"), f"{key}: {value}")
     (said,) = [one for one in found if one.problem.startswith(f"{key} is ")]
     assert (said.place.line, said.severity) == (4, "warning")
-    assert said.problem.endswith(row.otherwise)
+    assert said.problem.endswith(READ_WITH[key][0])
     assert _found(tmp_path, "DS907", needed, f"{key}: {value}") == []
 
 

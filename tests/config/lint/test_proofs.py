@@ -17,12 +17,12 @@ import pytest
 
 from dstrain.config import jsonc
 from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.key import Key, Kind
-from dstrain.config.keys.table import ROWS
-from dstrain.config.lint.engine import check, errors, fixed, read
+from dstrain.config.keys.key import ROWS, Key, Kind
+from dstrain.config.lint.engine import check, fixed, read
+from dstrain.config.lint.rule import Subject
 from dstrain.config.lint.rules.key_names import is_refused
-from dstrain.config.lint.subject import Subject
 from dstrain.config.resolve_auto import for_trainer
+from dstrain.findings import errors
 from dstrain.job.schema import Job
 from tests.config.lint.case import Becomes, Case, Raises, Says
 from tests.config.lint.cases_engine import ENGINE_CASES, KNOWLEDGE, SOUND
@@ -68,6 +68,7 @@ def value(case: Case) -> Any:
     return jsonc.read(case.source, "x.json").value
 
 
+@pytest.mark.parts(12)
 @pytest.mark.parametrize("case", TRAINED, ids=lambda case: case.name)
 def test_two_ranks_fail_or_become_another_run_as_it_says(case: Case, trained: dict[str, list[Any]]) -> None:
     for found in trained[case.name]:
@@ -108,6 +109,7 @@ def parsed() -> dict[str, str]:
     return found
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("case", PARSED, ids=lambda case: case.name)
 def test_the_parser_refuses_it(case: Case, parsed: dict[str, str]) -> None:
     assert isinstance(case.proof, Raises)
@@ -156,6 +158,7 @@ def _without(config: dict[str, Any], pointers: set[Pointer]) -> dict[str, Any]:
     return copied
 
 
+@pytest.mark.commands
 def test_a_fix_changes_no_setting_of_the_engine_but_the_key_that_it_mends() -> None:
     """What the real parser makes of each case before and after --fix; where it refuses the case, the case without the
     keys that were mended stands for it."""
@@ -256,6 +259,7 @@ def _holding(key: Key) -> dict[str, object]:
     return config
 
 
+@pytest.mark.commands
 @pytest.mark.parametrize("key", [key for key in ROWS if key.removed is not None], ids=lambda key: key.path)
 def test_a_key_that_is_gone_is_an_error_where_the_parser_refuses_it(key: Key, parsed: dict[str, str]) -> None:
     assert is_refused(key) == (key.path in parsed)

@@ -7,18 +7,20 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.config.document import Change, applied
 from dstrain.config.keys.key import Kind
 from dstrain.config.keys.table import KEYS
 from dstrain.config.lint.engine import check, fixed, read
-from dstrain.config.lint.finding import Finding, Severity, lines
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.rule import Subject
+from dstrain.findings import Finding, Severity, lines
 from tests.config.lint.case import Case
 from tests.config.lint.cases_engine import ENGINE_CASES
 from tests.config.lint.cases_text import TEXT_CASES
+
+pytestmark = pytest.mark.sweep
 
 PATHS = sorted(path for path in KEYS if "*" not in path)
 JUNK = st.recursive(
@@ -58,7 +60,6 @@ def count(findings: list[Finding], severity: Severity) -> int:
 
 
 @given(configs(), st.booleans())
-@settings(max_examples=100, deadline=None)
 def test_any_configuration_is_checked_and_fixed_for_good(config: dict[str, Any], is_trainers: bool) -> None:
     given_ = subject(json.dumps(config, indent=2), is_trainers=is_trainers)
     assert given_ is not None
@@ -84,7 +85,6 @@ def test_a_mistake_with_one_safe_answer_is_mended_and_not_found_again(case: Case
 
 
 @given(JUNK)
-@settings(deadline=None)
 def test_any_json_is_checked(value: object) -> None:
     found = subject(json.dumps(value))
     if found is not None:
@@ -92,7 +92,6 @@ def test_any_json_is_checked(value: object) -> None:
 
 
 @given(st.text() | st.binary().map(lambda raw: raw.decode("utf-8", errors="replace")))
-@settings(deadline=None)
 def test_any_text_is_checked_or_refused_with_a_place(text: str) -> None:
     document, findings = read(text, "x.json")
     assert (document is None) == (len(findings) == 1)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from dstrain.config.lint.engine import RULES
-from dstrain.launch.prepare.hostfile_findings import ABSENT, OUTSIDE
+from dstrain.launch.prepare.checks import ABSENT
+from dstrain.launch.prepare.lint_job import OUTSIDE
 
 PAGE = Path(__file__).parents[3] / "docs" / "lint.md"
 START = "<!-- generated: rules -->\n"

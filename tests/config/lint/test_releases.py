@@ -15,11 +15,11 @@ from benchmarks.advisories.report import results
 from benchmarks.advisories.run import CASES_IN_ORDER, Case
 from dstrain.config.lint.advisories import ADVISORIES, Advisory, Effect
 from dstrain.config.lint.engine import check, read
-from dstrain.config.lint.finding import Finding, Severity
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.rule import Subject
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin
+from dstrain.findings import Finding, Severity
 from dstrain.job.file import JobFile, read_job
 
 OFFLOADED: Mapping[str, Any] = MappingProxyType({"stage": 2, "offload_optimizer": {"device": "cpu"}})

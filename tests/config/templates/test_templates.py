@@ -14,6 +14,8 @@ from dstrain.config.templates.files import template_of
 from dstrain.config.templates.templates import render_json, render_script, template_names
 from dstrain.errors import InvalidConfig
 
+pytestmark = pytest.mark.commands
+
 by_name = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
@@ -27,20 +29,13 @@ def test_every_template_has_a_golden() -> None:
 
 
 @by_name
-def test_ds_config_is_the_golden(case: Case, golden: Callable[[str, str], None]) -> None:
-    golden(f"{case.name}/ds_config.json", files(**case.options)["ds_config.json"])
-
-
-@by_name
-def test_job_is_the_golden(case: Case, golden: Callable[[str, str], None]) -> None:
-    golden(f"{case.name}/job.yaml", files(**case.options)["job.yaml"])
-
-
-@by_name
-def test_clipping_and_accumulation_are_always_there_and_what_stops_overlap_never(case: Case) -> None:
-    config = json.loads(files(**case.options)["ds_config.json"])
+def test_the_files_are_the_golden_ones(case: Case, golden: Callable[[str, str], None]) -> None:
+    texts = files(**case.options)
+    for name in ("ds_config.json", "job.yaml"):
+        golden(f"{case.name}/{name}", texts[name])
+    config = json.loads(texts["ds_config.json"])
     assert config["gradient_clipping"] == config["gradient_accumulation_steps"] == "auto"
-    assert not {"comms_logger", "wall_clock_breakdown"} & set(config)
+    assert not {"comms_logger", "wall_clock_breakdown"} & set(config), "they stop overlap"
 
 
 def test_a_mixture_of_experts_is_gathered_by_its_block() -> None:
@@ -90,15 +85,16 @@ def test_a_fault_in_a_partial_is_placed_in_the_partial(fault: str, tmp_path: Pat
         render_json("zero2.json.j2", {}, override=tmp_path)
 
 
-def test_an_undefined_name_is_named(tmp_path: Path) -> None:
-    (tmp_path / "zero2.json.j2").write_text('{"a": {{ nothing }}}')
-    with pytest.raises(InvalidConfig, match="'nothing' is undefined"):
-        render_json("zero2.json.j2", {}, override=tmp_path)
-
-
-def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "zero2.json.j2").write_text('{"a": 1,\n "a": 2}')
-    with pytest.raises(InvalidConfig, match=r"zero2.json.j2:2:2: the key \"a\" is repeated"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"a": {{ nothing }}}', "'nothing' is undefined"),
+        ('{"a": 1,\n "a": 2}', r"zero2.json.j2:2:2: the key \"a\" is repeated"),
+    ],
+)
+def test_a_fault_in_a_template_is_named(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "zero2.json.j2").write_text(text)
+    with pytest.raises(InvalidConfig, match=said):
         render_json("zero2.json.j2", {}, override=tmp_path)
 
 
@@ -113,9 +109,6 @@ def test_an_unknown_template_gets_the_nearest_name() -> None:
     with pytest.raises(InvalidConfig) as caught:
         render_json("zero4.json.j2", {})
     assert "zero" in str(caught.value.hint)
-
-
-def test_a_script_quotes_every_value() -> None:
     with pytest.raises(InvalidConfig, match="unknown template"):
         render_script("no-such.sh.j2", {})
 

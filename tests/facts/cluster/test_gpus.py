@@ -16,9 +16,9 @@ from dstrain.records import from_data, to_data
 @pytest.mark.parametrize("name", GPUS)
 def test_every_row_is_whole(name: str) -> None:
     row = GPUS[name]
-
     assert row.name == name
     assert row.link in LINKS
+    assert row.host_link in LINKS
     assert "http" in row.source or name in {"cpu", "h20-141g", "l20"}
     assert row.has_bf16 or row.compute_capability < (8, 0)
     assert 0 < row.attention_ratio <= row.gemm_ratio < 1
@@ -53,20 +53,14 @@ def test_cards_have_the_fp32_of_their_pages(name: str, fp32: float) -> None:
 
 def test_no_two_rows_answer_to_one_name() -> None:
     names = [name for row in GPUS.values() for name in (row.name, *row.aliases)]
-
     assert len(names) == len(set(names))
     for row in GPUS.values():
         assert {gpu(name).name for name in (row.name, *row.aliases)} == {row.name}
 
 
-def test_the_peaks_are_dense_not_sparse() -> None:
-    assert gpu("h100-sxm").bf16_flops_per_s == 989.4e12
-    assert gpu("a100-80g").bf16_flops_per_s == 312e12
-    assert gpu("l4").bf16_flops_per_s == 121e12
-
-
-def test_geforce_peaks_are_those_with_fp32_accumulation() -> None:
-    assert [gpu(name).bf16_flops_per_s / 1e12 for name in ("3090", "4090", "5090")] == [71, 165.2, 209.5]
+def test_the_peaks_are_dense_and_those_of_geforce_with_fp32_accumulation() -> None:
+    peaks = {"h100-sxm": 989.4, "a100-80g": 312, "l4": 121, "3090": 71, "4090": 165.2, "5090": 209.5}
+    assert {name: gpu(name).bf16_flops_per_s / 1e12 for name in peaks} == peaks
 
 
 def test_bf16_begins_with_compute_capability_8() -> None:
@@ -77,14 +71,15 @@ def test_bf16_begins_with_compute_capability_8() -> None:
 
 def test_a_cpu_has_fp32_only_and_no_known_speed() -> None:
     row = gpu("cpu")
-
     assert (row.has_bf16, row.fp16_flops_per_s, row.has_flash_attention_2) == (False, 0, False)
     assert (row.fp32_flops_per_s, row.hbm_bytes_per_s) == (0, 0)
 
 
-def test_memory_is_counted_as_nvidia_smi_does() -> None:
+def test_memory_is_counted_as_nvidia_smi_does_and_what_is_measured_replaces_it() -> None:
     assert gpu("a100-80g").memory_bytes == 80 * 2**30
     assert gpu("h100-sxm").memory_bytes == 81559 * 2**20
+    assert from_nvml("NVIDIA A10", 0).memory_mib == 23028
+    assert from_nvml("NVIDIA A10", 24564).memory_mib == 24564, "with ECC off"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +117,6 @@ def test_names_are_taken_as_people_type_them(typed: str, name: str) -> None:
 def test_a_misspelt_gpu_gets_the_nearest(typed: str, near: str) -> None:
     with pytest.raises(InvalidConfig, match=f'"{typed}" is not a GPU') as caught:
         gpu(typed)
-
     assert caught.value.hint == f'Did you mean "{near}"?'
 
 
@@ -130,7 +124,6 @@ def test_a_misspelt_gpu_gets_the_nearest(typed: str, near: str) -> None:
 def test_a_strange_gpu_gets_all_of_them(typed: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
         gpu(typed)
-
     assert caught.value.hint == "Known: " + ", ".join(GPUS)
 
 
@@ -182,10 +175,6 @@ def test_reported_names_find_their_row(reported: str, name: str) -> None:
     assert from_nvml(reported, 12345).name == name
 
 
-def test_measured_memory_replaces_the_tables() -> None:
-    assert from_nvml("NVIDIA A10", 24564).memory_mib == 24564  # with ECC off
-
-
 @pytest.mark.parametrize(
     ("reported", "memory_mib", "name"),
     [
@@ -200,17 +189,12 @@ def test_of_cards_with_one_name_the_memory_tells(reported: str, memory_mib: int,
     assert from_nvml(reported, memory_mib).name == name
 
 
-def test_unmeasured_memory_is_the_tables() -> None:
-    assert from_nvml("NVIDIA A10", 0).memory_mib == 23028
-
-
 @pytest.mark.parametrize(
     "reported",
     ["NVIDIA GeForce RTX 4090 Ti", "NVIDIA L20X", "GRID A100X-40C", "NVIDIA A100-SXM4-80GB MIG 1g.10gb"],
 )
 def test_a_card_of_another_kind_is_not_taken_for_its_namesake(reported: str) -> None:
     found = from_nvml(reported, 16376)
-
     assert (found.name, found.memory_mib, found.is_listed) == (reported, 16376, False)
 
 
@@ -240,10 +224,8 @@ def test_speed_from_cores_and_clocks_is_that_of_the_data_sheets(row: str, chip: 
         memory_bus_bits=bus,
         compute_capability=listed.compute_capability,
     )
-
     kind = "" if listed.has_peer_access else " GeForce"
     found = from_nvml(f"NVIDIA{kind} {row} Plus", listed.memory_mib, figures)
-
     assert (found.is_listed, found.num_multiprocessors) == (False, listed.num_multiprocessors)
     for name in ("fp32_flops_per_s", "fp16_flops_per_s", "bf16_flops_per_s", "hbm_bytes_per_s"):
         assert getattr(found, name) == pytest.approx(getattr(listed, name), rel=0.02), name
@@ -272,7 +254,6 @@ def test_a_gpu_of_a_later_generation_is_like_the_last_of_the_table_and_an_older_
     )
     older = from_nvml("NVIDIA GeForce GTX 1080", 8192, chip)
     later = from_nvml("NVIDIA GeForce RTX 6090", 49152, replace(chip, compute_capability=(13, 0)))
-
     assert (older.fp16_flops_per_s, older.like) == (0, "")
     assert older.fp32_flops_per_s == pytest.approx(8.87e12, rel=0.01)
     assert later.bf16_flops_per_s == pytest.approx(2 * later.fp32_flops_per_s, rel=0.01)
@@ -284,3 +265,14 @@ def test_a_record_of_an_earlier_release_has_what_kernels_reach_on_its_row() -> N
         del record[name]
     found = from_data(Gpu, record, locate=str)
     assert (found.gemm_ratio, found.cache_mib, found.num_multiprocessors) == (0.95, 72, 128)
+
+
+@pytest.mark.parametrize(
+    ("name", "link"),
+    [
+        *(("a100-80g", "pcie4"), ("h100-sxm", "pcie5"), ("gh200", "nvlink4"), ("v100-32g", "pcie3")),
+        *(("rtx-4090", "pcie4"), ("rtx-4060-ti", "pcie4x8"), ("rtx-5060-ti", "pcie5x8"), ("mi300x", "pcie5")),
+    ],
+)
+def test_a_gpu_reaches_its_host_by_its_generations_link(name: str, link: str) -> None:
+    assert gpu(name).host_link == link

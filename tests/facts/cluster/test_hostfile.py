@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +28,6 @@ def problem_of_hosts(text: str, slots: int | None = 8) -> str:
 
 def test_hosts_keep_their_order_and_their_lines() -> None:
     hosts = parse("# head\n\ngpu02 slots=8\n  user@gpu01\tslots=4  \n", "hostfile")
-
     assert hosts == Hosts(
         hosts=(Host(name="gpu02", slots=8, line=3), Host(name="user@gpu01", slots=4, line=4)), name="hostfile"
     )
@@ -41,11 +39,9 @@ def test_line_ends_of_every_system_are_the_same(text: str) -> None:
     assert [host.line for host in parse(text, "hostfile").hosts] == [1, 2]
 
 
-@pytest.mark.parametrize(
-    "name", ["gpu01", "10.0.0.1", "node-1.example.org", "user@node_1", "fe80::1", "::1", "CHANGE-ME-1"]
-)
-def test_names_and_addresses_are_taken(name: str) -> None:
-    assert parse(f"{name} slots=8", "hostfile").hosts[0].name == name
+def test_names_and_addresses_are_taken() -> None:
+    names = ["gpu01", "10.0.0.1", "node-1.example.org", "user@node_1", "fe80::1", "::1", "CHANGE-ME-1"]
+    assert [host.name for host in parse("".join(f"{name} slots=8\n" for name in names), "hostfile").hosts] == names
 
 
 @pytest.mark.parametrize(
@@ -85,7 +81,6 @@ def test_names_and_addresses_are_taken(name: str) -> None:
 )
 def test_a_bad_line_says_where_and_what_to_type(line: str, place: str, fix: str) -> None:
     (problem,) = problems(line)
-
     assert problem.startswith(f"hostfile:{place}: ")
     assert fix in problem
 
@@ -137,7 +132,6 @@ def test_the_names_that_a_message_advises_are_taken(names: str) -> None:
 
 def test_the_problems_of_the_whole_file_come_together() -> None:
     found = problems("\ufeffa slots=8\nb\n# fine\na slots=8\nc slots=0\n")
-
     assert [problem.split(" ")[0] for problem in found] == [
         "hostfile:1:1:",
         "hostfile:2:2:",
@@ -201,7 +195,6 @@ def our_pool(text: str) -> dict[str, int] | None:
 @pytest.mark.parametrize("rest", ["", "\nother slots=8\n", "\nworker-0 slots=8"])
 def test_what_we_accept_means_the_same_to_deepspeed(line: str, rest: str) -> None:
     ours = our_pool(line + rest)
-
     assert ours is None or ours == deepspeed_pool(line + rest)
 
 
@@ -216,10 +209,10 @@ GAPS = st.sampled_from([" ", "\t", "  ", "", "\n", "\r\n", "\u00a0"])
 def test_no_text_means_something_else_to_deepspeed(words: list[tuple[str, str]]) -> None:
     text = "".join(word + gap for word, gap in words)
     ours = our_pool(text)
-
     assert ours is None or ours == deepspeed_pool(text)
 
 
+@pytest.mark.sweep
 @given(st.text(max_size=60))
 def test_any_text_gives_hosts_or_problems_with_places(text: str) -> None:
     try:
@@ -238,23 +231,16 @@ def test_any_text_gives_hosts_or_problems_with_places(text: str) -> None:
         ("gpu[08-11]", "gpu08 gpu09 gpu10 gpu11"),
         ("gpu[1,4-5,09]", "gpu1 gpu4 gpu5 gpu09"),
         ("r[1-2]n[1-2].x", "r1n1.x r1n2.x r2n1.x r2n2.x"),
-        ("10.0.0.1, 10.0.0.2", "10.0.0.1 10.0.0.2"),
-        ("10.0.0.[1-2]", "10.0.0.1 10.0.0.2"),
-        ("login,gpu[1-2]", "login gpu1 gpu2"),
-        ("root@gpu[1-2]", "root@gpu1 root@gpu2"),
+        ("10.0.0.1, 10.0.0.[2-3]", "10.0.0.1 10.0.0.2 10.0.0.3"),
+        ("login,root@gpu[1-2]", "login root@gpu1 root@gpu2"),
     ],
 )
 def test_ranges_are_written_out(text: str, names: str) -> None:
     hosts = expand(text, 8)
-
     assert " ".join(host.name for host in hosts.hosts) == names
     assert {host.slots for host in hosts.hosts} == {8}
-
-
-def test_slots_of_an_item_win_over_the_common_ones() -> None:
-    hosts = expand("gpu[01-02,05]:4,big", 8)
-
-    assert [(host.name, host.slots) for host in hosts.hosts] == [("gpu01", 4), ("gpu02", 4), ("gpu05", 4), ("big", 8)]
+    own = expand(f"{text}:4,big", 8)
+    assert [host.slots for host in own.hosts][-2:] == [4, 8], "slots of an item win"
 
 
 @pytest.mark.parametrize(
@@ -285,9 +271,6 @@ def test_a_bad_list_is_named(text: str, problem: str) -> None:
 
 def test_the_problems_of_a_list_come_together() -> None:
     assert problem_of_hosts("gpu[2-1],x[").count("\n") == 1
-
-
-def test_without_a_number_of_slots_the_list_says_how_to_give_one() -> None:
     assert problem_of_hosts("gpu1", None) == '--hosts: "gpu1" has no slots; write "gpu1:8" if it has 8 GPUs'
 
 
@@ -302,14 +285,12 @@ def test_any_list_gives_hosts_or_a_problem(text: str) -> None:
 
 def test_what_is_rendered_parses_back() -> None:
     hosts = expand("gpu[01-16]:8", None)
-
     assert our_pool(render(hosts)) == {host.name: host.slots for host in hosts.hosts} == deepspeed_pool(render(hosts))
 
 
 def test_placeholders_know_their_lines() -> None:
     hosts = placeholders(2, 8)
     text = "# fill in\n" + render(hosts)
-
     assert hosts.placeholder_lines == (1, 2)
     assert parse(text, "hostfile").placeholder_lines == (2, 3)
     assert parse("gpu1 slots=8\n", "hostfile").placeholder_lines == ()
@@ -318,12 +299,8 @@ def test_placeholders_know_their_lines() -> None:
 EXAMPLES = sorted(shipped("hostfiles").glob("*.hostfile"))
 
 
-def test_there_are_examples() -> None:
+def test_every_example_is_good() -> None:
     assert {path.name for path in EXAMPLES} >= {"one-node.hostfile", "two-nodes.hostfile"}
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_every_example_is_good(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-
-    assert our_pool(text) == deepspeed_pool(text)
+    for path in EXAMPLES:
+        text = path.read_text(encoding="utf-8")
+        assert our_pool(text) == deepspeed_pool(text), path.name

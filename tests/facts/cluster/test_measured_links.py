@@ -14,6 +14,9 @@ from dstrain.facts.cluster.cluster import Cluster, Origin, describe
 from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.cluster.measured_links import (
     MeasuredLinks,
+    Network,
+    Timing,
+    bus_bytes_per_s,
     find,
     names,
     nominal_name,
@@ -25,7 +28,34 @@ from dstrain.facts.cluster.measured_links import (
     with_rates,
 )
 from dstrain.plan.speed.efficiency import efficiency
-from tests.facts.cluster.test_network_measurement import network
+
+
+def network(count: int = 2, slots: int = 1) -> Network:
+    """Returns a measurement over gloo."""
+    timings = (
+        Timing(num_bytes=2**16, seconds=1e-3, bus_bytes_per_s=1e8),
+        Timing(num_bytes=2**25, seconds=1e-2, bus_bytes_per_s=2e9),
+    )
+    return Network(
+        backend="gloo",
+        hosts=tuple(f"node{number}" for number in range(count)),
+        slots=(slots,) * count,
+        gpu=None,
+        gpu_memory_mib=0,
+        latency_s=1e-4,
+        timings=timings,
+        seconds=5.0,
+    )
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    # nccl-tests on 8 GPUs: 8589934592 B, 41012 us: 209.45 GB/s algorithm, 366.54 GB/s bus
+    assert bus_bytes_per_s(8589934592, 41012e-6, 8) == pytest.approx(366.54e9, rel=1e-4)
+
+
+def test_the_figure_for_a_plan_is_that_of_the_largest_all_reduce() -> None:
+    assert network().bus_bytes_per_s == 2e9
+
 
 ENTRY = MeasuredLinks(
     hosts=("gpu01", "gpu02"),

@@ -7,7 +7,7 @@ import pytest
 from dstrain.choices import DataFormat
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import DataReport, check, files_of, is_file_name, samples
-from dstrain.facts.data.sample_formats import PLAIN, Reading
+from dstrain.facts.data.formats import PLAIN, Reading
 from tests.facts.data.tables import write_table
 
 GOOD: dict[str, Any] = {"instruction": "Add.", "input": "1 + 1", "output": "2"}
@@ -79,11 +79,6 @@ def test_limit_may_cut_a_list_anywhere(tmp_path: Path, cut: int) -> None:
         assert not check(path, PLAIN, limit_bytes=cut).complete
 
 
-def test_json_list_counts_lines(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.json", text=json.dumps([GOOD, GOOD | {"output": 3}], indent=2))
-    assert problem_of(path).problem == f'{path}:7: "output" is 3; it must be a string'
-
-
 def test_json_file_may_hold_lines(tmp_path: Path) -> None:
     assert check(write(tmp_path / "train.json", GOOD, GOOD), PLAIN).rows_checked == 2
 
@@ -117,12 +112,6 @@ def test_half_an_arrow_file_is_refused(tmp_path: Path, name: str) -> None:
     assert problem_of(path).problem.startswith(f"{path}: cannot be read as Arrow: ")
 
 
-def test_half_a_parquet_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "train.parquet"
-    path.write_bytes(b"PAR1 and no more")
-    assert "not a complete Parquet file" in problem_of(path).problem
-
-
 def test_missing_file_gets_the_nearest_name(tmp_path: Path) -> None:
     write(tmp_path / "train.jsonl", GOOD)
     error = problem_of(tmp_path / "trian.jsonl")
@@ -134,48 +123,38 @@ def test_folder_is_refused(tmp_path: Path) -> None:
     assert problem_of(tmp_path).problem == f"{tmp_path}: is a folder; data must be one file"
 
 
-def test_empty_file_is_refused(tmp_path: Path) -> None:
-    assert problem_of(write(tmp_path / "train.jsonl")).problem.endswith("train.jsonl: the file is empty")
-    assert problem_of(write(tmp_path / "train.jsonl", text="\n \n")).problem.endswith("no samples")
-    assert problem_of(write(tmp_path / "train.json", text="[]")).problem.endswith("no samples")
+LINE = json.dumps(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("train.jsonl", "", ": the file is empty"),
+        ("train.jsonl", "\n \n", ": no samples"),
+        ("train.json", "[]", ": no samples"),
+        ("train.csv", LINE, ': unknown file name extension ".csv"'),
+        ("train.jsonl", "\n".join([*[LINE] * 16, '{"a" 1}', LINE]), ":17:6: expecting ':' delimiter"),
+        ("train.json", '[\n {"text": "a"}\n {"text": "b"}\n]', ":3:2: expecting ',' delimiter"),
+        ("train.json", '[\n {"text": "a"}\n', ":3: the list is not closed"),
+        ("train.json", json.dumps([GOOD, GOOD | {"output": 3}], indent=2), ':7: "output" is 3; it must be a string'),
+        ("train.jsonl", f'{LINE}\n"text"\n', ":2: is a string; a sample must be an object"),
+        ("train.jsonl", f"{LINE}\n[1]\n", ":2: is a list; a sample must be an object"),
+        ("train.jsonl", f"{LINE}\nnull\n", ":2: is null; a sample must be an object"),
+        ("train.jsonl", b'{"text": "caf\xe9"}\n', ":1:14: not UTF-8"),
+        ("train.jsonl", '{"q": "a", "a": "b"}\n' * 3, ": no known format has the columns q, a; alpaca"),
+        ("train.parquet", "PAR1 and no more", ": not a complete Parquet file"),
+    ],
+)
+def test_what_is_wrong_with_a_file_is_named_with_its_place(
+    tmp_path: Path, name: str, content: str | bytes, problem: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert problem_of(path).problem.startswith(f"{path}{problem}")
 
 
 def test_unknown_ending_gets_the_nearest(tmp_path: Path) -> None:
     assert problem_of(write(tmp_path / "train.jsnol", GOOD)).hint == 'Did you mean ".jsonl"?'
-    assert problem_of(write(tmp_path / "train.csv", GOOD)).problem.endswith('unknown file name extension ".csv"')
-
-
-def test_broken_line_is_named_with_line_and_column(tmp_path: Path) -> None:
-    lines = [json.dumps(GOOD)] * 16 + ['{"a" 1}'] + [json.dumps(GOOD)]
-    path = write(tmp_path / "train.jsonl", text="\n".join(lines))
-    assert problem_of(path).problem == f"{path}:17:6: expecting ':' delimiter"
-
-
-def test_broken_list_is_named_with_line_and_column(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.json", text='[\n {"text": "a"}\n {"text": "b"}\n]')
-    assert problem_of(path).problem == f"{path}:3:2: expecting ',' delimiter"
-    path = write(tmp_path / "train.json", text='[\n {"text": "a"}\n')
-    assert problem_of(path).problem.endswith("the list is not closed")
-
-
-def test_line_that_is_no_object_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.jsonl", GOOD, "text", [1], None)
-    assert problem_of(path).problem.splitlines() == [
-        f"{path}:2: is a string; a sample must be an object",
-        f"{path}:3: is a list; a sample must be an object",
-        f"{path}:4: is null; a sample must be an object",
-    ]
-
-
-def test_other_encoding_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_bytes(b'{"text": "caf\xe9"}\n')
-    assert problem_of(path).problem == f"{path}:1:14: not UTF-8"
-
-
-def test_unknown_columns_are_named_once(tmp_path: Path) -> None:
-    path = write(tmp_path / "train.jsonl", *[{"q": "a", "a": "b"}] * 3)
-    assert problem_of(path).problem.startswith(f"{path}: no known format has the columns q, a; alpaca")
 
 
 def test_five_problems_are_enough(tmp_path: Path) -> None:

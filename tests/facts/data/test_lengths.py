@@ -7,16 +7,18 @@ import random
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from dstrain.choices import DataFormat, LossOn
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import parsed
+from dstrain.facts.data.formats import PLAIN, Reading
 from dstrain.facts.data.lengths import SAMPLED_ROWS, read_lengths
 from dstrain.facts.data.rows import Sample, entries, spread
-from dstrain.facts.data.sample_formats import PLAIN, Reading
 from dstrain.facts.data.turns import Conversation
 
 
+@pytest.mark.commands
 def test_lengths_are_those_of_training(made_demo: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -37,8 +39,12 @@ def test_lengths_are_those_of_training(made_demo: Path) -> None:
 
 
 @pytest.fixture
-def tokenizer(made_demo: Path) -> Path:
-    return made_demo / "model" / "tokenizer.json"
+def tokenizer(tmp_path: Path) -> Path:
+    """Splits a text into words."""
+    words = Tokenizer(models.WordLevel({"?": 0, "one": 1, "two": 2, "add": 3}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "words.json"))
+    return tmp_path / "words.json"
 
 
 def pairs(count: int) -> list[dict[str, str]]:

@@ -10,7 +10,7 @@ import pytest
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import check
-from dstrain.facts.data.sample_formats import Reading
+from dstrain.facts.data.formats import Reading
 
 ROWS = [{"instruction": "Say {'a'}, ok?", "output": 'It\'s "a",\n{b}'}, {"instruction": "c", "output": "d"}]
 LINES = [json.dumps(row) for row in ROWS]

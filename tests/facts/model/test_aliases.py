@@ -9,7 +9,7 @@ from dstrain.facts.model import aliases, families, tracer
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import Kind
 from dstrain.facts.model.trace_records import Description, Question, Subject, Wanted
-from dstrain.facts.model.traced_model import from_description
+from dstrain.facts.model.tracer import from_description
 
 # Parameters in the safetensors of each hub page (`"parameters"` of its index, or "Model size" on the page).
 _PUBLISHED = {
@@ -79,6 +79,7 @@ def test_the_count_is_the_published_one(alias: str) -> None:
     assert num_params(alias) + _BUFFERS.get(alias, 0) == _PUBLISHED[alias]
 
 
+@pytest.mark.engine
 def test_models_whose_layers_are_traced_are_built_by_transformers() -> None:
     assert set(aliases.known()) == {*families.known(), *_TRACED}
     configs = [dict(entry(name)[1].config) for name in _TRACED]
@@ -103,20 +104,11 @@ def test_a_window_is_that_of_the_checkpoint_and_not_the_default_of_its_family(al
 
 
 @pytest.mark.parametrize("alias", aliases.known())
-def test_an_alias_resolves_to_itself(alias: str) -> None:
-    assert entry(alias)[0] == alias
-
-
-@pytest.mark.parametrize("alias", aliases.known())
-def test_a_hub_id_resolves_to_its_alias_and_is_kept(alias: str) -> None:
-    hub_id = entry(alias)[1].hub_id
-    assert (entry(hub_id)[0], entry(hub_id)[1].hub_id) == (alias, hub_id)
-
-
-@pytest.mark.parametrize("alias", aliases.known())
-def test_an_alias_has_a_source(alias: str) -> None:
-    found = entry(alias)[1]
-    assert found.source == f"https://huggingface.co/{found.hub_id}/blob/main/config.json"
+def test_an_alias_and_its_hub_id_resolve_to_it_and_it_has_a_source(alias: str) -> None:
+    own, found = entry(alias)
+    hub_id = found.hub_id
+    assert (own, entry(hub_id)[0], entry(hub_id)[1].hub_id) == (alias, alias, hub_id)
+    assert found.source == f"https://huggingface.co/{hub_id}/blob/main/config.json"
 
 
 @pytest.mark.parametrize(
@@ -144,24 +136,22 @@ def test_spelling_is_forgiven(name: str, alias: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "alias"),
+    ("name", "alias", "modelscope", "length"),
     [
-        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
-        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b"),
-        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b", "Qwen/Qwen2.5-7B-Instruct", 32768),
+        ("Qwen/Qwen3-8B-Base", "qwen3-8b", "Qwen/Qwen3-8B-Base", None),
+        ("Qwen/Qwen3-VL-8B-Thinking", "qwen3-vl-8b", "Qwen/Qwen3-VL-8B-Thinking", None),
+        ("meta-llama/Llama-3.1-8B-Instruct", "llama-3.1-8b", "LLM-Research/Meta-Llama-3.1-8B-Instruct", None),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b", None, 262144),
     ],
 )
-def test_a_variant_keeps_its_own_id(name: str, alias: str) -> None:
-    assert (entry(name)[0], entry(name)[1].hub_id) == (alias, name)
-
-
-def test_a_variant_keeps_its_own_context_length() -> None:
-    assert entry("Qwen/Qwen3-30B-A3B-Instruct-2507")[1].config["max_position_embeddings"] == 262144
-
-
-def test_a_variant_keeps_its_own_modelscope_id() -> None:
-    found = entry("meta-llama/Llama-3.1-8B-Instruct")[1]
-    assert found.modelscope_id == "LLM-Research/Meta-Llama-3.1-8B-Instruct"
+def test_a_variant_keeps_its_own_ids_and_context_length(
+    name: str, alias: str, modelscope: str | None, length: int | None
+) -> None:
+    own, found = entry(name)
+    assert (own, found.hub_id) == (alias, name)
+    assert modelscope in (None, found.modelscope_id)
+    assert length in (None, found.config.get("max_position_embeddings"))
 
 
 @pytest.mark.parametrize(
@@ -170,11 +160,6 @@ def test_a_variant_keeps_its_own_modelscope_id() -> None:
 )
 def test_another_name_is_not_guessed(name: str) -> None:
     assert aliases.resolve(name) is None
-
-
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B-Base", "Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen3-VL-8B-Thinking"])
-def test_a_variant_of_the_same_id_on_both_hubs_says_so(name: str) -> None:
-    assert entry(name)[1].modelscope_id == name
 
 
 def test_no_two_aliases_are_the_same_checkpoint() -> None:

@@ -19,6 +19,8 @@ from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.facts.model.hub_config import cached_file, fetch_config, is_hub_id, is_reached, parse_config
 from dstrain.facts.probe import read_model
 
+pytestmark = pytest.mark.commands
+
 
 @dataclass
 class Answer:
@@ -98,24 +100,13 @@ PATH = "/org/model/resolve/main/config.json"
 
 def test_a_config_is_fetched_and_nothing_else(hub: Server) -> None:
     hub.answers[PATH] = Answer(body=json.dumps(CONFIG).encode())
-
     assert fetch_config("org/model", Hub.HF) == CONFIG
     assert hub.requests == [(PATH, None)]
 
 
 def test_modelscope_is_asked_at_its_own_address(hub: Server) -> None:
     hub.answers["/models/org/model/resolve/master/config.json"] = Answer(body=json.dumps(CONFIG).encode())
-
     assert fetch_config("org/model", Hub.MODELSCOPE) == CONFIG
-
-
-def test_the_token_is_sent(hub: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    hub.answers[PATH] = Answer(body=b"{}")
-
-    fetch_config("org/model", Hub.HF)
-
-    assert hub.requests == [(PATH, "Bearer hf_secret")]
 
 
 def test_the_stored_token_is_sent(hub: Server, own_home: Path) -> None:
@@ -123,83 +114,56 @@ def test_the_stored_token_is_sent(hub: Server, own_home: Path) -> None:
     token.parent.mkdir(parents=True)
     token.write_text("hf_stored\n")
     hub.answers[PATH] = Answer(body=b"{}")
-
     fetch_config("org/model", Hub.HF)
-
     assert hub.requests == [(PATH, "Bearer hf_stored")]
 
 
-def test_the_token_follows_a_redirect_on_the_same_host(hub: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    hub.answers[PATH] = Answer(status=307, headers={"Location": "/new/name"})
-    hub.answers["/new/name"] = Answer(body=b"{}")
-
-    fetch_config("org/model", Hub.HF)
-
-    assert hub.requests[-1] == ("/new/name", "Bearer hf_secret")
-
-
-def test_the_token_does_not_follow_a_redirect_to_another_host(
+def test_the_token_follows_a_redirect_on_the_same_host_alone(
     hub: Server, other_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    hub.answers[PATH] = Answer(status=307, headers={"Location": "/new/name"})
+    hub.answers["/new/name"] = Answer(body=b"{}")
+    fetch_config("org/model", Hub.HF)
+    assert hub.requests == [(PATH, "Bearer hf_secret"), ("/new/name", "Bearer hf_secret")]
     hub.answers[PATH] = Answer(status=302, headers={"Location": f"{other_server.endpoint}/file"})
     other_server.answers["/file"] = Answer(body=b"{}")
-
     fetch_config("org/model", Hub.HF)
-
     assert other_server.requests == [("/file", None)]
 
 
 def test_an_unknown_model_gets_the_nearest_name(hub: Server) -> None:
     with pytest.raises(InvalidConfig) as caught:
         read_model("Qwen/Qwen3-8Bx")
-
     assert caught.value.problem == f'"Qwen/Qwen3-8Bx" is not a model on {hub.endpoint}'
     assert caught.value.hint is not None
     assert caught.value.hint.startswith('Did you mean "')
 
 
-def test_a_model_without_a_config_is_told_from_one_that_does_not_exist(hub: Server) -> None:
-    hub.answers[PATH] = Answer(status=404, headers={"X-Error-Code": "EntryNotFound"})
-
-    with pytest.raises(InvalidConfig, match=r"has no config\.json"):
+@pytest.mark.parametrize(
+    ("status", "code", "error", "said"),
+    [
+        (404, "EntryNotFound", InvalidConfig, r"has no config\.json"),
+        (401, "RepoNotFound", InvalidConfig, '"org/model" is not a model on'),
+        (401, "GatedRepo", EnvironmentProblem, "gated, private or misspelled: the hub answered 401"),
+        (403, "GatedRepo", EnvironmentProblem, "gated, private or misspelled: the hub answered 403"),
+        (503, "", EnvironmentProblem, "the hub answered 503"),
+    ],
+)
+def test_what_a_hub_refuses_is_told(hub: Server, status: int, code: str, error: type[Exception], said: str) -> None:
+    hub.answers[PATH] = Answer(status=status, headers={"X-Error-Code": code} if code else {})
+    with pytest.raises(error, match=said) as caught:
         fetch_config("org/model", Hub.HF)
-
-
-@pytest.mark.parametrize("status", [401, 403])
-def test_a_gated_model_says_how_to_get_access(hub: Server, status: int) -> None:
-    hub.answers[PATH] = Answer(status=status, headers={"X-Error-Code": "GatedRepo"})
-
-    with pytest.raises(EnvironmentProblem, match=f"gated, private or misspelled: the hub answered {status}") as caught:
-        fetch_config("org/model", Hub.HF)
-
-    assert caught.value.hint is not None
-    assert f"{hub.endpoint}/org/model" in caught.value.hint
-    assert "export HF_TOKEN=" in caught.value.hint
-
-
-def test_a_401_for_a_model_that_does_not_exist_says_so(hub: Server) -> None:
-    hub.answers[PATH] = Answer(status=401, headers={"X-Error-Code": "RepoNotFound"})
-
-    with pytest.raises(InvalidConfig, match='"org/model" is not a model on'):
-        fetch_config("org/model", Hub.HF)
-
-
-def test_a_hub_in_trouble_is_named_with_its_status(hub: Server) -> None:
-    hub.answers[PATH] = Answer(status=503)
-
-    with pytest.raises(EnvironmentProblem, match="the hub answered 503"):
-        fetch_config("org/model", Hub.HF)
+    if code == "GatedRepo":
+        hint = str(getattr(caught.value, "hint", None))
+        assert (f"{hub.endpoint}/org/model" in hint, "export HF_TOKEN=" in hint) == (True, True)
 
 
 @pytest.mark.parametrize("body", [b"<html>Please log in</html>", b"", b"[1]", b"\xff\xfe", b'{"model_type": '])
 def test_an_answer_that_is_no_config_is_shown(hub: Server, body: bytes) -> None:
     hub.answers[PATH] = Answer(body=body)
-
     with pytest.raises(EnvironmentProblem, match=r"the response is not a config\.json") as caught:
         fetch_config("org/model", Hub.HF)
-
     assert repr(body[:60]) in caught.value.problem
 
 
@@ -207,16 +171,13 @@ def test_a_hub_that_does_not_listen_is_unreachable(own_home: Path, monkeypatch: 
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
-
         with pytest.raises(EnvironmentProblem, match=r"connection failed: .*refused") as caught:
             fetch_config("org/model", Hub.HF)
-
     assert caught.value.hint == "Give a local folder, set HF_ENDPOINT to a mirror, or use `--hub modelscope`."
 
 
 def test_a_hub_that_does_not_answer_is_given_up(hub: Server) -> None:
     hub.answers[PATH] = Answer(body=b"{}", delay_s=1.0)
-
     with pytest.raises(EnvironmentProblem, match="connection failed: timed out"):
         fetch_config("org/model", Hub.HF, timeout_s=0.1)
 
@@ -226,7 +187,6 @@ def test_an_endpoint_that_is_no_address_is_unreachable(
     own_home: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", endpoint)
-
     with pytest.raises(EnvironmentProblem, match="connection failed"):
         fetch_config("org/model", Hub.HF)
 
@@ -234,10 +194,8 @@ def test_an_endpoint_that_is_no_address_is_unreachable(
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
 def test_offline_asks_nobody(hub: Server, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
-
     with pytest.raises(EnvironmentProblem, match="HF_HUB_OFFLINE is set") as caught:
         fetch_config("org/model", Hub.HF)
-
     assert hub.requests == []
     assert caught.value.hint is not None
     assert "`hf download org/model config.json`" in caught.value.hint
@@ -254,7 +212,6 @@ def test_the_cache_comes_before_the_hub_even_offline(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     model = own_home / ".cache/huggingface/hub/models--org--model"
     write_config(model / "snapshots" / "abc", layers=3)
-
     assert fetch_config("org/model", Hub.HF)["num_hidden_layers"] == 3
     assert hub.requests == []
 
@@ -279,7 +236,6 @@ def test_of_cached_commits_the_one_that_main_names_counts(own_home: Path) -> Non
     write_config(model / "snapshots" / "bbb", layers=4)
     (model / "refs").mkdir()
     (model / "refs" / "main").write_text("aaa")
-
     assert fetch_config("org/model", Hub.HF)["num_hidden_layers"] == 3
 
 
@@ -288,14 +244,12 @@ def test_the_cache_may_be_moved(own_home: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv(variable, str(own_home / "elsewhere"))
     hub_folder = own_home / "elsewhere" / ("hub" if variable == "HF_HOME" else "")
     write_config(hub_folder / "models--org--model" / "snapshots" / "abc")
-
     assert cached_file("org/model", Hub.HF) is not None
 
 
 @pytest.mark.parametrize("folder", ["models/org/model___1", "models/org/model.1", "org/model.1"])
 def test_modelscopes_cache_is_found_in_every_layout(own_home: Path, folder: str) -> None:
     write_config(own_home / ".cache/modelscope/hub" / folder)
-
     assert fetch_config("org/model.1", Hub.MODELSCOPE) == CONFIG
 
 
@@ -303,26 +257,20 @@ def test_a_broken_file_in_the_cache_is_named(own_home: Path) -> None:
     write_config(own_home / ".cache/huggingface/hub/models--org--model/snapshots/abc")
     file = next(own_home.rglob("config.json"))
     file.write_text("{\n  broken")
-
     with pytest.raises(InvalidConfig, match=f"{file}:2:3: not valid JSON"):
         fetch_config("org/model", Hub.HF)
 
 
-@pytest.mark.parametrize("name", ["Qwen/Qwen3-8B", "a/b", "01-ai/Yi_1.5"])
-def test_an_id_is_two_names_and_a_slash(name: str) -> None:
-    assert is_hub_id(name)
+def test_an_id_is_two_names_and_a_slash() -> None:
+    assert all(map(is_hub_id, ["Qwen/Qwen3-8B", "a/b", "01-ai/Yi_1.5"]))
+    assert not any(map(is_hub_id, ["qwen", "a/b/c", "../b", "a/..", "a/b?x=1", "a b/c", "/a/b", "a/"]))
 
 
-@pytest.mark.parametrize("name", ["qwen", "a/b/c", "../b", "a/..", "a/b?x=1", "a b/c", "/a/b", "a/"])
-def test_anything_else_is_no_id(name: str) -> None:
-    assert not is_hub_id(name)
-
-
-def test_a_config_is_an_object() -> None:
-    with pytest.raises(InvalidConfig, match=r"config\.json:1:1: not a JSON object, but list"):
-        parse_config("[]", "config.json")
-
-
-def test_nesting_without_end_is_refused() -> None:
-    with pytest.raises(InvalidConfig, match="nested too deep"):
-        parse_config("[" * 100_000, "config.json")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("[]", r"config\.json:1:1: not a JSON object, but list"), ("[" * 100_000, "nested too deep")],
+    ids=["list", "deep"],
+)
+def test_a_config_is_an_object(text: str, said: str) -> None:
+    with pytest.raises(InvalidConfig, match=said):
+        parse_config(text, "config.json")

@@ -16,11 +16,10 @@ from dstrain.facts.cluster.cluster import Origin, describe
 from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.model import tracer
 from dstrain.facts.model.families import from_config
-from dstrain.facts.model.parameter_names import names_of
+from dstrain.facts.model.model_files import names_of
 from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
 from dstrain.facts.model.traced_activations import ActivationProfile
-from dstrain.facts.model.traced_model import from_description
-from dstrain.facts.model.tracer import Answer, ask, trace_model
+from dstrain.facts.model.tracer import Answer, ask, from_description, trace_model
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.request import Request
@@ -29,6 +28,8 @@ from dstrain.plan.search.search_space import with_defaults
 from dstrain.plan.speed.flops import flops_per_token
 from tests.conftest import asked_for, asked_together
 from tests.plan.memory.layers.shapes import FAMILIES, config_of
+
+pytestmark = pytest.mark.sweep
 
 LLAMA = {
     "model_type": "llama",
@@ -95,6 +96,7 @@ def answers(request: pytest.FixtureRequest) -> dict[tuple[str, int, bool], Answe
     return dict(zip(asked, ask(list(asked.values())), strict=True))
 
 
+@pytest.mark.parts(12)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_known_family_is_described_as_it_is_known(answers: dict[tuple[str, int, bool], Answer], family: str) -> None:
     description = answers[family, 0, False]
@@ -108,6 +110,7 @@ def test_a_known_family_is_described_as_it_is_known(answers: dict[tuple[str, int
     assert {parameter.name for parameter in description.parameters} <= set(names_of(known, "") or ())
 
 
+@pytest.mark.parts(12)
 @pytest.mark.parametrize("name", IRREGULAR)
 @pytest.mark.parametrize("samples", [1, 5])
 @pytest.mark.parametrize("grad_ckpt", [False, True])
@@ -140,7 +143,7 @@ def test_a_model_is_traced_once_and_remembered(tmp_path: Path, monkeypatch: pyte
 
 def test_answers_depend_on_all_code_of_the_tracer() -> None:
     names = {path.name for path in tracer._sources()}
-    assert {"trace.py", "model.py", "passes.py", "kernels.py", "traced_activations.py", "trace_records.py"} <= names
+    assert {"__main__.py", "model.py", "passes.py", "kernels.py", "traced_activations.py", "trace_records.py"} <= names
 
 
 def test_a_damaged_answer_is_asked_again(tmp_path: Path) -> None:

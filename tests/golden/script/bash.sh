@@ -35,17 +35,23 @@ node() {
 
 # every node over ssh; -tt lets a node end when this shell does
 everywhere() {
-  local this nodes=() rank code=0
+  local this nodes=() rank
   this=$(printf '%q' "$(realpath "$0")")
   trap 'kill "${nodes[@]}" 2>/dev/null || true' EXIT
   for rank in "${!hosts[@]}"; do
     ssh -tt -o BatchMode=yes -o ServerAliveInterval=15 "${hosts[rank]}" "bash $this $rank" </dev/null &
     nodes+=($!)
   done
-  for rank in "${!nodes[@]}"; do
-    wait -n || { code=$?; break; }
+  # `wait -n` forgets one of two nodes that end at the same time; `wait PID` knows how each of them ended
+  while [ -n "${nodes[*]-}" ]; do
+    for rank in "${!nodes[@]}"; do
+      kill -0 "${nodes[rank]}" 2>/dev/null && continue
+      wait "${nodes[rank]}" || exit
+      unset "nodes[rank]"
+    done
+    sleep 0.5
   done
-  exit "$code"
+  exit 0
 }
 
 case ${1-} in

@@ -15,10 +15,8 @@ from dstrain.errors import RunFailed
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.kernel_messages import OUT_OF_MEMORY
 from dstrain.launch.again import words_of
-from dstrain.launch.failure.exit_codes import decode, signal_of
-from dstrain.launch.failure.first_failure import Death, advice, failing_order, traceback_of
-from dstrain.launch.failure.outcome import Lost, Outcome
-from dstrain.launch.failure.report import explain
+from dstrain.launch.failure.outcome import Death, Lost, Outcome, advice, failing_order, traceback_of
+from dstrain.launch.failure.report import decode, explain, signal_of
 from dstrain.rundir import COMPLETE, RunDir
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\nValueError: no'
@@ -57,19 +55,19 @@ def test_a_traceback_that_the_program_survived_is_not_it() -> None:
     assert traceback_of(TRACEBACK + "\n" + "\nstep" * 50) is None
 
 
-def test_a_written_traceback_counts_from_when_it_was_written() -> None:
-    deaths = [Death(rank=0, code=-6, at=10.0), Death(rank=2, code=-15, at=11.0)]
-    assert failing_order(deaths, {1: 9.0}) == [1, 0, 2]
-
-
-def test_a_terminated_rank_comes_after_one_that_died_in_the_same_moment() -> None:
-    deaths = [Death(rank=0, code=-15, at=5.0), Death(rank=1, code=-11, at=5.0)]
-    assert failing_order(deaths, {}) == [1, 0]
-
-
-def test_a_rank_that_lost_its_peer_comes_after_the_one_that_went_without_a_word() -> None:
-    deaths = [Death(rank=0, code=1, at=5.0), Death(rank=1, code=None, at=9.0)]
-    assert failing_order(deaths, {0: 4.0}, [0]) == [1, 0]
+@pytest.mark.parametrize(
+    ("deaths", "tracebacks", "lost_peer", "order"),
+    [
+        ([(0, -6, 10.0), (2, -15, 11.0)], {1: 9.0}, [], [1, 0, 2]),  # a traceback counts from when it was written
+        ([(0, -15, 5.0), (1, -11, 5.0)], {}, [], [1, 0]),  # a terminated rank comes after one that died
+        ([(0, 1, 5.0), (1, None, 9.0)], {0: 4.0}, [0], [1, 0]),  # it lost the peer that went without a word
+    ],
+)
+def test_the_first_failure_is_what_the_others_follow_from(
+    deaths: list[tuple[int, int | None, float]], tracebacks: dict[int, float], lost_peer: list[int], order: list[int]
+) -> None:
+    died = [Death(rank=rank, code=code, at=at) for rank, code, at in deaths]
+    assert failing_order(died, tracebacks, lost_peer) == order
 
 
 def test_known_messages_have_an_advice() -> None:
@@ -138,61 +136,53 @@ def test_the_exit_code_that_decides_about_a_restart_is_data(tmp_path: Path, code
     assert error.rank_exit_code == code
 
 
-def test_a_rank_of_another_node_is_found_by_its_log_and_the_launchers_code(tmp_path: Path) -> None:
-    found = outcome(tmp_path, {0: "waiting", 3: TRACEBACK}, reported=("gpu02", 1))
-    assert explain(found, hosts=HOSTS, run_dir=RunDir(tmp_path)).problem.startswith(
-        "rank 3 on gpu02 failed first: code 1"
-    )
-
-
-def test_a_launcher_that_failed_before_any_rank_shows_its_own_words(tmp_path: Path) -> None:
-    problem = explain(outcome(tmp_path, {}), hosts=HOSTS, run_dir=RunDir(tmp_path)).problem
-    assert problem.startswith("the launcher failed before any rank started: code 1")
-    assert "ValueError: bad entry" in problem
-
-
-def test_ranks_are_numbered_by_host() -> None:
-    assert [HOSTS.of_rank(rank) for rank in range(4)] == ["gpu01", "gpu01", "gpu02", "gpu02"]
-
-
-def test_a_lost_node_is_named_before_the_ranks_that_failed_because_of_it(tmp_path: Path) -> None:
-    lost = (Lost(host="gpu02", why="silent for 31 s", at=1.0),)
-    logs = {0: "Traceback (most recent call last):\nRuntimeError: Connection closed by peer\n"}
-    deaths = (Death(rank=0, code=1, at=2.0),)
-    message = str(explain(outcome(tmp_path, logs, deaths=deaths, lost=lost), hosts=HOSTS, run_dir=RunDir(tmp_path)))
-    assert message.startswith("gpu02 was lost (silent for 31 s), with ranks 2, 3; last heard from at ")
-    assert "after that: rank 0 on gpu01 failed first" in message
-
-
-def test_a_rank_that_died_on_its_node_comes_before_the_nodes_loss(tmp_path: Path) -> None:
-    lost = (Lost(host="gpu02", why="silent for 31 s", at=1.0),)
-    deaths = (Death(rank=3, code=-9, at=2.0),)
-    message = str(explain(outcome(tmp_path, {3: ""}, deaths=deaths, lost=lost), hosts=HOSTS, run_dir=RunDir(tmp_path)))
-    assert message.startswith("rank 3 on gpu02 failed first: code -9 (SIGKILL)")
-    assert "gpu02 was lost (silent for 31 s), after that" in message
-
-
-def test_a_killed_launcher_is_named_with_its_node(tmp_path: Path) -> None:
-    found = outcome(tmp_path, {}, orphaned=("gpu02",))
-    message = str(explain(found, hosts=HOSTS, run_dir=RunDir(tmp_path)))
-    assert message.startswith("the launcher on gpu02 was killed")
-
-
-def test_the_last_metrics_are_in_the_report(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "loss": 2.5, "tokens_per_s": 1234.5}\n{"event": "x"}\n{"ste')
-    found = outcome(tmp_path, {0: ""}, deaths=(Death(rank=0, code=-9, at=2.0),))
-    assert "Last metrics: step 7, loss 2.5000, 1,234 tokens/s" in str(
-        explain(found, hosts=HOSTS, run_dir=RunDir(tmp_path))
-    )
-
-
 NOISE = "DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully\n"
 LOST_PEER = "Traceback (most recent call last):\n  File\nRuntimeError: gloo/pair.cc:553 Connection closed by peer\n"
 NOT_MEMORY = "the kernel's log has no process that it killed because memory ran out, so somebody else sent it"
+LOST = (Lost(host="gpu02", why="silent for 31 s", at=1.0),)
+LEFT = "it left after step 20 of 60, and the others wait for it"
+
+
+def died(rank: int, code: int = 1, note: str = "") -> tuple[Death, ...]:
+    return (Death(rank=rank, code=code, at=2.0, note=note),)
 
 
 def explained(folder: Path, logs: dict[int, str], **outcome_of: Any) -> str:
     return str(explain(outcome(folder, logs, **outcome_of), hosts=HOSTS, run_dir=RunDir(folder)))
+
+
+@pytest.mark.parametrize(
+    ("logs", "found", "begins", "says"),
+    [
+        # a rank of another node by its log and the launcher's code
+        ({0: "waiting", 3: TRACEBACK}, {"reported": ("gpu02", 1)}, "rank 3 on gpu02 failed first: code 1", ""),
+        ({}, {}, "the launcher failed before any rank started: code 1", "ValueError: bad entry"),
+        ({}, {"orphaned": ("gpu02",)}, "the launcher on gpu02 was killed", ""),
+        (
+            {0: LOST_PEER},
+            {"deaths": died(0), "lost": LOST},
+            "gpu02 was lost (silent for 31 s), with ranks 2, 3; last heard from at ",
+            "after that: rank 0 on gpu01 failed first",
+        ),
+        (
+            {3: ""},
+            {"deaths": died(3, -9), "lost": LOST},
+            "rank 3 on gpu02 failed first: code -9 (SIGKILL)",
+            "gpu02 was lost (silent for 31 s), after that",
+        ),
+        ({3: LOST_PEER}, {"deaths": died(3), "lost": LOST}, "gpu02 was lost (silent for 31 s)", ""),
+        ({0: NOISE + TRACEBACK}, {"deaths": died(0)}, "rank 0 on gpu01 failed first: code 1: ValueError: no\nTra", ""),
+        ({1: NOISE}, {"deaths": died(1, 0, LEFT)}, f"rank 1 on gpu01 failed first: code 0: {LEFT}\n", ""),
+    ],
+)
+def test_the_cause_is_named_before_what_followed_from_it(
+    tmp_path: Path, logs: dict[int, str], found: dict[str, Any], begins: str, says: str
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "loss": 2.5, "tokens_per_s": 1234.5}\n{"event": "x"}\n{"ste')
+    message = explained(tmp_path, logs, **found)
+    assert message.startswith(begins)
+    assert says in message
+    assert "Last metrics: step 7, loss 2.5000, 1,234 tokens/s" in message
 
 
 def test_a_killed_rank_says_what_the_kernel_says_and_how_full_the_memory_was(tmp_path: Path) -> None:
@@ -215,13 +205,6 @@ def test_memory_is_the_cause_only_if_the_kernel_says_so(tmp_path: Path) -> None:
     assert "The host ran out of memory: offload less, or use more nodes." in message
 
 
-def test_the_first_line_has_the_exceptions_message(tmp_path: Path) -> None:
-    deaths = (Death(rank=0, code=1, at=2.0),)
-    assert explained(tmp_path, {0: NOISE + TRACEBACK}, deaths=deaths).startswith(
-        "rank 0 on gpu01 failed first: code 1: ValueError: no\nTraceback"
-    )
-
-
 @pytest.mark.parametrize("first", [0, 1])
 def test_an_error_that_one_rank_prints_for_all_is_the_cause_whichever_ends_first(tmp_path: Path, first: int) -> None:
     deaths = (Death(rank=first, code=1, at=2.0), Death(rank=1 - first, code=1, at=2.5))
@@ -229,17 +212,6 @@ def test_an_error_that_one_rank_prints_for_all_is_the_cause_whichever_ends_first
     message = explained(tmp_path, logs, deaths=deaths)
     assert message.startswith("the gradients of 20 steps in a row are not finite\nUse bf16.\n")
     assert "failed first" not in message
-
-
-def test_a_rank_that_left_early_is_named(tmp_path: Path) -> None:
-    note = "it left after step 20 of 60, and the others wait for it"
-    message = explained(tmp_path, {1: NOISE}, deaths=(Death(rank=1, code=0, at=2.0, note=note),))
-    assert message.startswith(f"rank 1 on gpu01 failed first: code 0: {note}\n")
-
-
-def test_a_rank_that_lost_its_peer_does_not_lead_over_the_lost_node(tmp_path: Path) -> None:
-    lost, deaths = (Lost(host="gpu02", why="silent for 31 s", at=1.0),), (Death(rank=3, code=1, at=2.0),)
-    assert explained(tmp_path, {3: LOST_PEER}, deaths=deaths, lost=lost).startswith("gpu02 was lost (silent for 31 s)")
 
 
 def test_ranks_that_agents_ended_are_no_cause(tmp_path: Path) -> None:

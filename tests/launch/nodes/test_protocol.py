@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dstrain.launch.nodes.agent import node_number
@@ -77,7 +77,6 @@ def test_what_no_agent_says_is_no_message(line: bytes) -> None:
     assert decode(line) is None
 
 
-@settings(max_examples=100)
 @given(st.binary() | st.text().map(str.encode) | JSON.map(lambda value: json.dumps(value).encode()), st.binary())
 def test_no_bytes_raise(line: bytes, more: bytes) -> None:
     for piece in Lines().feed(line + b"\n" + more):
@@ -87,7 +86,7 @@ def test_no_bytes_raise(line: bytes, more: bytes) -> None:
 KIND = st.sampled_from([Alive, Died, Ended, Hello, Orphaned, Problem, Wrote])
 
 
-@settings(max_examples=100)
+@pytest.mark.sweep
 @given(KIND.flatmap(lambda kind: st.tuples(st.just(kind), st.fixed_dictionaries({f.name: JSON for f in fields(kind)}))))
 def test_a_message_has_the_types_of_its_fields(message: tuple[type, dict[str, Any]]) -> None:
     kind, body = message

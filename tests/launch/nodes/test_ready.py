@@ -11,11 +11,11 @@ import pytest
 
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.deepspeed_ops import torch_folder
+from dstrain.launch.nodes.connection import new_mark
 from dstrain.launch.nodes.node_runner import environment_of_ranks
 from dstrain.launch.nodes.process_tree import ProcessTree, adopting_orphans
 from dstrain.launch.nodes.protocol import Begin
 from dstrain.launch.nodes.ready import Readying, build, reach
-from dstrain.launch.nodes.spec import new_mark
 
 
 def locked(folder: Path, *, is_built: bool) -> Path:
@@ -68,6 +68,7 @@ case "$*" in *"-c "*) sleep 4321 & wait;; *) exec c++ "$@";; esac
 """Compiles for ever in a process of its own, as `c++` does in `cc1plus`."""
 
 
+@pytest.mark.commands
 def test_what_compiles_ends_with_the_build_and_its_lock_is_removed(tmp_path: Path) -> None:
     compiler = tmp_path / "slow"
     compiler.write_text(_SLOW_COMPILER)

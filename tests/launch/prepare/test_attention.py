@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Attention, Method, Precision
+from dstrain.config.lint.rule import JobContext
 from dstrain.errors import EnvironmentProblem, Place
 from dstrain.facts import probe
 from dstrain.facts.attention_kernels import AttentionKernels
@@ -29,8 +30,8 @@ def wish(model: str = "qwen3-8b", facts: dict[str, Any] | None = None, *, on_cpu
         job=Job(model=model, output_dir="o", **({"attn": Attention.AUTO} | job)),
         locate=lambda keys: Place(file="job.yaml", line=9, column=7),
     )
-    cluster = describe(gpu=gpus.gpu("h100"), gpu_origin=Origin.GIVEN, gpus=8)
-    return wish_of(file, replace(probe.read_model(model), **(facts or {})), cluster, on_cpu=on_cpu)
+    cluster = describe(gpu=gpus.gpu("cpu" if on_cpu else "h100"), gpu_origin=Origin.GIVEN, gpus=8)
+    return wish_of(JobContext(job=file, model=replace(probe.read_model(model), **(facts or {})), cluster=cluster))
 
 
 def said(asked: Wish, **nodes: AttentionKernels) -> str:

@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Interval
+from dstrain.config.lint.rule import JobContext
 from dstrain.errors import InvalidConfig, Place
 from dstrain.job.data_source import DataSource
 from dstrain.job.file import JobFile
 from dstrain.job.monitor import Samples
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import require_for_media
-from dstrain.launch.prepare.evaluation_checks import check_evaluation, unplanned, without_evaluation
+from dstrain.launch.prepare.checks import EVALUATION, findings, require
+from dstrain.launch.prepare.prepare import unplanned
 
 DATA = {"eval_data": "b.jsonl"}
 EPOCH = Interval.EPOCH
@@ -53,7 +55,7 @@ def file(**values: Any) -> JobFile:
 )
 def test_what_lacks_evaluations_is_refused_with_what_to_write(values: dict[str, Any], said: str, hint: str) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        check_evaluation(file(**values))
+        require(EVALUATION, JobContext(job=file(**values)))
     assert said in str(caught.value)
     assert hint in str(caught.value.hint)
     assert "\n" not in caught.value.problem
@@ -70,7 +72,7 @@ def test_what_lacks_evaluations_is_refused_with_what_to_write(values: dict[str, 
     ],
 )
 def test_what_has_its_evaluations_is_accepted(values: dict[str, Any]) -> None:
-    check_evaluation(file(**values))
+    require(EVALUATION, JobContext(job=file(**values)))
 
 
 @pytest.mark.parametrize(
@@ -87,11 +89,11 @@ def test_a_split_that_leaves_nothing_is_refused_before_any_work(
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 3 + '{"text": "b"}')  # the last line is not ended
     (tmp_path / "b.json").write_text('[{"text": "a"}, {"text": "b"}, {"text": "c"}]')
     data = (str(tmp_path / "*.jsonl"), DataSource(path=str(tmp_path / "b.json"), max_samples=2))
-    found = list(without_evaluation(file(data=data, val_split=val_split)))
-    assert [error.text for error in found] == ([says] if says else [])
-    assert all(error.place and error.place.file == "job.yaml: val_split" for error in found)
+    found = findings(EVALUATION, JobContext(job=file(data=data, val_split=val_split)))
+    assert [finding.problem for finding in found] == ([says] if says else [])
+    assert all(finding.place.file == "job.yaml: val_split" for finding in found)
     elsewhere = (*data, str(tmp_path / "missing.jsonl"))
-    assert list(without_evaluation(file(data=elsewhere, val_split=val_split))) == []
+    assert findings(EVALUATION, JobContext(job=file(data=elsewhere, val_split=val_split))) == []
 
 
 def test_a_run_that_may_end_early_is_told_once() -> None:

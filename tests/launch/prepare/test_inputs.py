@@ -1,4 +1,5 @@
-"""Inputs of a job that are not on this machine: `run` refuses them, `lint` warns, as another machine may train."""
+"""Inputs and the run directory of a job that this machine lacks: `run` refuses them, `lint` warns, as another machine
+may train."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.config.lint.subject import JobContext
-from dstrain.errors import InvalidConfig
+from dstrain.config.lint.rule import JobContext
+from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig
 from dstrain.job.file import read_job
-from dstrain.launch.prepare.inputs import CHECKS
-from dstrain.launch.prepare.job_checks import check_data, findings
+from dstrain.launch.prepare.checks import BEFORE_HUBS, DATA_FILES, OF_LINT, findings, require
+from dstrain.launch.prepare.inputs import check_run_dir
 from dstrain.launch.prepare.prepare import prepare
+from dstrain.rundir import RunDir
 from tests.cli.test_run import CONFIG, EMPTY_WEIGHTS, SAMPLE
 
 JOB = "model: Qwen/Qwen3-8B\noutput_dir: o\n"
@@ -35,21 +37,21 @@ def test_lint_warns_of_what_run_refuses_at_its_line(tmp_path: Path, key: str, va
     given = {"model": "Qwen/Qwen3-8B", "output_dir": "o", "data": "train.jsonl", "method": "lora", key: value}
     (tmp_path / "job.yaml").write_text("".join(f"{name}: {text}\n" for name, text in given.items()))
     file = read_job(tmp_path / "job.yaml")
-    (warning,) = findings(file, JobContext(job=file))
+    (warning,) = findings(OF_LINT, JobContext(job=file))
     assert (warning.rule, warning.severity) == ("DS812", "warning")
     assert warning.place.line == list(given).index(key) + 1
     assert said in warning.problem
     with pytest.raises(InvalidConfig, match=rf"job\.yaml:{warning.place.line}:1: "):
-        CHECKS[key](file)
+        require(BEFORE_HUBS, JobContext(job=file))
     if "data" in key:
         with pytest.raises(InvalidConfig, match=r"no such file|no file matches"):
-            check_data(file)
+            require(DATA_FILES, JobContext(job=file))
 
 
 def test_a_job_without_data_is_one_warning(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     file = read_job(tmp_path / "job.yaml")
-    (warning,) = findings(file, JobContext(job=file))
+    (warning,) = findings(OF_LINT, JobContext(job=file))
     assert (warning.rule, warning.problem) == ("DS812", "data is not set")
 
 
@@ -58,7 +60,7 @@ def test_keys_that_lack_evaluations_are_reported_at_their_own_lines(tmp_path: Pa
     more = "data: train.jsonl\neval_steps: 5\nsamples:\n  prompts: [a]\nload_best: true\n"
     (tmp_path / "job.yaml").write_text(JOB + more)
     file = read_job(tmp_path / "job.yaml")
-    places = [(one.rule, one.place.line) for one in findings(file, JobContext(job=file))]
+    places = [(one.rule, one.place.line) for one in findings(OF_LINT, JobContext(job=file))]
     assert places == [("DS808", 4), ("DS808", 7), ("DS808", 5)]
 
 
@@ -99,3 +101,17 @@ def test_ranks_read_the_cache_alone_if_it_has_everything_and_the_hub_does_not_an
     prepared = prepare(read_job(tmp_path / "job.yaml", []), {})
     assert prepared.job.env.get("HF_HUB_OFFLINE") == offline
     assert said in "\n".join(prepared.notes)
+
+
+def test_earlier_checkpoints_are_a_conflict_unless_the_run_goes_on_from_them(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-40").mkdir()
+    with pytest.raises(Conflict, match="checkpoints up to step 40") as caught:
+        check_run_dir(RunDir(tmp_path), resume="never")
+    assert "--set resume=auto" in str(caught.value)
+    check_run_dir(RunDir(tmp_path), resume="auto")
+
+
+def test_an_output_dir_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem, match="file/run cannot be written"):
+        check_run_dir(RunDir(tmp_path / "file" / "run"), resume="never")

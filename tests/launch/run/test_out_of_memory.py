@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from dstrain.monitor.run_record import read
 from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
-from dstrain.report.recorded import read
 from dstrain.report.report import report
 from dstrain.rundir import RunDir
 from tests.train import memory_limit
 from tests.train.launching import environment
+
+pytestmark = [pytest.mark.cluster, pytest.mark.parts(6, at=0)]
 
 DEVICE_BYTES = 64 * 2**20
 STEPS, SAVED, GLOBAL_BATCH = 2, 1, 32

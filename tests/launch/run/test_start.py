@@ -9,7 +9,11 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.launch.hosts import Job
+
+pytestmark = [pytest.mark.cluster, pytest.mark.parts(2)]
 
 LOUD_S = 40
 """In which a run must have ended on a machine that has other things to do; alone it takes half of that."""

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from dstrain.errors import Conflict
-from dstrain.launch.run.state import Stage, StateWriter, is_alive, only_one, read
+from dstrain.launch.run.state import StateWriter, is_alive, only_one, read
 from dstrain.launch.timeouts import TIMEOUTS
-from dstrain.rundir import RunDir
+from dstrain.rundir import RunDir, Stage
 
 _HOLD = """\
 import sys, time

@@ -8,7 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from dstrain.job.file import read_job
 from dstrain.job.schema import Job
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.launch.scripts.exports import COMMAND, Export, ExportEngine, export
-from dstrain.plan.estimate import BF16_STATES
+from dstrain.plan.configuration import BF16_STATES
 from tests.train.engine import Engine
 from tests.train.launching import environment, losses, make_run
 
@@ -161,6 +162,94 @@ def test_what_limits_or_trains_images_is_not_left_out(
         export(with_rows(tmp_path, {"messages": TURNS, "images": ["cat.png"]}), ZERO3, TWO, engine)
 
 
+OF_A_RUN = {
+    "ds_config": "its contents are the script's",
+    "hostfile": "its hosts are those of accelerate.yaml",
+    "image_patches": "estimates alone count them",
+    "dpo": "task: dpo is refused",
+    "stopping_strategy": "several data sets are refused",
+    "shuffle_buffer": "streaming is refused",
+    "muon_learning_rate": "optimizer: muon is refused",
+    "torch_compile_backend": "torch_compile is left out, and says so",
+    "early_stopping_threshold": "early_stopping is left out, and says so",
+    "monitor.collectives": "the script measures none",
+}
+"""Keys that leave no trace in an export → the reason."""
+OTHERS: dict[str, Any] = {
+    "data": "other.jsonl",
+    "eval_data": "eval.jsonl",
+    "rope_scaling": {"rope_type": "yarn", "factor": 2},
+    "columns": {"answer": "A"},
+    "samples": {"prompts": ["Who are you?"]},
+    "health": {"plateau": {"action": "stop"}},
+    "env": {"NCCL_DEBUG": "INFO"},
+    "lr_scheduler_kwargs": {"num_cycles": 1},
+    "thinking": "all",
+    "system": "Be brief.",
+    "chat_template": "{{ messages }}",
+    "video_maxlen": 8,
+    "task": "dpo",
+    "dpo": {"beta": 0.2},
+    "hostfile": "hosts",
+    "eval_steps": 5,
+    "eval_micro_batch": 3,
+    "lora.targets": ["q_proj"],
+    "monitor.sinks": ["tensorboard"],
+    "monitor.name": "mine",
+    "monitor.mode": "offline",
+    "adapter": "saved",
+}
+"""Values of keys that are not made from their defaults."""
+WITH: dict[str, dict[str, Any]] = {
+    **{key: {"eval_data": "eval.jsonl", "eval_steps": 2} for key in ("eval_micro_batch", "eval_on_start")},
+    **{key: {"eval_data": "eval.jsonl"} for key in ("eval_steps", "eval_strategy")},
+    **{key: {"method": "lora"} for key in ("lora", "adapter")},
+}
+"""Keys of the job beside which another one, or a section, is read."""
+
+
+def another(name: str, default: Any) -> Any:
+    """Returns another legal value of a key."""
+    if name in OTHERS:
+        return OTHERS[name]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, StrEnum):
+        return next(value.value for value in type(default) if value != default)
+    if isinstance(default, int | float):
+        return default + 1 if default >= 1 else (default + 0.5) / 2 if isinstance(default, float) else 1
+    return ["other"] if isinstance(default, tuple) else "other" if isinstance(default, str) else 1
+
+
+def every_key() -> list[tuple[str, Any]]:
+    """Returns the keys of a job and of its sections for adapters and metrics, with another value of each."""
+    plain = Job(model="Qwen/Qwen3-8B", output_dir="output")
+    found = []
+    for key in (field.name for field in fields(Job)):
+        default = getattr(plain, key)
+        inner = fields(default) if key in ("lora", "monitor") else ()
+        found += [(f"{key}.{field.name}", getattr(default, field.name)) for field in inner] or [(key, default)]
+    return [(key, another(key, default)) for key, default in found]
+
+
+@pytest.mark.parametrize(("name", "value"), every_key(), ids=[name for name, _ in every_key()])
+def test_no_key_of_a_job_is_dropped_silently(tmp_path: Path, name: str, value: Any) -> None:
+    key, _, inner = name.partition(".")
+    beside = WITH.get(key, {})
+    plain, changed = job_of(tmp_path, **beside), job_of(tmp_path, **beside | {key: {inner: value} if inner else value})
+    assert changed != plain
+    for engine in ExportEngine:
+        before = export(plain, ZERO3, TWO, engine)
+        try:
+            made = export(changed, ZERO3, TWO, engine)
+        except InvalidConfig as error:
+            is_told = key in error.problem
+        else:
+            is_noted = any(key in note for note in made.notes) and made.notes != before.notes
+            is_told = made.files != before.files or is_noted
+        assert is_told == (name not in OF_A_RUN)
+
+
 def test_the_script_needs_no_dstrain(tmp_path: Path) -> None:
     files = export(job_of(tmp_path, packing=True), ZERO3, TWO, ExportEngine.DDP).files
     trees = [ast.parse(text) for name, text in files.items() if name.endswith(".py")]
@@ -181,6 +270,7 @@ def test_packed_rows_are_those_of_a_run_and_their_mask_is_told(tmp_path: Path) -
     assert not any("gets a mask" in note for note in flash.notes)
 
 
+@pytest.mark.parts(6, at=1)
 def test_fsdp2_and_ddp_train_the_demo_with_the_losses_of_zero_3_and_zero_1(
     tmp_path: Path, made_demo: Path, engine: Engine
 ) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
+from copy import deepcopy
+from functools import cache
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -12,8 +15,7 @@ import pytest
 from dstrain.job.monitor import HealthAction, HealthLimits, HealthRule
 from dstrain.monitor.expert_balance import balance
 from dstrain.monitor.health.history import Facts, History
-from dstrain.monitor.health.rules import RULES
-from dstrain.monitor.health.watch import Watch
+from dstrain.monitor.health.rules import RULES, Watch
 
 FACTS = Facts(
     vocab_size=150_000,
@@ -72,16 +74,29 @@ def windows(seed: int, *, steps: int = 1000, every: int = 5) -> Iterator[tuple[i
         )
 
 
-def found(change: Change, *, seed: int = 0) -> dict[str, int]:
-    """Returns the first step at which each rule was broken, with a change from `ONSET` on."""
+@cache
+def healthy(seed: int) -> tuple[Watch, dict[str, int]]:
+    """Returns what has watched a run until `ONSET`, and the first step at which each rule was broken."""
     watch = Watch({}, FACTS, clock=lambda: 0.0)
     first: dict[str, int] = {}
-    for step, values in windows(seed):
-        for finding in watch.see(step, change(step, values) if step >= ONSET else values):
+    for step, values in windows(seed, steps=ONSET - 5):
+        for finding in watch.see(step, values):
             first.setdefault(finding.rule, finding.step)
+    return watch, first
+
+
+def found(change: Change, *, seed: int = 0, until: HealthRule | None = None) -> dict[str, int]:
+    """Returns the first step at which each rule was broken, with a change from `ONSET` on, perhaps up to a rule."""
+    watch, first = deepcopy(healthy(seed))
+    for step, values in islice(windows(seed), ONSET // 5 - 1, None):
+        for finding in watch.see(step, change(step, values)):
+            first.setdefault(finding.rule, finding.step)
+        if until in first:
+            break
     return first
 
 
+@pytest.mark.parts(2)
 @pytest.mark.parametrize("seed", range(10))
 def test_a_healthy_run_has_at_most_one_warning_in_a_thousand_steps(seed: int) -> None:
     assert len(found(lambda step, values: values, seed=seed)) <= 1
@@ -149,7 +164,7 @@ TROUBLES: dict[HealthRule, tuple[Change, int]] = {
 @pytest.mark.parametrize("rule", TROUBLES)
 def test_a_trouble_is_named_and_its_message_tells_what_to_do(rule: HealthRule) -> None:
     change, within = TROUBLES[rule]
-    first = found(change)
+    first = found(change, until=rule)
     assert ONSET <= first[rule] < ONSET + 5 * within, first
 
 
@@ -234,7 +249,7 @@ def test_memory_that_grows_less_than_its_noise_from_window_to_window_is_named() 
     def leaks(step: int, values: Window) -> Window:
         return {**values, "host_bytes_max": values["host_bytes_max"] * (1 + 0.004 * (step - ONSET + 5) / 5)}
 
-    assert found(leaks)[HealthRule.MEMORY_GROWTH] <= ONSET + 5 * 14
+    assert found(leaks, until=HealthRule.MEMORY_GROWTH)[HealthRule.MEMORY_GROWTH] <= ONSET + 5 * 14
     assert HealthRule.MEMORY_GROWTH not in found(lambda _, values: values)
 
 
@@ -320,6 +335,7 @@ def test_a_loss_that_has_not_fallen_since_the_start_is_a_plateau(scatter: float)
     assert plateaus(lambda at: 2.0, scatter=scatter) >= 8
 
 
+@pytest.mark.parts(2)
 def test_a_loss_that_falls_or_has_fallen_to_its_floor_is_none_whatever_the_rate_does() -> None:
     def floor(at: int) -> float:
         return 1.7 + 0.3 * math.exp(-at / 20)

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.job.monitor import HealthAction
-from dstrain.monitor.health.nonfinite import Finding
-from dstrain.monitor.health.stopped import error_of
+from dstrain.monitor.health.nonfinite import Finding, error_of
 from dstrain.rundir import COMPLETE, RunDir
 
 

@@ -15,16 +15,18 @@ from typing import Any
 import pytest
 import yaml
 
+pytestmark = pytest.mark.engine
+
 PROGRAM = """
 import os
 import sys
 from pathlib import Path
 from dstrain.choices import SwanLabMode
-from dstrain.monitor.curves import points
+from dstrain.monitor.metrics import points
 from dstrain.monitor.expert_balance import balance, load_map
-from dstrain.monitor.generated import GeneratedText, table
+from dstrain.monitor.outcomes import GeneratedText, table
 from dstrain.monitor.metrics import scalars
-from dstrain.monitor.run_card import filterable
+from dstrain.monitor.end_report import filterable
 from dstrain.monitor.sinks.registry import End, Setup, open_sinks
 
 folder, mode, resumed = Path(sys.argv[1]), SwanLabMode(sys.argv[2]), sys.argv[3] == "resumed"

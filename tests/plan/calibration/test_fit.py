@@ -5,17 +5,16 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from functools import cache
 from statistics import median
 
 import pytest
 
 from benchmarks.calibrate import Machine, examine, ran
 from dstrain.choices import Attention, Offload
-from dstrain.facts.cluster import cluster as clusters
-from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.calibration import Measured
-from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.plan.calibration.fit import fit
+from dstrain.facts.cluster.cluster import Origin
+from dstrain.plan.calibration.fit import Fit, fit
 from dstrain.plan.calibration.least_squares import solve
 from dstrain.plan.calibration.next_run import next_run
 from dstrain.plan.calibration.observed import Constant, Observed
@@ -23,26 +22,31 @@ from dstrain.plan.calibration.times import WIDTHS
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.memory import memory
 from dstrain.plan.speed.efficiency import efficiency
+from tests.plan.machines import cluster
 
 FLASH = changed(DEFAULTS, attn=Attention.FLASH_ATTENTION_2, zero_stage=2, micro_batch=4, grad_ckpt=True)
 SHAPES = ((1024, 4), (2048, 4), (4096, 2), (8192, 1))
 HIDDEN = Measured(gemm_ratio=0.45, context_bytes=10**9, nccl_bytes=2 * 10**9, reserved_ratio=1.1)
 
 
-def cluster(num_gpus: int = 8) -> Cluster:
-    return clusters.describe(gpu=gpus.gpu("h100-sxm"), gpu_origin=Origin.GIVEN, gpus=num_gpus)
-
-
-def runs(hidden: Measured = HIDDEN, *, num_gpus: int = 8) -> list[Observed]:
+@cache
+def runs(hidden: Measured = HIDDEN, *, num_gpus: int = 8) -> tuple[Observed, ...]:
     """Returns four runs of a machine with hidden constants."""
     machine, draw = Machine(cluster=cluster(num_gpus), hidden=hidden), random.Random(1)
-    return [
+    return tuple(
         ran(machine, "qwen3-1.7b", changed(FLASH, seq_len=length, micro_batch=rows), draw) for length, rows in SHAPES
-    ]
+    )
 
 
+@cache
+def fitted() -> Fit:
+    """Returns what those runs say."""
+    return fit(runs())
+
+
+@pytest.mark.commands
 def test_after_five_runs_the_next_plan_is_right_on_machines_with_hidden_constants() -> None:
-    results = [examine(random.Random(f"0 {number}"), 5, choice="differ") for number in range(6)]
+    results = [examine(random.Random(f"0 {number}"), 5, choice="differ") for number in range(4)]
     assert max(abs(result.memory_after) for result in results) < 0.03
     errors = [abs(result.time_after) for result in results]
     assert sum(error < 0.05 for error in errors) >= 0.8 * len(errors)
@@ -58,9 +62,10 @@ def test_runs_by_the_priors_move_no_constant_out_of_its_own_range() -> None:
     assert all(abs(change) < error for change, error in changes if error)
 
 
+@pytest.mark.commands
 def test_the_next_run_offloads_if_none_did_and_narrows_step_times_as_far_as_was_said() -> None:
     seen = runs()
-    advice = next_run(seen, fit(seen))
+    advice = next_run(seen, fitted())
     assert advice is not None
     assert advice.run.configuration.zero.offload is Offload.OPTIMIZER
     machine = Machine(cluster=cluster(), hidden=HIDDEN)
@@ -74,7 +79,7 @@ def test_the_next_run_offloads_if_none_did_and_narrows_step_times_as_far_as_was_
 
 
 def test_context_and_nccl_are_told_apart_by_a_run_of_one_rank() -> None:
-    together = {item.name: item for item in fit(runs()).constants}
+    together = {item.name: item for item in fitted().constants}
     assert together["context_bytes"].new is None
     assert "together" in (together["context_bytes"].kept or "")
     apart = {item.name: item.new for item in fit([*runs(), *runs(num_gpus=1)]).constants}
@@ -115,7 +120,7 @@ def test_links_that_doctor_measured_stay() -> None:
 
 
 def test_the_file_names_the_link_whose_rate_the_runs_tell() -> None:
-    found = fit(runs())
+    found = fitted()
     told = Constant(name="intra_bus_bytes_per_s", old=3.5e11, new=3e11)
     entry = replace(found, constants=(told,)).applied(Measured())
     assert (entry.intra_link, entry.inter_link) == ("nvlink4", None)
@@ -126,11 +131,11 @@ def test_a_ratio_replaces_the_replay_only_if_it_is_closer() -> None:
     as_planned = [replace(run, reserved_bytes=size) for run, size in zip(runs(), planned, strict=True)]
     found = {item.name: item for item in fit(as_planned).constants}["reserved_ratio"]
     assert (found.new, found.kept) == (None, "what plans use is as close")
-    assert {item.name for item in fit(runs()).changed} >= {"reserved_ratio"}
+    assert {item.name for item in fitted().changed} >= {"reserved_ratio"}
 
 
 def test_a_constant_that_is_hardly_known_does_not_narrow_the_range_of_a_plan() -> None:
-    found = fit(runs())
+    found = fitted()
     entry = found.applied(Measured())
     assert entry.uncertain
     assert {item.name for item in found.changed} - efficiency(cluster(), entry).calibrated == {*entry.uncertain}

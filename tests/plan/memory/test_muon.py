@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from dstrain.plan.memory.optimizer_states import muon_flops
-
-torch: Any = pytest.importorskip("torch")
-
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

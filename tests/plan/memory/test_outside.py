@@ -6,22 +6,18 @@ from typing import Any
 
 import pytest
 
-from dstrain.choices import StateDtypes
-from dstrain.facts.cluster import cluster as clusters
+from benchmarks.published.pytorch.sharding import with_states
+from benchmarks.published.training_code import StateDtypes
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.calibration import Measured
-from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.outside import context_bytes, nccl_bytes, outside_bytes
 from dstrain.units import MIB
-
-
-def _cluster(num_gpus: int, gpu: str = "h100-sxm") -> Cluster:
-    return clusters.describe(gpu=gpus.gpu(gpu), gpu_origin=Origin.GIVEN, gpus=num_gpus)
+from tests.plan.machines import cluster
 
 
 def _nccl(num_gpus: int, gpu: str = "h100-sxm", **changes: Any) -> int:
-    return nccl_bytes(_cluster(num_gpus, gpu), changed(DEFAULTS, zero_stage=3, **changes)) // MIB
+    return nccl_bytes(cluster(num_gpus, gpu), changed(DEFAULTS, zero_stage=3, **changes)) // MIB
 
 
 def test_a_context_on_hopper_is_that_of_an_h200_that_trained() -> None:
@@ -39,7 +35,7 @@ def test_one_gpu_has_no_communicator() -> None:
 
 
 def test_pytorch_alone_has_one_communicator_and_deepspeed_another_ones_tree() -> None:
-    assert _nccl(8, state_dtypes=StateDtypes.AUTOCAST) == 24 * 2 * 12
+    assert _nccl(8, code=with_states(DEFAULTS.code, StateDtypes.AUTOCAST)) == 24 * 2 * 12
     assert _nccl(8) == 24 * 3 * 12
 
 
@@ -63,5 +59,5 @@ def test_what_was_measured_takes_the_place_of_both() -> None:
     measured = Measured(context_bytes=100, nccl_bytes=10)
     configuration = changed(DEFAULTS, zero_stage=2)
 
-    assert outside_bytes(_cluster(8), configuration, measured) == 110
-    assert outside_bytes(_cluster(1), configuration, measured) == 100
+    assert outside_bytes(cluster(8), configuration, measured) == 110
+    assert outside_bytes(cluster(1), configuration, measured) == 100

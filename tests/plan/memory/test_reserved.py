@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
+from benchmarks.named_peaks import variant_of
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Task
-from dstrain.facts.model import aliases, families
+from dstrain.facts import probe
+from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import engine
-from dstrain.plan.memory.layers import record_pass
-from dstrain.plan.memory.layers.context import variant_of
-from dstrain.plan.memory.layers.record_pass import Passes, record
-from dstrain.plan.memory.layers.recording import Recording
-from dstrain.plan.memory.layers.tensor import GradRelease
+from dstrain.plan.memory.layers import recording
+from dstrain.plan.memory.layers.recording import Recording, record
+from dstrain.plan.memory.layers.tape import GradRelease
 from dstrain.plan.memory.reserved import AMPERE_WORKSPACE_BYTES, HOPPER_WORKSPACE_BYTES, reserved
 from dstrain.units import GIB
 
@@ -79,10 +79,9 @@ def test_repeated_layers_have_the_peak_of_played_ones_and_leave_nothing(
     model = replace(MISTRAL, num_hidden_layers=layers)
     recomputed = {"grad_ckpt": period > 0, "grad_ckpt_every_n_layers": max(1, period)}
     configuration = changed(ONE_GPU, method=method, **recomputed)
-    passes = Passes(release=release, stops_early=True)
-    variant = replace(variant_of(configuration), release=release, gathers=False)
-    played = record_pass._played(model, variant, {"dense": layers}, passes)
-    repeated = record(model, configuration, passes)
+    variant = replace(variant_of(configuration), release=release, gathers=False, keeps_inputs=False)
+    played = recording._played(model, variant, {"dense": layers})
+    repeated = record(model, variant)
     assert live(repeated) == live(played)
     assert live(played)[1] == 0
     assert [size for _, size in repeated.events] == [size for _, size in played.events]
@@ -154,9 +153,7 @@ _ON_H200: dict[str, dict[str, Any]] = {
 
 def on_h200(configuration: Configuration, *, has_early_states: bool) -> int:
     """Returns what is reserved of one H200 for Qwen3-1.7B."""
-    found = aliases.resolve("qwen3-1.7b")
-    assert found is not None
-    model = families.from_config(found[1].config, name=found[0], source=found[0])
+    model = probe.read_model("qwen3-1.7b")
     chosen = replace(configuration, code=replace(configuration.code, has_early_states=has_early_states))
     return reserved(
         model, chosen, 1, capacity_bytes=None, expandable_segments=True, workspace_bytes=HOPPER_WORKSPACE_BYTES

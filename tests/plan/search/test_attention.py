@@ -9,6 +9,8 @@ from cases import plan
 
 from dstrain.choices import Attention
 
+pytestmark = pytest.mark.commands
+
 
 def notes(**asked: Any) -> list[str]:
     found = plan(**({"model": "qwen3-8b", "gpus": 8, "seq_len": 32768} | asked))

@@ -11,9 +11,11 @@ from cases import ask
 from dstrain.choices import Optimizer
 from dstrain.plan.estimate import assess
 from dstrain.plan.request import Request
-from dstrain.plan.search.bounds import bound
+from dstrain.plan.search.evaluator import bound
 from dstrain.plan.search.search_space import space
 from tests.draws import Draw
+
+pytestmark = pytest.mark.sweep
 
 QUESTIONS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
     ({"model": "qwen3-32b", "gpus": 16}, {}),
@@ -40,6 +42,7 @@ DRAWN = 10
 """Those of them that a sample tries."""
 
 
+@pytest.mark.parts(4)
 @pytest.mark.parametrize(("options", "wishes"), QUESTIONS, ids=lambda each: "-".join(str(v) for v in each.values()))
 def test_no_estimate_is_below_its_bound(options: dict[str, Any], wishes: dict[str, Any], draw: Draw) -> None:
     asked = ask(**options)

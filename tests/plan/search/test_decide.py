@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,13 +16,18 @@ from dstrain.facts.cluster.calibration import Calibration, Measured
 from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
 from dstrain.facts.data.row_contents import RowContents
 from dstrain.plan.estimate import assess
-from dstrain.plan.labels import label, short_label
-from dstrain.plan.search.alternatives import VALUES, gain_ratio, neighbours
+from dstrain.plan.labels import CHOICE_WORDS, label, short_label
+from dstrain.plan.search.alternatives import gain_ratio, neighbours
 from dstrain.plan.search.decide import Survey, decide, survey
 from dstrain.plan.search.evaluator import estimated
 from dstrain.plan.search.reasons import faster
 from dstrain.plan.search.search import search
 from dstrain.plan.speed.step_time import speed
+
+pytestmark = pytest.mark.commands
+
+ONE: dict[str, Any] = {"zero_stage": 2, "offload": Offload.NONE, "micro_batch": 1, "grad_ckpt": True}
+"""Wishes that leave the search little to compare."""
 
 
 @pytest.mark.parametrize("method", Method)
@@ -78,7 +83,7 @@ def test_reasons_carry_the_batch_identity() -> None:
     ids=["unknown", "known"],
 )
 def test_a_packed_step_has_rows_and_samples_if_they_are_known(contents: RowContents | None, words: str) -> None:
-    asked = ask(model="qwen3-0.6b", gpus=8, seq_len=4096, packing=True)
+    asked = ask(model="qwen3-0.6b", gpus=8, seq_len=4096, packing=True, **ONE | {"micro_batch": None})
     workload = replace(asked.workload, contents=contents)
     found = decide(workload, asked.request)
     assert any(f"= {words} a step" in reason.text for reason in found.reasons)
@@ -115,9 +120,13 @@ def test_what_a_cpu_does_not_run_is_refused_or_said(limit: CpuLimit) -> None:
 
 def surveyed(wishes: dict[str, Any] | None = None, **options: Any) -> Survey:
     """Returns the survey of a question with all that DeepSpeed can do left open."""
-    asked = ask(**options)
-    request = replace(asked.request, **{"sp": None, "tp": None, **(wishes or {})})
-    return survey(asked.workload, request)
+    return _surveyed(tuple((wishes or {}).items()), tuple(sorted(options.items())))
+
+
+@cache
+def _surveyed(wishes: tuple[tuple[str, Any], ...], options: tuple[tuple[str, Any], ...]) -> Survey:
+    asked = ask(**dict(options))
+    return survey(asked.workload, replace(asked.request, **{"sp": None, "tp": None, **dict(wishes)}))
 
 
 def said(found: Survey, pattern: str) -> list[str]:
@@ -224,10 +233,10 @@ def test_no_alternative_of_a_choice_is_slower_than_a_plan_of_the_table(
     )
     assert others
     for other in others:
-        values = VALUES[other.topic]
-        wanted = values(other.estimate.configuration, other.estimate.configuration.batch.micro_batch)
+        words = CHOICE_WORDS[other.topic]
+        assert words(other.estimate.configuration) == other.other
         for row in ranking.plans:
-            if values(row.configuration, row.configuration.batch.micro_batch) == wanted:
+            if words(row.configuration) == other.other:
                 gain = gain_ratio(workload.cluster, row, other.best) if other.best is not None else None
                 assert gain is not None and gain < 0.01, (other.other, label(row.configuration))
 
@@ -330,21 +339,20 @@ def test_an_offloaded_optimizer_names_the_one_of_8_bits_that_would_spare_it() ->
 def test_a_plan_says_what_ligers_kernels_would_gain(
     request_: dict[str, Any], question: dict[str, Any], text: str | None
 ) -> None:
-    notes = [note for note in surveyed(request_, gpus=8, **question).notes if "iger" in note]
+    notes = [note for note in surveyed(ONE | request_, gpus=8, **question).notes if "iger" in note]
     assert len(notes) == (text is not None), notes
     assert text is None or re.search(text, notes[0])
 
 
 def test_the_gain_is_that_of_the_plan_with_ligers_kernels() -> None:
-    one: dict[str, Any] = {"zero_stage": 2, "offload": Offload.NONE, "micro_batch": 1, "grad_ckpt": True}
-    plain, liger = (surveyed(one | {"liger": is_on}, model="qwen3-8b", gpus=8) for is_on in (False, True))
+    plain, liger = (surveyed(ONE | {"liger": is_on}, model="qwen3-8b", gpus=8) for is_on in (False, True))
     assert plain.first.speed is not None and liger.first.speed is not None
     gain = plain.first.speed.step_s / liger.first.speed.step_s - 1
     assert any(note.startswith(f"--liger would be {100 * gain:.0f} % faster") for note in plain.notes)
 
 
 def test_a_rate_between_nodes_counts_for_the_link_it_was_measured_on_and_the_plan_says_so() -> None:
-    question = ask(model="qwen3-8b", gpus=16, gpu="h100-sxm", interconnect="eth25", zero_stage=3)
+    question = ask(model="qwen3-8b", gpus=16, gpu="h100-sxm", interconnect="eth25", **ONE, sp=1)
     slow = survey(question.workload, question.request)
     entry = Measured(source="5 runs", inter_bus_bytes_per_s=3.2e11, inter_link="ib400")
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from dstrain.choices import Method, Offload, StateDtypes
+from benchmarks.published.pytorch.sharding import with_states
+from benchmarks.published.training_code import StateDtypes
+from dstrain.choices import Method, Offload
 from dstrain.facts import probe
-from dstrain.facts.cluster import cluster as clusters
-from dstrain.facts.cluster import gpus, links
-from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.cluster.cluster import Cluster
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.speed.collectives import Collective, Phase, collectives
 from dstrain.plan.speed.efficiency import INTER_RATIO, INTRA_RATIO, efficiency
 from dstrain.plan.speed.traffic import work
+from tests.plan.machines import cluster
 
 MODEL = probe.read_model("llama-3.1-8b")
 PARAMS = MODEL.num_params
 FRUGAL = changed(DEFAULTS, zero_stage=3, overlap_comm=True, max_reuse_distance=0, prefetch_bucket_size=10**9)
 
 
-def _cluster(gpus_: int = 8, gpu: str = "h100-sxm", inter: str = "ib400") -> Cluster:
-    return clusters.describe(gpu=gpus.gpu(gpu), gpu_origin=Origin.GIVEN, gpus=gpus_, inter_link=links.link(inter))
+def _cluster(num_gpus: int = 8, inter: str = "ib400") -> Cluster:
+    return cluster(num_gpus, inter=inter)
 
 
 def _sent(configuration: Configuration, num_gpus: int = 8) -> list[Collective]:
@@ -61,7 +62,7 @@ def test_parameters_that_stay_are_not_gathered_again() -> None:
 
 
 def test_pytorch_scatters_gradients_where_deepspeed_reduces_them_everywhere() -> None:
-    pytorch = changed(FRUGAL, state_dtypes=StateDtypes.PURE_BF16, zero_stage=2)
+    pytorch = changed(FRUGAL, code=with_states(FRUGAL.code, StateDtypes.PURE_BF16), zero_stage=2)
 
     assert _volume(pytorch) == pytest.approx(2)
     assert all(each.is_hidden for each in _sent(pytorch))

@@ -6,17 +6,14 @@ from dataclasses import fields
 
 import pytest
 
-from dstrain.facts.cluster import cluster as clusters
-from dstrain.facts.cluster import gpus, links
 from dstrain.facts.cluster.calibration import Measured
-from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.plan.speed.efficiency import HOST_COPY_RATIO, PCIE_LINK_RATIO, efficiency, host_link
+from dstrain.facts.cluster.cluster import Cluster
+from dstrain.plan.speed.efficiency import HOST_COPY_RATIO, PCIE_LINK_RATIO, efficiency
+from tests.plan.machines import cluster
 
 
-def _cluster(gpu: str = "h100-sxm") -> Cluster:
-    return clusters.describe(
-        gpu=gpus.gpu(gpu), gpu_origin=Origin.GIVEN, gpus=16, gpus_per_node=8, inter_link=links.link("ib400")
-    )
+def _cluster(gpu: str = "h100-sxm", inter: str = "ib400") -> Cluster:
+    return cluster(16, gpu, inter, gpus_per_node=8)
 
 
 @pytest.mark.parametrize(("gpu", "ratio"), [("rtx-3090", HOST_COPY_RATIO), ("rtx-a6000", PCIE_LINK_RATIO)])
@@ -45,20 +42,6 @@ def test_every_rate_that_was_measured_replaces_its_prior() -> None:
     assert {field.name for field in fields(Measured) if getattr(measured, field.name)} == rates.calibrated
 
 
-@pytest.mark.parametrize(
-    ("gpu", "link"),
-    [
-        *(("a100-80g", "pcie4"), ("h100-sxm", "pcie5"), ("gh200", "nvlink4"), ("v100-32g", "pcie3")),
-        *(("rtx-4090", "pcie4"), ("rtx-4060-ti", "pcie4x8"), ("rtx-5060-ti", "pcie5x8")),
-    ],
-)
-def test_a_gpu_reaches_its_host_by_its_generations_link(gpu: str, link: str) -> None:
-    assert host_link(gpus.gpu(gpu)).name == link
-
-
 @pytest.mark.parametrize(("link", "is_ethernet"), [("ib400", False), ("roce100", False), ("eth25/8", True)])
 def test_ethernet_is_what_has_no_rdma(link: str, is_ethernet: bool) -> None:
-    gpu = gpus.gpu("h100-sxm")
-    cluster = clusters.describe(gpu=gpu, gpu_origin=Origin.GIVEN, gpus=16, inter_link=links.link(link))
-
-    assert efficiency(cluster).is_ethernet is is_ethernet
+    assert efficiency(_cluster(inter=link)).is_ethernet is is_ethernet

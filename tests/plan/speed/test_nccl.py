@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dstrain.plan.speed.nccl import START_S, Wire, collective_s
+from dstrain.plan.speed.collectives import START_S, Wire, collective_s
 
 
 def _seconds(nbytes: float, *, ranks: int = 8, nodes: int = 1, passes: int = 1, wire: Wire = Wire.NVLINK) -> float:

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.published.training_code import TORCHTUNE, UNSLOTH, UNSLOTH_ADAPTER_COSTS
-from dstrain.choices import Method, Precision, StateDtypes
+from benchmarks.published.pytorch.sharding import with_states
+from benchmarks.published.training_code import TORCHTUNE, UNSLOTH, UNSLOTH_ADAPTER_COSTS, StateDtypes
+from dstrain.choices import Method, Precision
 from dstrain.facts import probe
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
@@ -96,7 +97,7 @@ def test_adapters_add_what_the_trace_of_peft_adds(
     lora: Lora, states: StateDtypes, forward: float, backward: float
 ) -> None:
     model = probe.read_model("llama-3.1-8b")
-    adapted = changed(DEFAULTS, method=Method.LORA, lora=lora, state_dtypes=states)
+    adapted = changed(DEFAULTS, method=Method.LORA, lora=lora, code=with_states(DEFAULTS.code, states))
     without = changed(adapted, lora=replace(lora, targets=()))
 
     with_adapter, bare = work(model, adapted), work(model, without)
@@ -107,11 +108,11 @@ def test_adapters_add_what_the_trace_of_peft_adds(
 
 def test_torchtune_keeps_adapters_in_the_models_precision() -> None:
     model = probe.read_model("llama-3.1-8b")
-    adapted = changed(DEFAULTS, method=Method.LORA, lora=ADAPTED, state_dtypes=StateDtypes.PURE_BF16)
+    adapted = changed(DEFAULTS, method=Method.LORA, lora=ADAPTED)
 
-    tune = work(model, changed(adapted, code=TORCHTUNE))
+    tune = work(model, changed(adapted, code=with_states(TORCHTUNE, StateDtypes.PURE_BF16)))
 
-    assert _bytes(tune.forward) == _bytes(work(model, changed(adapted, state_dtypes=StateDtypes.MIXED)).forward)
+    assert _bytes(tune.forward) == _bytes(work(model, adapted).forward)
 
 
 def test_fused_adapters_are_no_modules_and_update_in_place() -> None:

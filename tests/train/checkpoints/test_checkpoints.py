@@ -32,10 +32,6 @@ def make(folder: Path, step: int, *, whole: bool = True, ranks: int = 2, zero_st
     return checkpoint
 
 
-def names(folder: Path) -> list[str]:
-    return [path.name for _, path in RunDir(folder).checkpoints()]
-
-
 def test_auto_takes_the_newest_whole_one(tmp_path: Path) -> None:
     make(tmp_path, 9)
     make(tmp_path, 10)
@@ -69,46 +65,27 @@ def _shard(checkpoint: Path) -> Path:
 
 
 @pytest.mark.parametrize("harm", [_truncate, _remove, _empty_record, _strange_record])
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path, harm: Callable[[Path], None]) -> None:
-    before = make(tmp_path, 9)
-    harm(make(tmp_path, 10))
+def test_a_damaged_checkpoint_is_passed_over_and_refused_if_it_is_named(
+    tmp_path: Path, harm: Callable[[Path], None]
+) -> None:
+    before, damaged = make(tmp_path, 9), make(tmp_path, 10)
+    harm(damaged)
     chosen = choose(RunDir(tmp_path), "auto", world_size=2)
     assert chosen is not None
     assert chosen.checkpoint == before
-    assert [line.split(" (")[0] for line in RunDir(tmp_path).newest_checkpoint().skipped] == [
-        "checkpoint-10 is damaged"
-    ]
-
-
-@pytest.mark.parametrize("harm", [_truncate, _remove, _empty_record, _strange_record])
-def test_a_damaged_checkpoint_that_is_named_is_refused(tmp_path: Path, harm: Callable[[Path], None]) -> None:
-    checkpoint = make(tmp_path, 10)
-    harm(checkpoint)
+    (skipped,) = RunDir(tmp_path).newest_checkpoint().skipped
+    assert skipped.startswith("checkpoint-10 is damaged (")
     with pytest.raises(InvalidConfig, match=r"checkpoint-10 is damaged \("):
-        choose(RunDir(tmp_path), str(checkpoint), world_size=2)
+        choose(RunDir(tmp_path), str(damaged), world_size=2)
 
 
-def test_a_damaged_checkpoint_never_pushes_a_whole_one_out(tmp_path: Path) -> None:
-    make(tmp_path, 1)
-    make(tmp_path, 2)
-    _truncate(make(tmp_path, 3))
-    rotate(RunDir(tmp_path), 1)
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
-
-
-def test_auto_begins_where_none_is_whole(tmp_path: Path) -> None:
-    make(tmp_path, 1, whole=False)
+def test_a_run_begins_where_none_is_whole_and_with_never_in_any_case(tmp_path: Path) -> None:
+    half = make(tmp_path, 1, whole=False)
     assert choose(RunDir(tmp_path), "auto", world_size=2) is None
-
-
-def test_never_begins_in_any_case(tmp_path: Path) -> None:
-    make(tmp_path, 1)
-    assert choose(RunDir(tmp_path), "never", world_size=2) is None
-
-
-def test_a_folder_that_is_half_written_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig, match="not written to its end"):
-        choose(RunDir(tmp_path), str(make(tmp_path, 1, whole=False)), world_size=2)
+        choose(RunDir(tmp_path), str(half), world_size=2)
+    make(tmp_path, 2)
+    assert choose(RunDir(tmp_path), "never", world_size=2) is None
 
 
 def test_another_number_of_ranks_is_refused_before_deepspeed_fails(tmp_path: Path) -> None:
@@ -140,22 +117,6 @@ def test_a_checkpoint_from_before_the_batch_was_written_down_still_loads(tmp_pat
     assert choose(RunDir(tmp_path), "auto", world_size=2) is not None
 
 
-def test_a_checkpoint_says_how_it_was_trained(tmp_path: Path) -> None:
-    record = json.loads((make(tmp_path, 7) / "complete.json").read_text())
-    shards = {f"global_step7/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt": 5 for rank in (0, 1)}
-    how = {
-        "step": 7,
-        "world_size": 2,
-        "zero_stage": 2,
-        "micro_batch": 1,
-        "grad_accum": 4,
-        "data": "",
-        "only_model": False,
-    }
-    how |= {"sp": 1, "tp": 1, "ep": 1, "optimizer": "adamw", "rope_scaling": None, "attn": None, "checksums": {}}
-    assert record == how | {"files": shards, "crc32": record["crc32"]}
-
-
 def test_a_record_that_is_not_as_it_was_written_is_damaged(tmp_path: Path) -> None:
     record = make(tmp_path, 7) / "complete.json"
     text = record.read_text()
@@ -177,14 +138,6 @@ def test_writing_over_an_old_checkpoint_unmarks_it_first(tmp_path: Path) -> None
     assert not checkpoint.exists()
 
 
-def test_the_newest_whole_one_stays_whatever_the_limit(tmp_path: Path) -> None:
-    make(tmp_path, 1)
-    make(tmp_path, 2)
-    make(tmp_path, 3, whole=False)
-    rotate(RunDir(tmp_path), 1)
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
-
-
 def test_a_universal_copy_goes_with_its_checkpoint(tmp_path: Path) -> None:
     copy = make(tmp_path, 1) / "global_step1_universal" / "zero"
     copy.mkdir(parents=True)
@@ -193,18 +146,25 @@ def test_a_universal_copy_goes_with_its_checkpoint(tmp_path: Path) -> None:
     assert not copy.exists()
 
 
-def test_half_written_ones_behind_the_newest_whole_one_go(tmp_path: Path) -> None:
-    make(tmp_path, 1, whole=False)
-    make(tmp_path, 2)
-    make(tmp_path, 3)
-    rotate(RunDir(tmp_path), 2)
-    assert names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
-
-
-def test_without_a_limit_all_stay(tmp_path: Path) -> None:
-    for step in range(4):
-        make(tmp_path, step)
-    assert rotate(RunDir(tmp_path), None) == []
+@pytest.mark.parametrize(
+    ("steps", "not_whole", "limit", "left"),
+    [
+        ((1, 2, 3), "3", 1, [2, 3]),  # the newest whole one stays whatever the limit
+        ((1, 2, 3), "3 truncated", 1, [2, 3]),  # a damaged one never pushes a whole one out
+        ((1, 2, 3, 4), "4", 2, [2, 3, 4]),  # nor counts
+        ((1, 2, 3), "1", 2, [2, 3]),  # a half-written one behind the newest whole one goes
+        ((0, 1, 2, 3), "", None, [0, 1, 2, 3]),
+    ],
+)
+def test_as_many_whole_ones_stay_as_may(
+    tmp_path: Path, steps: tuple[int, ...], not_whole: str, limit: int | None, left: list[int]
+) -> None:
+    for step in steps:
+        made = make(tmp_path, step, whole=not_whole != str(step))
+        if not_whole == f"{step} truncated":
+            _truncate(made)
+    rotate(RunDir(tmp_path), limit)
+    assert [step for step, _ in RunDir(tmp_path).checkpoints()] == left
 
 
 def test_parts_of_weights_that_were_not_gathered_are_not_exported(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.rundir import RunDir, is_whole
-from dstrain.train.checkpoints.checkpoints import Written, choose, complete_part
-from dstrain.train.checkpoints.node_storage import Disk, number_of, shared
+from dstrain.train.checkpoints.checkpoints import Disk, Written, choose, complete_part, number_of, shared
 
 WRITTEN = Written(step=4, world_size=2, zero_stage=2, micro_batch=1, grad_accum=1, sp=1, tp=1, ep=1, data="")
 ENVIRONMENT = {"DSTRAIN_RUN_ID": "0f3c-1"}

@@ -15,8 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dstrain.checksums import checksum
 from dstrain.errors import RunFailed
-from dstrain.train.checkpoints.finite import nonfinite_states, nonfinite_weights
-from dstrain.train.checkpoints.read_back import reading_back
+from dstrain.train.checkpoints.tensor_files import nonfinite_states, nonfinite_weights, reading_back
 from tests.train.checkpoints.damage import HARMS
 
 SAVED = torch.save

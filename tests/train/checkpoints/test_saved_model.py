@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -21,6 +18,7 @@ from dstrain.train.checkpoints.saved_model import (
     require_whole_model,
     restore_config,
 )
+from tests.train.tiny import sizes
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
@@ -28,16 +26,7 @@ WEIGHT = "model.layers.0.mlp.up_proj.weight"
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        tie_word_embeddings=True,
-    )
+    config = Qwen3Config(**sizes(layers=1, kv_heads=1, tie_word_embeddings=True))
     Qwen3ForCausalLM(config).bfloat16().save_pretrained(folder)
     return folder
 

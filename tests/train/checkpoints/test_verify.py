@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,7 @@ def verify(run_dir: Path, environment: Mapping[str, str] = RUN) -> None:
             verification(run_dir, index, {"LOCAL_SIZE": "2", **environment}).run(sender)
 
 
-@pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(("name", "harm"), [*zip(FILES, cycle(HARMS.values()), strict=False)])
 def test_every_change_of_any_file_is_noticed(tmp_path: Path, name: str, harm: Callable[[Path], None]) -> None:
     folder = make(tmp_path)
     verify(tmp_path)

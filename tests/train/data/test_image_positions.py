@@ -10,40 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-torch = pytest.importorskip("torch")
-
-from transformers import AutoModelForImageTextToText  # noqa: E402
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
-
-from dstrain.facts.model.vision_towers import PACKS_IMAGES, TRAINS_VIDEOS  # noqa: E402
-from dstrain.train.data.by_sample import attend_by_sample  # noqa: E402
-from dstrain.train.data.collate import Collator, joins_rows, taken_by  # noqa: E402
-from dstrain.train.data.media import positions_of  # noqa: E402
-from dstrain.train.data.packing import row_of  # noqa: E402
-from dstrain.train.data.tokenize import IGNORED  # noqa: E402
-from tests.train.data.test_packing_families import of_each_sample, of_one_row  # noqa: E402
+from dstrain.facts.model.traits import TRAITS, traits
+from dstrain.train.data.collate import Collator, joins_rows, taken_by
+from dstrain.train.data.isolation import attend_by_sample
+from dstrain.train.data.media import positions_of
+from dstrain.train.data.packing import row_of
+from dstrain.train.data.rendering import IGNORED
+from tests.train.data.test_packing_families import of_each_sample, of_one_row
+from tests.train.tiny import experts, sizes
 
 IMAGE, VIDEO, WIDTH = 5, 6, 3 * 2 * 4 * 4
 """Tokens of an image and a video, and numbers of a patch: channels, frames, height and width."""
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "head_dim": 16,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "pad_token_id": 0,
-    "max_position_embeddings": 256,
-}
-EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "decoder_sparse_step": 1,
-    "shared_expert_intermediate_size": 16,
-}
+TEXT = sizes(kv_heads=1, vocab_size=64, pad_token_id=0, max_position_embeddings=256)
+EXPERTS = experts(4, decoder_sparse_step=1, shared_expert_intermediate_size=16)
 LINEAR = {
     "linear_num_value_heads": 2,
     "linear_num_key_heads": 1,
@@ -111,7 +94,7 @@ def tokens_of(grids: Sequence[Grid], random: np.random.Generator) -> list[int]:
 
 def seen_by(family: str, grids: Sequence[Grid]) -> list[Grid]:
     """Returns the images, and the videos of a family that trains on them."""
-    return [grid for grid in grids if grid[0] == 1 or family in TRAINS_VIDEOS]
+    return [grid for grid in grids if grid[0] == 1 or traits(family).trains_videos]
 
 
 def inputs_of(ids: Any, pixels: Sequence[Any], grids: Sequence[Grid]) -> dict[str, Any]:
@@ -140,7 +123,7 @@ def taken_gradients(model: Any) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("family", sorted(PACKS_IMAGES))
+@pytest.mark.parametrize("family", [name for name, row in TRAITS.items() if row.packs_images])
 def test_packed_rows_with_images_have_the_loss_and_the_gradients_of_their_samples(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,31 +7,26 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("PIL")
-
 import datasets
+import pytest
 import torch
 from torch.utils.data import DataLoader
 
 from dstrain.choices import LossOn, Task
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.data.images import opened
+from dstrain.facts.data.media_files import opened
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.monitor.meter import COUNTS, CountingCollator
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.media import MediaReader, load_media_reader
-from dstrain.train.data.media_collator import MediaCollator
+from dstrain.train.data.media import MediaCollator, MediaReader, load_media_reader
 from dstrain.train.data.prepare import PreparedData, prepare
+from dstrain.train.data.rendering import IGNORED
 from dstrain.train.data.show import shown
-from dstrain.train.data.stream import StreamCollator
-from dstrain.train.data.stream_progress import StreamProgress
+from dstrain.train.data.stream import StreamCollator, StreamProgress
 from dstrain.train.data.streamed import streamed
-from dstrain.train.data.tokenize import IGNORED, Encoder
-from dstrain.train.data.tokenized import SEQUENCES, with_media
+from dstrain.train.data.token_rows import SEQUENCES, with_media
+from dstrain.train.data.tokenize import Encoder
 from dstrain.train.preferences.pairs import PAIRS
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.vision import make_images, make_model, row, rows, write

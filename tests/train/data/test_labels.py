@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from dstrain.choices import LossOn, Thinking
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.turns import Conversation
+from dstrain.train.data.chat import Answer
 from dstrain.train.data.tokenize import Encoder
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -174,11 +172,16 @@ def test_tools_that_a_template_does_not_describe_are_counted() -> None:
 
 @pytest.mark.parametrize(
     ("loss_on", "unlearned", "expected"),
-    [(LossOn.ANSWER, {1}, ["Nine.<|im_end|>"]), (LossOn.LAST, set(), ["Nine.<|im_end|>"]), (LossOn.LAST, {3}, [])],
+    [
+        (LossOn.ANSWER, set(), "Four.<|im_end|>Nine.<|im_end|>"),
+        (LossOn.ANSWER, {1}, "Nine.<|im_end|>"),
+        (LossOn.LAST, set(), "Nine.<|im_end|>"),
+        (LossOn.LAST, {3}, ""),
+    ],
 )
 @pytest.mark.parametrize("is_tagged", [False, True])
 def test_answers_of_weight_0_and_earlier_answers_carry_no_loss(
-    loss_on: LossOn, unlearned: set[int], expected: list[str], is_tagged: bool
+    loss_on: LossOn, unlearned: set[int], expected: str, is_tagged: bool
 ) -> None:
     tokenizer: Any = make_tokenizer("qwen2.5")
     if is_tagged:
@@ -187,7 +190,7 @@ def test_answers_of_weight_0_and_earlier_answers_carry_no_loss(
     encoder = Encoder(tokenizer=tokenizer, seq_len=4096, loss_on=loss_on)
     (encoded,) = encoder.encode([("here", Conversation(messages=talk, unlearned=frozenset(unlearned)))])
     labels = [label for label in encoded.labels if label != -100]
-    assert [tokenizer.decode(labels)] == (expected or [""])
+    assert tokenizer.decode(labels) == expected
     assert encoded.teaches == bool(expected)
 
 
@@ -226,3 +229,8 @@ def test_system_prompt_that_a_finished_conversation_lacks_is_where_the_model_rea
     prompt = str(tokenizer.apply_chat_template(talk[:-1], tokenize=False))
     assert "Be brief." in prompt
     assert tokenizer.decode(encoded.input_ids) == prompt + "Nine.</s>"
+
+
+def test_thoughts_have_the_name_that_gpt_oss_reads_whatever_the_release_of_transformers() -> None:
+    message = Answer(visible="Four.", thought="Add.").message(splits=False)
+    assert message == {"role": "assistant", "content": "Four.", "reasoning_content": "Add.", "thinking": "Add."}

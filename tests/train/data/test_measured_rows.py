@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-
 from dstrain.choices import Hub, LossOn, Thinking
 from dstrain.facts.data.datafile import parsed
-from dstrain.facts.data.lengths import Lengths, read_lengths
-from dstrain.facts.data.rendered_lengths import RENDERED
+from dstrain.facts.data.formats import Reading
+from dstrain.facts.data.lengths import RENDERED, Lengths, read_lengths
 from dstrain.facts.data.rows import Sample, entries
-from dstrain.facts.data.sample_formats import Reading
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.train.data.measured_rows import measure_of
@@ -73,6 +70,7 @@ def planned_and_trained(
     return planned, list(encoder.encode((where, one) for where, one in samples if isinstance(one, Conversation)))
 
 
+@pytest.mark.parts(3)
 @pytest.mark.parametrize(
     ("name", "tools", "thoughts", "options"),
     [

@@ -4,24 +4,25 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
-datasets = pytest.importorskip("datasets")
-torch = pytest.importorskip("torch")
+from dstrain.facts.cluster.hostfile import expand
+from dstrain.facts.data.best_fit import best_fit
+from dstrain.job.schema import Job
+from dstrain.launch.scripts.exports import ExportEngine, export
+from dstrain.train import demo
+from dstrain.train.arguments import recompute
+from dstrain.train.data import packing
+from dstrain.train.data.collate import Collator, taken_by
+from dstrain.train.data.packing import PackedRows, Packing
 
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-
-from dstrain.facts.cluster.hostfile import expand  # noqa: E402
-from dstrain.facts.data.best_fit import best_fit  # noqa: E402
-from dstrain.job.schema import Job  # noqa: E402
-from dstrain.launch.scripts.exports import ExportEngine, export  # noqa: E402
-from dstrain.train import demo  # noqa: E402
-from dstrain.train.data import packing  # noqa: E402
-from dstrain.train.data.collate import Collator, taken_by  # noqa: E402
-from dstrain.train.data.packing import PackedRows, Packing  # noqa: E402
+pytestmark = pytest.mark.engine
 
 
 def members(lengths: list[int], *, capacity: int = 64, seed: int = 0) -> list[list[int]]:
@@ -158,7 +159,7 @@ def test_samples_of_a_row_do_not_see_each_other(attn: str, training: bool, check
     model.set_attn_implementation(attn)
     model.train(training)
     if checkpointing:
-        model.activation_checkpointing_enable()
+        recompute(model, {"use_reentrant": False})
     collate = Collator(pad_token_id=0, packing=True)
     generator = torch.Generator().manual_seed(0)
     before, after, kept, other = (torch.randint(3, 512, (n,), generator=generator).tolist() for n in (37, 21, 50, 45))

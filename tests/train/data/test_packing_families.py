@@ -10,34 +10,36 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-torch = pytest.importorskip("torch")
+from dstrain.errors import InvalidConfig
+from dstrain.facts.model.trace_records import Subject
+from dstrain.train.arguments import recompute
+from dstrain.train.data.collate import (
+    Collator,
+    joins_rows,
+    shift,
+    taken_by,
+)
+from dstrain.train.data.isolation import (
+    Trial,
+    attend_by_sample,
+    packed_masks,
+    sees_padding,
+)
+from dstrain.train.loss import loss_of
+from dstrain.train.tracing.building import load_config
+from tests.plan.memory.layers import shapes
+from tests.train.data.test_packing import packed
+from tests.train.tiny import sizes
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText  # noqa: E402
+pytestmark = pytest.mark.engine
 
-from dstrain.errors import InvalidConfig  # noqa: E402
-from dstrain.facts.model.trace_records import Subject  # noqa: E402
-from dstrain.train.data.by_sample import attend_by_sample  # noqa: E402
-from dstrain.train.data.collate import Collator, joins_rows, taken_by  # noqa: E402
-from dstrain.train.data.isolation import Trial, packed_masks, sees_padding  # noqa: E402
-from dstrain.train.data.slices import shift  # noqa: E402
-from dstrain.train.evaluation import loss_of  # noqa: E402
-from dstrain.train.tracing.building import load_config  # noqa: E402
-from tests.plan.memory.layers import shapes  # noqa: E402
-from tests.train.data.test_packing import packed  # noqa: E402
-
-LLAMA: Mapping[str, Any] = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
+LLAMA = sizes(64, layers=4, heads=4, vocab_size=512, max_position_embeddings=256) | {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
-    "max_position_embeddings": 256,
 }
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 SLIDING = {"sliding_window": 8}
@@ -134,7 +136,7 @@ def test_the_loss_of_packed_samples_is_that_of_the_same_alone_or_packing_is_refu
 ) -> None:
     model = make(family, attn).train()
     if checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        recompute(model, {"use_reentrant": False})
     collate = Collator(pad_token_id=0, packing=True, takes=taken_by(model))
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -220,6 +222,7 @@ def test_kernels_of_linear_attention_are_told_the_samples_of_a_row(name: str, mo
     assert together.tolist() == pytest.approx(alone.tolist(), rel=1e-6)
 
 
+@pytest.mark.parts(24)
 @pytest.mark.parametrize("family", shapes.FAMILIES)
 def test_every_family_on_the_tape_attends_by_sample_as_the_tape_has_it(family: str) -> None:
     config = load_config(Subject(config=shapes.config_of(family, Random(0))), 2)

@@ -5,20 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
-pytest.importorskip("torch")
-
-import datasets
-
-from dstrain.choices import DataFormat, Hub, LossOn, OnBadRow, OnLongSample, StoppingStrategy, Thinking
+from dstrain.choices import Hub, LossOn, OnBadRow, OnLongSample, StoppingStrategy, Thinking
 from dstrain.errors import EnvironmentProblem, InvalidConfig
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.train import demo
-from dstrain.train.data import hub_datasets
-from dstrain.train.data.hub_datasets import from_hub
+from dstrain.train.data import sources
 from dstrain.train.data.prepare import PreparedData, prepare
+from dstrain.train.data.sources import from_hub
 
 TALK = [
     {"role": "user", "content": "What is 2 + 2?"},
@@ -41,22 +38,10 @@ THINKING = """\
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
 """As Qwen3's: thoughts of earlier answers are left out, the last answer gets empty ones."""
 
-TAGGED = """\
-{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}
-{%- if m.role == 'assistant' %}{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}
-{%- else %}{{- m.content + '<|im_end|>' }}{% endif %}{{- '\\n' }}{% endfor %}"""
-"""Says itself what the answer is."""
-
 BRACKETS = """\
 {%- for m in messages %}{% if m.role == 'user' %}{{- '[INST] ' + m.content + ' [/INST]' }}
 {%- else %}{{- ' ' + m.content + '<|im_end|>' }}{% endif %}{% endfor %}"""
 """As Llama 2's: no words that prompt the answer."""
-
-OPENED = """\
-{%- for m in messages %}{% if m.role == 'user' %}{{- '<|im_start|>' + m.content }}
-{%- else %}{{- '[A]' + m.content.split('</think>')[-1] + '<|im_end|>' }}{% endif %}{% endfor %}
-{%- if add_generation_prompt %}{{- '[A]<think>\\n' }}{% endif %}"""
-"""As DeepSeek-R1's: the prompt opens thoughts that the finished answer does not show."""
 
 COUNTED = "{{- messages | length }}{% for m in messages %}{{- m.content }}{% endfor %}"
 """Nothing that it writes stays when a turn is added."""
@@ -78,42 +63,6 @@ def prepared(tmp_path: Path, tokenizer: Any, rows: list[dict[str, Any]], **optio
     path = tmp_path / "train.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return prepare(Job(model="m", output_dir="o", data=str(path), **options), tokenizer, training=True)
-
-
-def learned(sample: dict[str, list[int]], tokenizer: Any) -> list[str]:
-    """Returns the texts of the stretches of tokens that count in the loss."""
-    stretches: list[list[int]] = []
-    before = -100
-    for token, label in zip(sample["input_ids"], sample["labels"], strict=True):
-        assert label in (token, -100)
-        if label != -100:
-            if before == -100:
-                stretches.append([])
-            stretches[-1].append(label)
-        before = label
-    return [tokenizer.decode(stretch) for stretch in stretches]
-
-
-ANSWERS = [TALK[1]["content"] + "<|im_end|>", "Six.<|im_end|>"]
-
-
-@pytest.mark.parametrize(
-    ("template", "expected"),
-    [
-        (demo.CHAT_TEMPLATE, ANSWERS),
-        (TAGGED, ANSWERS),
-        (THINKING, [ANSWERS[0], "<think>\n\n</think>\n\nSix.<|im_end|>"]),
-        (BRACKETS, [" " + answer for answer in ANSWERS]),
-        (OPENED, [ANSWERS[0].removeprefix("<think>\n"), ANSWERS[1]]),
-    ],
-    ids=["chatml", "tagged", "thinking", "brackets", "opened"],
-)
-def test_loss_is_on_every_answer_and_its_end_of_turn(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, template: str, expected: list[str]
-) -> None:
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    sample = prepared(tmp_path, tokenizer, [{"messages": TALK}]).dataset[0]
-    assert learned(sample, tokenizer) == expected
 
 
 def test_tokens_are_those_of_the_chat_template(tmp_path: Path, tokenizer: Any) -> None:
@@ -140,14 +89,6 @@ def test_template_that_cannot_be_followed_is_refused(
     assert everything.dataset[0]["labels"] == everything.dataset[0]["input_ids"]
 
 
-def test_template_that_refuses_a_sample_is_quoted(
-    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no system, please') }}")
-    with pytest.raises(InvalidConfig, match=r"train\.jsonl:1: .*no system, please"):
-        prepared(tmp_path, tokenizer, [{"messages": TALK}])
-
-
 def test_rows_that_cannot_be_used_are_skipped_and_named(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,8 +96,10 @@ def test_rows_that_cannot_be_used_are_skipped_and_named(
     monkeypatch.setattr(tokenizer, "chat_template", fussy)
     good: dict[str, Any] = {"instruction": "a", "output": "b"}
     rows = [good, {"instruction": "a", "output": 3}, {"instruction": "bad", "output": "b"}, good]
-    with pytest.raises(InvalidConfig, match=r"train\.jsonl:2"):
+    with pytest.raises(InvalidConfig, match=r'train\.jsonl:2: "output" is 3'):
         prepared(tmp_path, tokenizer, rows)
+    with pytest.raises(InvalidConfig, match=r"train\.jsonl:1: .*no, please"):
+        prepared(tmp_path, tokenizer, rows[2:])
     found = prepared(tmp_path, tokenizer, rows, on_bad_row=OnBadRow.SKIP)
     assert found.num_samples == 2
     assert "2 unusable rows were skipped (on_bad_row: skip); the first:" in found.notes[1]
@@ -245,7 +188,8 @@ def test_tokenizer_without_chat_template_is_refused(
 
 def test_text_ends_with_the_end_token_and_counts_whole(tmp_path: Path, tokenizer: Any) -> None:
     sample = prepared(tmp_path, tokenizer, [{"text": "Six, of course."}]).dataset[0]
-    assert learned(sample, tokenizer) == ["Six, of course.<|im_end|>"]
+    assert sample["labels"] == sample["input_ids"]
+    assert tokenizer.decode(sample["input_ids"]) == "Six, of course.<|im_end|>"
 
 
 def test_long_samples_are_cut_and_those_without_answer_left_out(tmp_path: Path, tokenizer: Any) -> None:
@@ -261,8 +205,6 @@ def test_long_samples_are_cut_and_those_without_answer_left_out(tmp_path: Path, 
     assert found.num_tokens == sum(found.dataset["length"])
     assert max(found.dataset["length"]) == 48
     assert [tokenizer.decode(sample["input_ids"])[17:18] for sample in found.dataset] == ["a", "c", "e"]
-    assert "longer than seq_len 48 and truncated: 2 samples (50.0%)" in found.notes[1]
-    assert "without a token to learn and dropped: 1 sample" in found.notes[2]
 
 
 def test_data_without_any_answer_are_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -356,7 +298,7 @@ def test_rows_of_a_hub_are_counted_before_they_are_tokenized(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
-    monkeypatch.setattr(hub_datasets, "from_hub", lambda source, hub, **_: (source.path, rows))
+    monkeypatch.setattr(sources, "from_hub", lambda source, hub, **_: (source.path, rows))
     monkeypatch.setattr("dstrain.train.data.prepare.tokenized", lambda *_: pytest.fail("it tokenizes"))
     job = Job(model="m", output_dir="o", data="some/data", val_split=2.0)
     with pytest.raises(InvalidConfig, match="val_split is 2, which holds out 2 of 2 samples"):
@@ -415,11 +357,6 @@ def test_progress_of_tokenizing_is_reported(tmp_path: Path, tokenizer: Any) -> N
     assert counts == [(str(path), 0, 3), (str(path), 3, 3)]
 
 
-def test_wrong_row_is_named_with_file_and_line(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(InvalidConfig, match=r'train\.jsonl:2: "output" is 3'):
-        prepared(tmp_path, tokenizer, [{"instruction": "a", "output": "b"}, {"instruction": "a", "output": 3}])
-
-
 def test_what_nobody_reads_is_named_with_its_count_each_time(tmp_path: Path, tokenizer: Any) -> None:
     rows: list[dict[str, Any]] = [
         {"text": "Six.", "source": "web", "id": 7},
@@ -428,24 +365,6 @@ def test_what_nobody_reads_is_named_with_its_count_each_time(tmp_path: Path, tok
     for _ in range(2):  # the second time from the cache
         notes = prepared(tmp_path, tokenizer, rows).notes
         assert notes[-1].endswith("train.jsonl: unused columns: source (2 samples), id (1 sample)")
-
-
-def test_images_of_a_language_model_are_refused_by_every_rank(tmp_path: Path, tokenizer: Any) -> None:
-    (tmp_path / "a.png").write_bytes(b"")
-    with pytest.raises(InvalidConfig, match=r"train\.jsonl:2: has images, but the model lacks a tower"):
-        prepared(tmp_path, tokenizer, [{"messages": TALK}, {"messages": TALK, "images": ["a.png"]}])
-
-
-def test_wrong_columns_are_named_with_the_file(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(InvalidConfig, match=r"train\.jsonl: no known format has the columns question"):
-        prepared(tmp_path, tokenizer, [{"question": "a"}])
-    with pytest.raises(InvalidConfig, match=r"train\.jsonl: the format text needs text"):
-        prepared(tmp_path, tokenizer, [{"messages": TALK}], data_format=DataFormat.TEXT)
-
-
-def test_missing_file_is_refused(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(InvalidConfig, match=r"train\.jsonl: no such file"):
-        prepare(Job(model="m", output_dir="o", data=str(tmp_path / "train.jsonl")), tokenizer, training=True)
 
 
 def splits(*names: str) -> datasets.DatasetDict:

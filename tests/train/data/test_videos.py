@@ -6,12 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch")
-pytest.importorskip("PIL")
-
 import datasets
+import pytest
 from PIL import Image
 from transformers import AutoModelForImageTextToText
 
@@ -20,12 +16,12 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.train.data.collate import Collator
-from dstrain.train.data.media import MediaReader, load_media_reader
-from dstrain.train.data.media_collator import MediaCollator
+from dstrain.train.data.media import MediaCollator, MediaReader, load_media_reader
 from dstrain.train.data.prepare import prepare
+from dstrain.train.data.rendering import IGNORED
 from dstrain.train.data.show import shown
-from dstrain.train.data.tokenize import IGNORED, Encoded, Encoder
-from dstrain.train.data.tokenized import SEQUENCES, with_media
+from dstrain.train.data.token_rows import SEQUENCES, with_media
+from dstrain.train.data.tokenize import Encoded, Encoder
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.vision import (
     FRAMES,

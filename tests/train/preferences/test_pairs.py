@@ -6,17 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("torch")
-
 import datasets
-from transformers import PreTrainedTokenizerFast
+import pytest
 
 from dstrain.choices import OnBadRow, Task
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
 from dstrain.train.data.prepare import PreparedData, prepare
+from dstrain.train.demo import make_tokenizer
 from dstrain.train.preferences.pairs import PAIRS
 
 TALK = [
@@ -33,8 +30,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(made_demo: Path) -> Any:
-    return PreTrainedTokenizerFast.from_pretrained(made_demo / "model")
+def tokenizer() -> Any:
+    return make_tokenizer(["What is 2 + 2? And 3 + 3? Four. Six, of course. Seven."])
 
 
 def prepared(folder: Path, tokenizer: Any, *rows: Any, seq_len: int = 512, **options: Any) -> PreparedData:

@@ -5,18 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from math import prod
-from types import MappingProxyType
 from typing import Any
 
 from dstrain.config.document import dotted, lookup
 from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.table import key_of
-from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import REFUSES, Rule, when
+from dstrain.config.lint.rule import (
+    ABSENT,
+    REFUSES,
+    Broken,
+    Fault,
+    Rule,
+    Subject,
+    fault,
+    is_count,
+    is_number,
+    params_of,
+    shown,
+    type_of,
+    when,
+)
 from dstrain.config.lint.rules.key_names import is_missing
-from dstrain.config.lint.rules.no_effect import above
-from dstrain.config.lint.subject import ABSENT, Subject, is_count, is_number, params_of, shown, type_of
 from dstrain.config.resolve_auto import BATCH_KEYS, JOB_KEYS, filled
+from dstrain.findings import Severity
 from dstrain.units import counted
 
 TRAINER_STOPS = "the Trainer ends the run after loading the model"
@@ -31,25 +42,6 @@ def auto_fix(subject: Subject, name: str, key: str) -> str:
     return f'write "{name}": "auto"{source}'
 
 
-def _sections(subject: Subject) -> Iterator[Fault]:
-    if subject.is_trainers and is_missing(subject, "zero_optimization"):
-        yield Fault(
-            problem="zero_optimization is missing",
-            effect="accelerate ends the run: it requires the section, even for ZeRO-0",
-            fix='write "zero_optimization": {"stage": 2}',
-        )
-
-
-def _clipping(subject: Subject) -> Iterator[Fault]:
-    if subject.is_trainers and is_missing(subject, "gradient_clipping"):
-        yield Fault(
-            problem="gradient_clipping is missing",
-            effect="the Trainer fills only existing keys, so DeepSpeed clips at its own 1.0 and ignores max_grad_norm; "
-            "dstrain run adds the key",
-            fix='write "gradient_clipping": "auto"',
-        )
-
-
 def _accumulation(subject: Subject) -> Iterator[Fault]:
     """Reports a missing key that accelerate sets to 1, while train_batch_size includes the job's accumulation."""
     if not subject.is_trainers or not is_missing(subject, "gradient_accumulation_steps"):
@@ -62,23 +54,20 @@ def _accumulation(subject: Subject) -> Iterator[Fault]:
             "micro-batch × 1 × ranks, and the run stops when the engine starts (AssertionError)"
         )
     accumulates = subject.job is not None and subject.job.job.grad_accum > 1
-    yield Fault(
-        problem="gradient_accumulation_steps is missing" + (", but train_batch_size is given" if has_batch else ""),
+    yield fault(
+        "",
+        "gradient_accumulation_steps is missing" + (", but train_batch_size is given" if has_batch else ""),
+        effect,
+        auto_fix(subject, "gradient_accumulation_steps", "grad_accum"),
         severity=Severity.ERROR if accumulates and has_batch else None,
-        effect=effect,
-        fix=auto_fix(subject, "gradient_accumulation_steps", "grad_accum"),
     )
 
 
-def _micro_batch(subject: Subject) -> Iterator[Fault]:
+def _sizeless(s: Subject) -> Broken:
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    if subject.job is not None or not all(is_missing(subject, name) for name in sizes):
-        return  # dstrain run adds it
-    yield Fault(
-        problem="train_batch_size and train_micro_batch_size_per_gpu are both missing",
-        effect=REFUSES,
-        fix='write "train_micro_batch_size_per_gpu": ' + ('"auto"' if subject.is_trainers else "1"),
-    )
+    if s.job is not None or not all(is_missing(s, name) for name in sizes):
+        return None  # dstrain run adds it
+    return {"size": '"auto"' if s.is_trainers else "1"}
 
 
 def _identity(subject: Subject) -> Iterator[Fault]:
@@ -91,6 +80,7 @@ def _identity(subject: Subject) -> Iterator[Fault]:
     factors = [factor for factor in (subject.at(key, None) for key in BATCH_KEYS) if is_count(factor)]
     if not is_count(batch) or not factors:
         return
+    # with a factor or the ranks unknown, only a remainder proves a contradiction
     ranks, is_complete = _data_ranks(subject), len(factors) == len(BATCH_KEYS)
     per_step = prod(factors) * (ranks or 1)
     if batch == per_step or (batch % per_step == 0 and (ranks is None or not is_complete)):
@@ -98,11 +88,11 @@ def _identity(subject: Subject) -> Iterator[Fault]:
     relation = " ≠" if ranks is not None and is_complete else ", not a multiple of"
     last = [] if ranks is None else [counted(ranks, "data-parallel rank")]
     product = " × ".join([*map(str, factors), *last])
-    yield Fault(
-        pointer=("train_batch_size",),
-        problem=f"train_batch_size is {batch}{relation} {product}",
-        effect=f"{REFUSES} when the engine starts",
-        fix='write "train_batch_size": "auto"' if subject.is_trainers else "remove the line: DeepSpeed computes it",
+    yield fault(
+        "train_batch_size",
+        f"train_batch_size is {batch}{relation} {product}",
+        f"{REFUSES} when the engine starts",
+        'write "train_batch_size": "auto"' if subject.is_trainers else "remove the line: DeepSpeed computes it",
     )
 
 
@@ -115,7 +105,8 @@ def _data_ranks(subject: Subject) -> int | None:
 
 
 def _counts_tp_ranks(s: Subject) -> bool:
-    return s.is_trainers and s.at("train_batch_size", None) == "auto" and above("tensor_parallel.autotp_size", 1)(s)
+    is_auto = s.is_trainers and bool(s.at("train_batch_size", None) == "auto")
+    return is_auto and s.number("tensor_parallel.autotp_size", 1) > 1
 
 
 def _disagreements(subject: Subject) -> Iterator[Fault]:
@@ -131,12 +122,8 @@ def _disagreements(subject: Subject) -> Iterator[Fault]:
             job = subject.job.job
             shared = "".join(f" ÷ {key} {size}" for key, size in (("sp", job.sp), ("tp", job.tp)) if size > 1)
             text = f"{job.micro_batch} × {job.grad_accum} × {subject.num_ranks} GPUs{shared} = {wanted}"
-        yield Fault(
-            pointer=pointer,
-            problem=f"{dotted(pointer)} is {shown(value)}, but {subject.job.locate((key,))}: {key} makes it {text}",
-            effect=TRAINER_STOPS,
-            fix=FOLLOW_JOB,
-        )
+        problem = f"{dotted(pointer)} is {shown(value)}, but {subject.job.locate((key,))}: {key} makes it {text}"
+        yield fault(pointer, problem, TRAINER_STOPS, FOLLOW_JOB)
 
 
 def agrees(value: Any, wanted: Any) -> bool:
@@ -160,43 +147,35 @@ _E, _W = Severity.ERROR, Severity.WARNING
 
 _SAMPLING = "data_efficiency.data_sampling."
 _LTD = "data_efficiency.data_routing.random_ltd."
-_ORDERED: Mapping[str, str] = MappingProxyType(
-    {
-        "scheduler.params.warmup_min_lr": "warmup_max_lr",
-        "scheduler.params.warmup_num_steps": "total_num_steps",
-        "scheduler.params.cycle_min_lr": "cycle_max_lr",
-        "scheduler.params.cycle_min_mom": "cycle_max_mom",
-        "scheduler.params.base_lr": "max_lr",
-        "scheduler.params.base_momentum": "max_momentum",
-        "optimizer.params.min_coeff": "max_coeff",
-        "autotuning.start_profile_step": "end_profile_step",
-        "autotuning.min_train_batch_size": "max_train_batch_size",
-        "autotuning.min_train_micro_batch_size_per_gpu": "max_train_micro_batch_size_per_gpu",
-        _SAMPLING + "curriculum_learning.curriculum_metrics.*.min_difficulty": "max_difficulty",
-        _SAMPLING + "dynamic_batching.min_batch_size": "max_batch_size",
-        _LTD + "random_ltd_layer_num": "total_layer_num",
-        _LTD + "random_ltd_schedule.min_value": "max_value",
-    }
-)
+_ORDERED: Mapping[str, str] = {
+    "scheduler.params.warmup_min_lr": "warmup_max_lr",
+    "scheduler.params.warmup_num_steps": "total_num_steps",
+    "scheduler.params.cycle_min_lr": "cycle_max_lr",
+    "scheduler.params.cycle_min_mom": "cycle_max_mom",
+    "scheduler.params.base_lr": "max_lr",
+    "scheduler.params.base_momentum": "max_momentum",
+    "optimizer.params.min_coeff": "max_coeff",
+    "autotuning.start_profile_step": "end_profile_step",
+    "autotuning.min_train_batch_size": "max_train_batch_size",
+    "autotuning.min_train_micro_batch_size_per_gpu": "max_train_micro_batch_size_per_gpu",
+    _SAMPLING + "curriculum_learning.curriculum_metrics.*.min_difficulty": "max_difficulty",
+    _SAMPLING + "dynamic_batching.min_batch_size": "max_batch_size",
+    _LTD + "random_ltd_layer_num": "total_layer_num",
+    _LTD + "random_ltd_schedule.min_value": "max_value",
+}
 """The path of a lower bound → the name of its upper bound in the same object."""
-_EFFECTS: Mapping[str, str] = MappingProxyType(
-    {
-        "warmup_num_steps": "the schedule ends before the warm-up, so the run never reaches the learning rate",
-        "warmup_min_lr": "the learning rate falls during the warm-up instead of rising",
-        "cycle_min_lr": "the cycle is inverted: the learning rate falls first and then rises",
-        "base_lr": "the cycle is inverted: the learning rate falls first and then rises",
-    }
-)
-_LENGTHS: Mapping[str, str] = MappingProxyType(
-    {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
-)
+_EFFECTS: Mapping[str, str] = {
+    "warmup_num_steps": "the schedule ends before the warm-up, so the run never reaches the learning rate",
+    "warmup_min_lr": "the learning rate falls during the warm-up instead of rising",
+    "cycle_min_lr": "the cycle is inverted: the learning rate falls first and then rises",
+    "base_lr": "the cycle is inverted: the learning rate falls first and then rises",
+}
+_LENGTHS: Mapping[str, str] = {"CosineAnnealingLR": "T_max", "OneCycleLR": "total_steps", "PolynomialLR": "total_iters"}
 """Schedule → the parameter with its length in steps."""
-_AFTER_END: Mapping[str, str] = MappingProxyType(
-    {
-        "CosineAnnealingLR": "the learning rate then rises again",
-        "OneCycleLR": "the run then stops with a ValueError",
-    }
-)
+_AFTER_END: Mapping[str, str] = {
+    "CosineAnnealingLR": "the learning rate then rises again",
+    "OneCycleLR": "the run then stops with a ValueError",
+}
 
 
 def _number(subject: Subject, pointer: Pointer) -> float | None:
@@ -217,14 +196,15 @@ def _inverted(subject: Subject) -> Iterator[Fault]:
             if section is None or section.path != above:
                 continue
             low, high = (_number(subject, (*outer, name)) for name in (lower, upper))
+            # two defaults may contradict each other without anyone's doing: one of the numbers must be written
             given = [name for name in (lower, upper) if lookup(subject.config, (*outer, name)) in (low, high)]
             if low is not None and high is not None and low > high and given and _is_taken(subject, outer, given):
-                yield Fault(
-                    pointer=(*outer, given[0]),
+                yield fault(
+                    (*outer, given[0]),
+                    f"{lower} is {low:g}, but {upper} is {high:g}",
+                    _EFFECTS.get(lower, "the range is empty: its lower bound is above its upper bound"),
+                    f"write a {lower} of at most {upper}",
                     severity=None if lower in _EFFECTS else Severity.WARNING,
-                    problem=f"{lower} is {low:g}, but {upper} is {high:g}",
-                    effect=_EFFECTS.get(lower, "the range is empty: its lower bound is above its upper bound"),
-                    fix=f"write a {lower} of at most {upper}",
                 )
 
 
@@ -238,6 +218,7 @@ def _longer_than_the_run(subject: Subject) -> Iterator[Fault]:
     if subject.job is None:
         return
     job, locate = subject.job.job, subject.job.locate
+    # max_steps wins over the rows of the data, and warmup_steps over warmup_ratio, as in the Trainer
     steps, says = job.max_steps, f"{locate(('max_steps',))}: max_steps is {job.max_steps}"
     if steps is None and subject.counted_steps is not None:
         steps, says = subject.counted_steps, f"{locate(('data',))}: data has rows for {subject.counted_steps} steps"
@@ -249,22 +230,19 @@ def _longer_than_the_run(subject: Subject) -> Iterator[Fault]:
     for key, (count, source) in counts.items():
         value = params.get(key)
         if count is not None and is_count(value) and value != max(1, count) and subject.is_trainers:
-            yield Fault(
-                pointer=("scheduler", "params", key),
-                problem=f"{key} is {value}, but {source} makes it {max(1, count)}",
-                effect=TRAINER_STOPS,
-                fix=f'write "auto" here, or {_JOB_KEYS[key]}: {value} into job.yaml',
-            )
+            problem = f"{key} is {value}, but {source} makes it {max(1, count)}"
+            fix = f'write "auto" here, or {_JOB_KEYS[key]}: {value} into job.yaml'
+            yield fault(("scheduler", "params", key), problem, TRAINER_STOPS, fix)
     name = type_of(subject, "scheduler") or ""
     key = _LENGTHS.get(name, "")
     length = params.get(key)
     if steps is not None and length is not None and is_count(length) and length < steps:
-        yield Fault(
-            pointer=("scheduler", "params", key),
+        yield fault(
+            ("scheduler", "params", key),
+            f"{name} ends after {counted(length, 'step')}, but {says}",
+            _AFTER_END.get(name, "the learning rate is then 0"),
+            f"write {steps}",
             severity=Severity.WARNING if name == "CosineAnnealingLR" else None,
-            problem=f"{name} ends after {counted(length, 'step')}, but {says}",
-            effect=_AFTER_END.get(name, "the learning rate is then 0"),
-            fix=f"write {steps}",
         )
 
 
@@ -275,10 +253,23 @@ _CURVES = "deepspeed 0.19.8 runtime/lr_schedules.py; torch 2.13 optim/lr_schedul
 
 # fmt: off
 RULES = (
-    Rule(id="DS401", severity=_E, title="missing zero_optimization", find=_sections, source=_PLUGIN),
-    Rule(id="DS402", severity=_W, title="missing gradient_clipping", find=_clipping, source=_HF),
+    Rule(id="DS401", severity=_E, title="missing zero_optimization",
+         find=when("", lambda s: s.is_trainers and is_missing(s, "zero_optimization"),
+                   problem="zero_optimization is missing",
+                   effect="accelerate ends the run: it requires the section, even for ZeRO-0",
+                   fix='write "zero_optimization": {{"stage": 2}}'),
+         source=_PLUGIN),
+    Rule(id="DS402", severity=_W, title="missing gradient_clipping",
+         find=when("", lambda s: s.is_trainers and is_missing(s, "gradient_clipping"),
+                   problem="gradient_clipping is missing",
+                   effect="the Trainer fills only existing keys, so DeepSpeed clips at its own 1.0 and ignores "
+                          "max_grad_norm; dstrain run adds the key",
+                   fix='write "gradient_clipping": "auto"'),
+         source=_HF),
     Rule(id="DS403", severity=_W, title="missing gradient_accumulation_steps", find=_accumulation, source=_PLUGIN),
-    Rule(id="DS404", severity=_E, title="missing batch size", find=_micro_batch,
+    Rule(id="DS404", severity=_E, title="missing batch size",
+         find=when("", _sizeless, problem="train_batch_size and train_micro_batch_size_per_gpu are both missing",
+                   effect=REFUSES, fix='write "train_micro_batch_size_per_gpu": {size}'),
          source=_DS + "_set_batch_related_parameters"),
     Rule(id="DS405", severity=_E, title="batch sizes that contradict each other", find=_identity,
          source=_DS + "_batch_assertion"),
@@ -289,8 +280,8 @@ RULES = (
          source=_HF),
     Rule(id="DS410", severity=_E, title="value that contradicts the job", find=_disagreements,
          source="Transformers 5.23 integrations/deepspeed.py: trainer_config_finalize"),
-    Rule(id="DS420", severity=Severity.ERROR, title="lower bound above upper bound", find=_inverted, source=_CURVES),
-    Rule(id="DS421", severity=Severity.ERROR, title="schedule with another length than the run",
+    Rule(id="DS420", severity=_E, title="lower bound above upper bound", find=_inverted, source=_CURVES),
+    Rule(id="DS421", severity=_E, title="schedule with another length than the run",
          find=_longer_than_the_run, source=_CURVES),
 )
 """Rules about numbers."""

@@ -1,18 +1,40 @@
-"""Rules about settings that exclude each other; DeepSpeed stops at them, usually after loading the model."""
+"""Rules about settings that exclude each other, at which DeepSpeed usually stops after loading the model, and about the
+states of optimizers: their dtypes, ZenFlow, and the optimizer that a job asks for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
-from dstrain.choices import Optimizer
-from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import REFUSES, STOPS, Rule, when
-from dstrain.config.lint.subject import Subject, has_zenflow, type_of
+from dstrain.choices import Optimizer, Precision
+from dstrain.config.lint.advisories import accumulation, trains_in
+from dstrain.config.lint.rule import (
+    REFUSES,
+    STOPS,
+    Broken,
+    Fault,
+    Rule,
+    Subject,
+    fault,
+    has_zenflow,
+    in_job,
+    job_fault,
+    together,
+    type_of,
+    when,
+)
 from dstrain.facts.ds_config import OLD_OFFLOADS
+from dstrain.findings import Severity
+from dstrain.job.schema import Job
+from dstrain.plan.configuration import BF16_STATES
+from dstrain.plan.labels import bf16_losses
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
 _OFFLOAD = _ZERO + "offload_optimizer."
+_ZENFLOW = _ZERO + "zenflow"
+_BF16_MASTERS, _FP16_MASTERS = (f"{name}.{name}_master_weights_and_grads" for name in ("bf16", "fp16"))
 _E, _W = Severity.ERROR, Severity.WARNING
 
 
@@ -55,60 +77,35 @@ def _unmanaged(s: Subject) -> bool:
     return not is_managed and (s.is_true("compile.deepcompile") or is_overlapped)
 
 
-def _old_and_new_offload(subject: Subject) -> Iterator[Fault]:
-    for new, old in OLD_OFFLOADS.items():
-        if subject.at(_ZERO + old, None) is not None and subject.has(_ZERO + new):
-            yield Fault(
-                pointer=("zero_optimization", old),
-                problem=f"{old} together with {new}",
-                effect="DeepSpeed refuses the old and the new name together",
-                fix=f"remove {old}",
-            )
+def _named_twice(s: Subject) -> list[dict[str, str]]:
+    old_names = {old: new for new, old in OLD_OFFLOADS.items() if s.at(_ZERO + old, None) is not None}
+    return [{"new": new, "old": old} for old, new in old_names.items() if s.has(_ZERO + new)]
 
 
-def _nvme_without_path(subject: Subject) -> Iterator[Fault]:
-    for section in OLD_OFFLOADS:
-        path = subject.at(f"{_ZERO}{section}.nvme_path", None)
-        if subject.stage == 3 and subject.device(section) == "nvme" and not isinstance(path, str):
-            yield Fault(
-                pointer=("zero_optimization", section, "device"),
-                problem=f"{section} on NVMe without nvme_path",
-                effect="the run stops with a TypeError when the engine starts",
-                fix='write "nvme_path": "/a/folder/on/the/drive"',
-            )
+def _pathless(s: Subject) -> list[dict[str, str]]:
+    on_nvme = [name for name in OLD_OFFLOADS if s.stage == 3 and s.device(name) == "nvme"]
+    return [{"section": name} for name in on_nvme if not isinstance(s.at(f"{_ZERO}{name}.nvme_path", None), str)]
 
 
-def _clipped_muon(subject: Subject) -> Iterator[Fault]:
-    if _optimizer(subject) != "muon" or subject.stage == 0 or not _clips(subject):
-        return
-    key: tuple[str, ...] = ("gradient_clipping",) if subject.has("gradient_clipping") else ()
-    if not key and subject.has("optimizer.type"):
-        key = ("optimizer", "type")
-    yield Fault(
-        pointer=key,
-        problem="Muon with clipped gradients",
-        effect="DeepSpeed takes the norm of Muon's orthogonalised updates, far above 1, and divides every update by it",
-        fix='write "gradient_clipping": 0, and max_grad_norm: 0 in job.yaml',
-    )
+def _clipped_muon(s: Subject) -> Broken:
+    if _optimizer(s) != "muon" or s.stage == 0 or not _clips(s):
+        return None
+    named = "optimizer.type" if s.has("optimizer.type") else ""
+    return {"at": "gradient_clipping" if s.has("gradient_clipping") else named}
 
 
 _DTYPES = {"fp32": "fp32", "float32": "fp32", "fp16": "fp16", "float16": "fp16", "half": "fp16", "bf16": "bf16",
            "bfloat16": "bf16"}  # fmt: skip
 
 
-def _param_dtype(subject: Subject) -> Iterator[Fault]:
-    dtype = subject.at("data_types.param_dtype", None)
-    sections = [subject.at(f"{name}.enabled", False) for name in ("bf16", "fp16")]
-    if not isinstance(dtype, str) or "auto" in sections or dtype.lower() not in _DTYPES:
-        return
-    trained = "fp16" if sections[1] is True else "bf16" if sections[0] is True else "fp32"
-    if _DTYPES[dtype.lower()] != trained:
-        yield Fault(
-            pointer=("data_types", "param_dtype"),
-            problem=f'data_types.param_dtype is "{dtype}", but the model trains in {trained}',
-            effect=STOPS,
-            fix="remove the line: the bf16 and fp16 sections set the data type",
-        )
+def _other_dtype(s: Subject) -> Broken:
+    """Returns the dtype in which the model trains, if `param_dtype` is another."""
+    dtype = s.at("data_types.param_dtype", None)
+    bf16, fp16 = (s.at(f"{name}.enabled", False) for name in ("bf16", "fp16"))
+    if not isinstance(dtype, str) or "auto" in (bf16, fp16) or dtype.lower() not in _DTYPES:
+        return None
+    trained = "fp16" if fp16 is True else "bf16" if bf16 is True else "fp32"
+    return {"trained": trained} if _DTYPES[dtype.lower()] != trained else None
 
 
 _MIXED_SUMS = (("fp32", True, False), ("fp32", False, True), ("bf16", False, True), ("fp16", True, False))
@@ -117,7 +114,88 @@ _MIXED_SUMS = (("fp32", True, False), ("fp32", False, True), ("bf16", False, Tru
 
 def _mixes_sums(s: Subject) -> bool:
     dtype = s.at("data_types.grad_accum_dtype", None)
-    return s.stage == 0 and (dtype, s.is_true("bf16.enabled"), s.is_true("fp16.enabled")) in _MIXED_SUMS
+    return s.stage == 0 and (dtype, trains_in(s, Precision.BF16), trains_in(s, Precision.FP16)) in _MIXED_SUMS
+
+
+def _has_masters(path: str, s: Subject, *, of_zero: bool = True) -> bool:
+    """Returns whether master weights are of 16 bits, on the GPU under ZeRO, or without it."""
+    return s.is_true(path) and (s.stage > 0 and not s.offloads_optimizer if of_zero else s.stage == 0)
+
+
+def _bf16_states(s: Subject) -> bool:
+    return s.is_true("bf16.bf16_optimizer_states")
+
+
+def _has_both(s: Subject) -> bool:
+    return s.is_true(_BF16_MASTERS) and s.is_true(_FP16_MASTERS)
+
+
+def _bf16_masters(subject: Subject) -> Iterator[Fault]:
+    """Reports what is lost where weights are stepped in bf16, as keys or the job's optimizer say."""
+    job = subject.asked
+    of_job = job is not None and job.optimizer is Optimizer.ADAMW_BF16 and job.precision is Precision.BF16
+    key, moments = BF16_STATES
+    is_kept, has_moments = (subject.at(f"bf16.{name}", of_job) is True for name in (key, moments))
+    if subject.stage == 0 or not is_kept or (of_job and sums_in_fp32(subject)):
+        return  # DS225 reports what keeps the job's states from bf16
+    if sums_in_fp32(subject):
+        effect = "it has no effect: ZeRO-1 that sums in fp32 is another engine, with fp32 states"
+        yield fault(("bf16", key), f"{key} with ZeRO-1 and fp32 sums", effect, "remove it")
+        return
+    lost = bf16_losses(job.learning_rate if job else None, job.adam_beta2 if job and has_moments else None)
+    if of_job:
+        problem = "optimizer is adamw_bf16: master weights, gradients and moments are kept in bf16"
+        fix = "write optimizer: adamw, unless losses are those of a run in fp32"
+        yield job_fault(subject, "optimizer", problem, lost, fix)
+        return
+    is_counted = has_moments and (job is None or job.optimizer is Optimizer.ADAMW)
+    effect = lost + ("" if is_counted else "; estimates count fp32 here, which takes more")
+    fix = "remove the line, unless losses are those of a run in fp32"
+    yield fault(("bf16", key), "master weights and gradients are kept in bf16", effect, fix)
+
+
+def _small(s: Subject, optimizers: tuple[Optimizer, ...] = (Optimizer.ADAMW_8BIT, Optimizer.ADAMW_BF16)) -> Broken:
+    """Returns the words for the job's AdamW with states of 8 or 16 bits."""
+    if s.job is None or s.job.job.optimizer not in optimizers:
+        return None
+    return {"said": f"{s.job.locate(('optimizer',))}: optimizer is {s.job.job.optimizer}"}
+
+
+def _in_bf16(s: Subject) -> Broken:
+    return _small(s, (Optimizer.ADAMW_BF16,))
+
+
+def _lacks_zero(s: Subject, job: Job) -> bool:
+    return job.optimizer is Optimizer.ADAMW_BF16 and s.stage == 0
+
+
+def _kept_in_fp32(s: Subject) -> list[dict[str, Any]]:
+    """Returns the keys that keep states of the job's adamw_bf16 in fp32."""
+    words = _in_bf16(s)
+    keys = [key for key in BF16_STATES if s.at(f"bf16.{key}", True) is False]
+    return [{"key": key, **words} for key in keys] if isinstance(words, dict) else []
+
+
+def _is_interval_inconsistent(s: Subject) -> bool:
+    is_auto = bool(s.at(_ZENFLOW + ".select_strategy", "auto") == "auto")
+    interval = s.at(_ZENFLOW + ".select_interval", "auto")
+    return has_zenflow(s) and is_auto == (isinstance(interval, int) and not isinstance(interval, bool))
+
+
+def _selects_more_often(s: Subject) -> bool:
+    select, update = s.at(_ZENFLOW + ".select_interval", 0), s.at(_ZENFLOW + ".update_interval", 0)
+    is_step = s.at(_ZENFLOW + ".select_strategy", "auto") == "step"
+    return is_step and type(select) is int and type(update) is int and select < update
+
+
+def _does_not_overlap(s: Subject) -> bool:
+    is_overlapped = s.at(_ZERO + "overlap_comm", s.stage == 3) is True
+    return s.is_true(_ZENFLOW + ".offload") and s.stage > 0 and not is_overlapped
+
+
+_INSTEAD = ", or optimizer: adamw in job.yaml"
+_CONFIGURES = _DS + "runtime/zenflow/engine.py: configure_zenflow"
+_ZENFLOWS = _DS + "runtime/zenflow/zenflow_stage_1_and_2.py: "
 
 
 # fmt: off
@@ -137,7 +215,11 @@ RULES = (
                    lambda s: _optimizer(s) == "muon" and s.stage == 3 and _reduces_by_scatter(s),
                    problem="Muon under ZeRO-3 with reduce_scatter", fix='write "reduce_scatter": false'),
          source=_DS + "runtime/zero/stage3.py: Muon and reduce scatter cannot be used together"),
-    Rule(id="DS331", severity=_W, title="Muon with clipped gradients", find=_clipped_muon,
+    Rule(id="DS331", severity=_W, title="Muon with clipped gradients",
+         find=when("{at}", _clipped_muon, problem="Muon with clipped gradients",
+                   effect="DeepSpeed takes the norm of Muon's orthogonalised updates, far above 1, and divides every "
+                          "update by it",
+                   fix='write "gradient_clipping": 0, and max_grad_norm: 0 in job.yaml'),
          source=_DS + "runtime/zero/stage3.py: step; stage_1_and_2.py: scaled_global_norm; updates 97 % smaller on CPU"
                       " ranks with gradient_clipping 1.0"),
     Rule(id="DS304", severity=_E, title="prescale_gradients with reduce_scatter",
@@ -151,9 +233,14 @@ RULES = (
                    problem="gradient_predivide_factor is {value} with reduce_scatter",
                    fix='remove the line, or write "reduce_scatter": false'),
          source=_DS + "runtime/zero/stage_1_and_2.py, stage3.py: gradient_predivide_factor"),
-    Rule(id="DS311", severity=_E, title="NVMe offload without a path", find=_nvme_without_path,
+    Rule(id="DS311", severity=_E, title="NVMe offload without a path",
+         find=when(_ZERO + "{section}.device", _pathless, problem="{section} on NVMe without nvme_path",
+                   effect="the run stops with a TypeError when the engine starts",
+                   fix='write "nvme_path": "/a/folder/on/the/drive"'),
          source=_DS + "runtime/swap_tensor: os.path.join(nvme_path, …)"),
-    Rule(id="DS312", severity=_E, title="old and new names of offload", find=_old_and_new_offload,
+    Rule(id="DS312", severity=_E, title="old and new names of offload",
+         find=when(_ZERO + "{old}", _named_twice, problem="{old} together with {new}",
+                   effect="DeepSpeed refuses the old and the new name together", fix="remove {old}"),
          source=_DS + "runtime/config_utils.py: _process_deprecated_field"),
     Rule(id="DS313", severity=_E, title="the old ZeRO-1 implementation",
          find=when(_ZERO + "legacy_stage1", lambda s: s.stage > 0 and s.is_true(_ZERO + "legacy_stage1"),
@@ -205,7 +292,10 @@ RULES = (
                    and s.is_true(_ZERO + "zero_quantized_weights"),
                    problem="torch_autocast with zero_quantized_weights", fix="keep one of them"),
          source=_DS + "runtime/torch_autocast.py: Cannot enable both torch autocast and zero quantized weights"),
-    Rule(id="DS329", severity=_E, title="param_dtype that contradicts the precision", find=_param_dtype,
+    Rule(id="DS329", severity=_E, title="param_dtype that contradicts the precision",
+         find=when("data_types.param_dtype", _other_dtype,
+                   problem="data_types.param_dtype is {value}, but the model trains in {trained}",
+                   fix="remove the line: the bf16 and fp16 sections set the data type"),
          source=_DS + "runtime/engine.py: _assert_valid_mixed_precision_config"),
     Rule(id="DS330", severity=_E, title="partial offload with an optimizer other than Adam",
          find=when(_OFFLOAD + "ratio",
@@ -214,6 +304,84 @@ RULES = (
                    problem="offload_optimizer.ratio is {value} with an optimizer other than Adam",
                    fix='write "AdamW", or remove the line'),
          source=_DS + "runtime/zero/stage3.py: Hybrid Optimizer Only Supports DeepSpeedCPUAdam"),
+    Rule(id="DS225", severity=_E, title="another optimizer than the job's",
+         find=together(
+             when("optimizer", lambda s: s.has("optimizer") and _small(s),
+                  problem="an optimizer of the engine, but {said}", effect="the engine's optimizer trains",
+                  fix="remove the section"),
+             when(_ZERO + "offload_optimizer", lambda s: s.device("offload_optimizer") != "none" and _small(s),
+                  problem="an offloaded optimizer, but {said}",
+                  effect="accelerate replaces it with DeepSpeed's CPU Adam without decoupled weight decay, with fp32 "
+                         "moments",
+                  fix="remove the section, or write optimizer: adamw in job.yaml"),
+             in_job("optimizer", _lacks_zero, problem="optimizer is adamw_bf16 with ZeRO-0", effect=REFUSES,
+                    fix=f'write "stage": 1 or higher in ds_config.json{_INSTEAD}'),
+             when("bf16.{key}", _kept_in_fp32, problem="{key} is false, but {said}",
+                  effect="states are kept in fp32", fix=f"remove the line{_INSTEAD}"),
+             when("data_types.grad_accum_dtype", lambda s: sums_in_fp32(s) and _in_bf16(s),
+                  problem="fp32 sums with ZeRO-1, but {said}",
+                  effect="ZeRO-1 that sums in fp32 is another engine, with fp32 states",
+                  fix=f'remove the line, write "stage": 2{_INSTEAD}')),
+         source="Transformers 5.23 integrations/deepspeed.py: deepspeed_optim_sched; "
+                "accelerate 1.15 utils/deepspeed.py: map_pytorch_optim_to_deepspeed; "
+                "deepspeed 0.19.8 runtime/engine.py: _do_optimizer_sanity_check"),
+    Rule(id="DS306", severity=_E, title="low-precision states without their requirements",
+         find=together(
+             *(when(path, partial(_has_masters, path, of_zero=False), problem="{name} with ZeRO-0",
+                    effect="DeepSpeed refuses it: only ZeRO has such copies",
+                    fix='write "stage": 1 or higher, or remove the line') for path in (_BF16_MASTERS, _FP16_MASTERS)),
+             when(_BF16_MASTERS, lambda s: _has_masters(_BF16_MASTERS, s) and not _bf16_states(s),
+                  problem="bf16_master_weights_and_grads with fp32 states on the GPU",
+                  effect=f"{STOPS}: this combination needs an optimizer on the CPU",
+                  fix='also write "bf16_optimizer_states": true, or offload the optimizer'),
+             when(_FP16_MASTERS, _has_both, problem="{name} together with that of bf16", fix="remove one of them"),
+             when(_FP16_MASTERS, lambda s: _has_masters(_FP16_MASTERS, s) and not _has_both(s),
+                  problem="{name} without an offloaded optimizer", fix="offload the optimizer, or remove the line"),
+             when("bf16.bf16_optimizer_states",
+                  lambda s: _bf16_states(s) and s.is_true(_BF16_MASTERS) and s.offloads_optimizer and s.is_trainers
+                  and not s.has("optimizer"),
+                  problem="bf16_optimizer_states with an offloaded optimizer of the Trainer",
+                  effect=f"{STOPS}: accelerate makes DeepSpeed's CPU Adam with fp32 moments",
+                  fix='add "optimizer": {{"type": "AdamW", "params": {{"lr": "auto", "betas": "auto", '
+                      '"eps": "auto"}}}}'),
+             when("bf16.bf16_optimizer_states", lambda s: _bf16_states(s) and not s.is_true(_BF16_MASTERS),
+                  problem="bf16_optimizer_states without bf16_master_weights_and_grads", effect=REFUSES,
+                  fix='also write "bf16_master_weights_and_grads": true, or remove the line')),
+         source="deepspeed 0.19.8 runtime/config.py: _do_error_check; runtime/base_optimizer.py: "
+                "_configure_master_weights"),
+    Rule(id="DS332", severity=_W, title="master weights in bf16", find=_bf16_masters,
+         source="deepspeed 0.19.8 runtime/base_optimizer.py: _configure_master_weights; Zamirai et al. "
+                "(arXiv 2010.06192); Kingma and Ba (arXiv 1412.6980), 2.1"),
+    Rule(id="DS307", severity=_E, title="ZenFlow without an offloaded optimizer",
+         find=when(_ZENFLOW, lambda s: has_zenflow(s) and s.stage > 0 and s.device("offload_optimizer") != "cpu",
+                   problem="zenflow without an optimizer on the CPU",
+                   fix='write "offload_optimizer": {{"device": "cpu"}}, or remove zenflow'),
+         source=_ZENFLOWS + "Zenflow must be used with cpu offload"),
+    Rule(id="DS308", severity=_E, title="ZenFlow's strategy and interval",
+         find=when(_ZENFLOW + ".select_interval", _is_interval_inconsistent,
+                   problem="zenflow's select_strategy and select_interval contradict each other",
+                   fix='write "select_strategy": "step" with a number, or omit both'), source=_CONFIGURES),
+    Rule(id="DS309", severity=_E, title="ZenFlow's two intervals",
+         find=when(_ZENFLOW + ".update_interval", _selects_more_often,
+                   problem="zenflow updates every {value} steps and selects more often",
+                   fix="write a select_interval of at least update_interval"), source=_CONFIGURES),
+    Rule(id="DS310", severity=_E, title="ZenFlow with the Trainer's optimizer",
+         find=when(_ZENFLOW, lambda s: has_zenflow(s) and s.is_trainers and not s.has("optimizer"),
+                   problem="zenflow without an optimizer section",
+                   effect="the run stops when the engine starts: ZenFlow reads the optimizer's parameters here",
+                   fix='write "optimizer": {{"type": "AdamW", "params": {{"lr": "auto"}}}}'),
+         source=_ZENFLOWS + "optimizer_params"),
+    Rule(id="DS326", severity=_E, title="ZenFlow's offload without overlap",
+         find=when(_ZENFLOW + ".offload", _does_not_overlap, problem="zenflow.offload without overlap_comm",
+                   fix='write "overlap_comm": true'),
+         source=_ZENFLOWS + "offload selective optimizer"),
+    Rule(id="DS327", severity=_W, title="ZenFlow with accumulation",
+         find=when("gradient_accumulation_steps",
+                   lambda s: has_zenflow(s) and (accumulation(s) or 0) > 1 and {"steps": accumulation(s)},
+                   problem="zenflow with {steps} accumulation steps",
+                   effect="the engine replaces them by zenflow's update_interval, but the Trainer keeps counting them",
+                   fix="accumulate 1 step, and set update_interval"),
+         source=_CONFIGURES + " sets gradient_accumulation_steps"),
 )
 """Rules about settings that exclude each other."""
 # fmt: on

@@ -1,36 +1,62 @@
-"""Rules about features that dstrain's trainer does not support, and about a job's model, data, checkpoints and GPU."""
+"""Rules about a job: keys that its task, its GPU or dstrain's trainer does not support, that nothing reads, or whose
+values make no sense."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from types import MappingProxyType
+from typing import Any
 
-from dstrain.choices import Method, Precision, RopeType, Schedule
-from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Breaks, Rule, when
+from dstrain.choices import Interval, Method, Optimizer, Precision, RopeType, Schedule, Task
+from dstrain.config.lint.rule import (
+    Breaks,
+    Broken,
+    Fault,
+    Find,
+    Rule,
+    Subject,
+    fault,
+    in_job,
+    job_fault,
+    shown,
+    together,
+    when,
+)
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
-from dstrain.config.lint.subject import Subject, shown
 from dstrain.config.resolve_auto import GATHERS
-from dstrain.facts.cluster.cpu import CPU_LIMITS, OFFLOADED, limits_of
+from dstrain.facts.cluster.cpu import CPU_LIMITS, OFFLOADED, CpuLimit, limits_of
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.facts.model.model_files import names_of
+from dstrain.facts.model.traits import traits
+from dstrain.findings import Severity
+from dstrain.job import task_limits
+from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.plan import rope_scaling
+from dstrain.plan.named_parts import unknown
+from dstrain.plan.search.rules import RULES as PLANNERS
 
+_SAYS = {rule.name: rule.says for rule in PLANNERS}
+"""Rules of the planner, in words."""
 _GATHER = f"zero_optimization.{GATHERS}"
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 _SCATTER = "zero_optimization.reduce_scatter"
 _TP = "tensor_parallel.autotp_size"
-_SPLIT_MODEL = "each rank holds a part of the model, and the final model has no weights that can be loaded"
 _EP = "expert_parallel.autoep_size"
-_IN_JOB = "the Trainer gathers weights by {key} in job.yaml"
+_PLAIN = Job(model="", output_dir="")
+LARGEST_RATE = 0.1
+"""Learning rate from which lint warns, which is a judgement: Muon's own default is 0.02, AdamW's 0.001."""
+_SPLIT_MODEL = "each rank holds a part of the model, and the final model has no weights that can be loaded"
 _NOT_RUN: dict[str, tuple[Breaks, str]] = {
     "tensor_parallel.tp.tp_size": (above("tensor_parallel.tp.tp_size", 1), _SPLIT_MODEL),
     "sequence_parallel_size": (
-        lambda subject: above("sequence_parallel_size", 1)(subject) and has_pass(subject, "autosp"),
+        lambda s: above("sequence_parallel_size", 1)(s) and has_pass(s, "autosp"),
         "sequences are not split: every rank trains on whole ones",
     ),
     "compile.passes": (
-        lambda subject: has_pass(subject, "autosp") or has_pass(subject, "autotp"),
+        lambda s: has_pass(s, "autosp") or has_pass(s, "autotp"),
         "the passes run in engine.compile(), which is never called",
     ),
     "pipeline.stages": (above("pipeline.stages", 1), "the model is not a DeepSpeed pipeline, and is not split"),
@@ -40,90 +66,50 @@ _NOT_RUN: dict[str, tuple[Breaks, str]] = {
 }  # fmt: skip
 """Features that dstrain's trainer does not run or save → the condition that a configuration enables them, and the
 effect."""
+_UNSUPPORTED = "{path} is {value}, which dstrain run does not support yet"
 
 
 def _not_run(subject: Subject) -> Iterator[Fault]:
     for path, (is_enabled, effect) in _NOT_RUN.items():
         if subject.job is not None and is_enabled(subject):
-            yield _unsupported(subject, path, effect, "remove it")
+            problem = _UNSUPPORTED.format(path=path, value=shown(subject.at(path, None)))
+            yield fault(path, problem, effect, "remove it")
 
 
-def _unsupported(subject: Subject, path: str, effect: str, fix: str) -> Fault:
-    problem = f"{path} is {shown(subject.at(path, None))}, which dstrain run does not support yet"
-    return Fault(pointer=tuple(path.split(".")), problem=problem, effect=effect, fix=fix)
+def _is_unsaved(s: Subject) -> bool:
+    """Returns whether another program's Trainer has tensor parallelism, and may not gather the model to save it."""
+    return s.job is None and s.is_trainers and s.number(_TP, 1) > 1 and not s.is_true(_GATHER)
 
 
-def _unsaved(subject: Subject) -> Iterator[Fault]:
-    """Reports tensor parallelism in another program's Trainer, which saves the model only if it may gather."""
-    if subject.job is None and subject.is_trainers and above(_TP, 1)(subject) and not subject.is_true(_GATHER):
-        effect = (
-            "save_model writes no weights: accelerate gathers the parts of tensor parallelism only if "
-            f"{GATHERS} is true, at any stage"
-        )
-        fix = f'remove it, or write "{GATHERS}": true for your own Trainer'
-        yield _unsupported(subject, _TP, effect, fix)
+def _other_size(path: str, key: str, subject: Subject) -> Broken:
+    """Returns the words for a group of ranks that has another size in the configuration than in the job."""
+    size, job = subject.number(path, 1), subject.job
+    if job is None or size == getattr(job.job, key):
+        return None
+    return {"value": shown(subject.at(path, size)), "at": job.locate((key,)), "key": key, "size": size,
+            "wanted": getattr(job.job, key)}  # fmt: skip
 
 
-def _shared_weights(subject: Subject) -> Iterator[Fault]:
-    """Reports keys that are at odds with the job's tensor or expert parallelism."""
-    if subject.job is None:
-        return
-    job = subject.job.job
-    has_experts = subject.is_true("expert_parallel.enabled")
-    yield from _other_size(subject, _TP, "tp", job.tp, is_on=subject.number(_TP, 1) != 1)
-    yield from _other_size(subject, _EP, "ep", job.ep, is_on=has_experts)
-    if job.tp > 1 and subject.stage == 3 and subject.number(_HPZ, 1) > 1:
-        effect = "hpZ takes consecutive ranks, which are tensor-parallel here, for data-parallel ones"
-        yield Fault(pointer=tuple(_HPZ.split(".")), problem=f"{_HPZ} with tp {job.tp}", effect=effect, fix="remove it")
-    for key, wanted, effect in (
-        ("tp", job.tp, "in bf16 and fp16, gradients are clipped by a norm that lacks the parts of other ranks"),
-        ("ep", job.ep, "shared experts are untested without ZeRO"),
-    ):
-        if wanted > 1 and subject.stage == 0:
-            yield in_job(subject, key, f"{key} is {wanted} without ZeRO", effect, 'write "stage": 1 in ds_config.json')
-        if wanted > 1 and not subject.is_true(_GATHER, default=True):
-            effect = "no checkpoint holds whole weights, and no program makes them of the parts"
-            problem = f"{_GATHER} is false with {key} {wanted}"
-            yield Fault(pointer=tuple(_GATHER.split(".")), problem=problem, effect=effect, fix="remove it")
+def _of_size(path: str, key: str, is_on: Breaks) -> Find:
+    """Returns the check that a group of ranks has the size that the job gives it."""
+    return when(path, lambda s: is_on(s) and _other_size(path, key, s),
+                problem="{path} is {value}, but {at}: {key} is {wanted}",
+                effect="the Trainer gathers weights by {key} in job.yaml",
+                fix="remove it; in job.yaml: {key}: {size:g}")  # fmt: skip
 
 
-def _other_size(subject: Subject, path: str, key: str, wanted: int, *, is_on: bool) -> Iterator[Fault]:
-    """Yields a fault if a group of ranks has another size in the configuration than in the job."""
-    assert subject.job is not None
-    size = subject.number(path, 1)
-    if is_on and size != wanted:
-        problem = f"{path} is {shown(subject.at(path, size))}, but {subject.job.locate((key,))}: {key} is {wanted}"
-        fix = f"remove it; in job.yaml: {key}: {size:g}"
-        yield Fault(pointer=tuple(path.split(".")), problem=problem, effect=_IN_JOB.format(key=key), fix=fix)
+def _shared(s: Subject) -> list[str]:
+    """Returns the ways in which the job's ranks share weights."""
+    return [key for key in ("tp", "ep") if s.asked is not None and getattr(s.asked, key) > 1]
 
 
-def in_job(subject: Subject, key: str, problem: str, effect: str, fix: str) -> Fault:
-    """Returns a fault at a key of the job; `lora.dropout` is one inside a section."""
-    assert subject.job is not None
-    return Fault(place=subject.job.locate(tuple(key.split("."))), problem=problem, effect=effect, fix=fix)
+def _ungathered(s: Subject) -> list[dict[str, Any]]:
+    return [{"key": key, "size": getattr(s.asked, key)} for key in _shared(s) if not s.is_true(_GATHER, default=True)]
 
 
-def _mixes_averages(subject: Subject) -> bool:
+def _mixes_averages(s: Subject) -> bool:
     """Returns whether ZeRO-3 divides gradients of some parameters by all ranks, and others by the groups of `sp`."""
-    scatters = subject.is_true(_SCATTER, default=True)
-    return subject.job is not None and subject.job.job.sp > 1 and subject.stage == 3 and not scatters
-
-
-def _steps_of(job: Job) -> Iterator[tuple[str, float, str]]:
-    """Yields keys with intervals in steps, and the effect of an interval longer than the run."""
-    if job.eval_steps is not None and job.has_eval:
-        yield "eval_steps", job.eval_steps, "the model is evaluated only at the end"
-    yield "logging_steps", job.logging_steps, "the metrics have a single line, at the end"
-
-
-def _never_reached(subject: Subject) -> Iterator[Fault]:
-    job = subject.asked
-    if job is None or job.max_steps is None:
-        return
-    for key, steps, effect in _steps_of(job):
-        if steps > job.max_steps > 1:
-            problem = f"{key} is {steps}, but max_steps is {job.max_steps}"
-            yield in_job(subject, key, problem, effect, f"write a {key} of at most {job.max_steps}")
+    return s.asked is not None and s.asked.sp > 1 and s.stage == 3 and not s.is_true(_SCATTER, default=True)
 
 
 _SCHEDULE_KEYS = {
@@ -146,40 +132,29 @@ _NEEDED_KEYS = {
 """Schedule → the parameters of which it needs exactly one."""
 
 
-def _wrong_schedule(subject: Subject) -> Iterator[Fault]:
-    """Reports parameters that a schedule does not take, and one that it needs."""
-    job = subject.asked
-    if job is None:
-        return
-    schedule, given = job.lr_scheduler_type, job.lr_scheduler_kwargs
-    legal, needed = _SCHEDULE_KEYS.get(schedule, ()), _NEEDED_KEYS.get(schedule, ())
-    for key in given:
-        if key not in legal:
-            takes = f"it takes {', '.join(legal)}" if legal else "it takes none"
-            yield in_job(subject, "lr_scheduler_kwargs", f'{schedule} has no parameter "{key}"; {takes}',
-                          "the run stops before the first step", "remove it")  # fmt: skip
-    if needed and sum(key in given for key in needed) != 1:
-        problem = f"{schedule} needs {' or '.join(needed)} in lr_scheduler_kwargs"
-        yield in_job(subject, "lr_scheduler_type", problem, "the run stops before the first step",
-                      f"write lr_scheduler_kwargs: {{{needed[-1]}: …}}")  # fmt: skip
+def _not_taken(_: Subject, job: Job) -> list[dict[str, Any]]:
+    legal = _SCHEDULE_KEYS.get(job.lr_scheduler_type, ())
+    takes = f"it takes {', '.join(legal)}" if legal else "it takes none"
+    return [{"name": name, "takes": takes} for name in job.lr_scheduler_kwargs if name not in legal]
 
 
-def _its_own_data(subject: Subject) -> Iterator[Fault]:
-    if (job := subject.asked) is None:
-        return
+def _needed(_: Subject, job: Job) -> Broken:
+    needed = _NEEDED_KEYS.get(job.lr_scheduler_type, ())
+    if not needed or sum(key in job.lr_scheduler_kwargs for key in needed) == 1:
+        return None
+    return {"needed": " or ".join(needed), "last": needed[-1]}
+
+
+def _trains_on_its_evaluation(_: Subject, job: Job) -> bool:
     paths = {source.path for source in job.train_sources}
-    if any(source.path in paths and source.split is None for source in job.eval_sources):
-        yield in_job(subject, "eval_data", "eval_data is the training data",
-                      "eval_loss measures memorization", "use other data")  # fmt: skip
+    return any(source.path in paths and source.split is None for source in job.eval_sources)
 
 
-def _too_long(subject: Subject) -> Iterator[Fault]:
-    model, job = subject.model, subject.asked
-    if model is None or job is None or job.rope_scaling or not 0 < model.max_position_embeddings < job.seq_len:
-        return
-    problem = f"seq_len is {job.seq_len}, but {model.name} has {model.max_position_embeddings} positions"
-    effect = "positions beyond were never trained: the loss is wrong there, or an index is out of range"
-    yield in_job(subject, "seq_len", problem, effect, _shorter_or_scaled(model, RopeType.YARN, job.seq_len))
+def _too_long(s: Subject, job: Job) -> Broken:
+    model = s.model
+    if model is None or job.rope_scaling or not 0 < model.max_position_embeddings < job.seq_len:
+        return None
+    return {"instead": _shorter_or_scaled(model, RopeType.YARN, job.seq_len)}
 
 
 def _shorter_or_scaled(model: ModelFacts, rope_type: RopeType, seq_len: int) -> str:
@@ -192,94 +167,268 @@ def _shorter_or_scaled(model: ModelFacts, rope_type: RopeType, seq_len: int) -> 
     return f"{fix}, or rope_scaling: {{{values}}}"
 
 
-def _cannot_scale(subject: Subject) -> Iterator[Fault]:
-    model, job = subject.model, subject.asked
-    if model is None or job is None or job.rope_scaling is None:
+def _cannot_scale(s: Subject, job: Job) -> Broken:
+    if s.model is None or job.rope_scaling is None:
+        return None
+    if (why := rope_scaling.fault(s.model, job.rope_scaling, job.seq_len)) is None:
+        return None
+    is_longer = job.seq_len > s.model.max_position_embeddings
+    more = f" and {_shorter_or_scaled(s.model, job.rope_scaling.rope_type, job.seq_len)}" if is_longer else ""
+    return {"why": why, "more": more}
+
+
+def _lacks_bf16(s: Subject, job: Job) -> Broken:
+    if s.cluster is None or s.cluster.gpu_origin == "assumed" or job.precision is not Precision.BF16:
+        return None
+    return {"gpu": s.cluster.gpu.name} if s.cluster.gpu.lacks_bf16 else None
+
+
+def _not_on_cpu(subject: Subject) -> Iterator[Fault]:
+    """Reports settings of the job and of the engine that a CPU does not run."""
+    job, cluster = subject.asked, subject.cluster
+    if job is None or cluster is None or cluster.gpu_origin == "assumed" or not cluster.gpu.is_cpu:
         return
-    if (problem := rope_scaling.fault(model, job.rope_scaling, job.seq_len)) is not None:
-        fix = "remove rope_scaling"
-        if job.seq_len > model.max_position_embeddings:
-            fix += f" and {_shorter_or_scaled(model, job.rope_scaling.rope_type, job.seq_len)}"
-        yield in_job(subject, "rope_scaling", problem, "the model is refused, or trains on untrained positions", fix)
-
-
-def _not_on_gpu(subject: Subject) -> Iterator[Fault]:
-    """Reports settings that a known GPU does not support."""
-    job = subject.asked
-    cluster = subject.cluster
-    if job is None or cluster is None or cluster.gpu_origin == "assumed":
-        return
-    gpu = cluster.gpu
-    if job.precision is Precision.BF16 and not gpu.has_bf16 and not gpu.is_cpu:
-        yield in_job(subject, "precision", f"precision is bf16, but {gpu.name} does not support it",
-                      "matrix products run in fp32, at a fraction of the speed", "write precision: fp16")  # fmt: skip
-    if gpu.is_cpu:
-        yield from _not_on_cpu(subject, job)
-
-
-def _not_on_cpu(subject: Subject, job: Job) -> Iterator[Fault]:
-    values = {
-        limit.key: subject.at(limit.key, None) if limit.is_of_engine else getattr(job, limit.key, None)
-        for limit in CPU_LIMITS
-    }
-    for limit in limits_of(values):
+    of_engine = limits_of({limit.key: subject.at(limit.key, None) for limit in CPU_LIMITS if limit.is_of_engine})
+    for limit in (*limits_on_cpu(job), *of_engine):
         if limit.unless == OFFLOADED and subject.offloads_optimizer:
-            continue
-        problem = f"{limit.key} is {limit.value}, but the ranks train on the CPU"
+            continue  # DeepSpeed's CPU optimizer trains
         effect = f"the run stops{f', unless {limit.unless}' if limit.unless else ''}: {limit.why}"
-        if not limit.is_of_engine:
-            yield in_job(subject, limit.key, problem, effect, f"write {limit.key}: {limit.instead}")
-            continue
-        fix = f"write {limit.instead if limit.value == 'true' else shown(limit.instead)}"
-        pointer = tuple(limit.key.split("."))
         severity = None if limit.unless not in ("", OFFLOADED) else Severity.ERROR
-        yield Fault(pointer=pointer, problem=problem, effect=effect, fix=fix, severity=severity)
+        if limit.is_of_engine:
+            fix = f"write {limit.instead if limit.value == 'true' else shown(limit.instead)}"
+            yield fault(limit.key, limit.problem, effect, fix, severity=severity)
+        else:
+            fix = f"write {limit.key}: {limit.instead}"
+            yield job_fault(subject, limit.key, limit.problem, effect, fix, severity=severity)
 
 
-def _without_weights(subject: Subject) -> Iterator[Fault]:
-    """Reports checkpoints of the weights alone where the weights are not gathered."""
+def limits_on_cpu(job: Job) -> list[CpuLimit]:
+    """Returns the limits of a CPU that keys of a job meet; Triton's interpreter runs Liger's kernels."""
+    is_interpreted = {**os.environ, **job.env}.get("TRITON_INTERPRET") == "1"
+    limits = limits_of({limit.key: getattr(job, limit.key, None) for limit in CPU_LIMITS if not limit.is_of_engine})
+    return [limit for limit in limits if not (limit.key == "liger" and is_interpreted)]
+
+
+def _saves_no_weights(s: Subject, job: Job) -> bool:
+    is_ungathered = s.stage == 3 and not s.is_true(_GATHER, default=True)
+    return job.save_only_model and job.method is Method.FULL and is_ungathered
+
+
+_STOPS = "the run stops before it loads the model"
+_STOPS_FIRST = "the run stops before the first step"
+_STOPS_LOADED = "the run stops once the model is loaded"
+_OF_VIDEOS = ("video_max_pixels", "video_fps", "video_maxlen")
+_OF_TOWERS = ("max_pixels", "min_pixels", "image_patches", *_OF_VIDEOS, *(row.key for row in task_limits.WITH_ADAPTERS))
+
+
+def _not_of_task(subject: Subject) -> Iterator[Fault]:
+    """Reports keys of the job that its task or method does not support."""
+    for limit, problem in task_limits.broken(subject.job.job) if subject.job is not None else ():
+        yield job_fault(subject, limit.key, problem, _STOPS, limit.fix)
+
+
+def _without_tower(s: Subject, job: Job) -> list[dict[str, Any]]:
+    """Returns keys of images, videos and towers in the job of a language model."""
+    given = [key for key in _OF_TOWERS if getattr(job, key) != getattr(_PLAIN, key)]
+    return [{"name": key} for key in given if s.model is not None and not s.model.has_tower]
+
+
+def _of_videos(s: Subject, job: Job) -> list[dict[str, Any]]:
+    """Returns keys of videos in the job of a model with a tower that does not train on them."""
+    if s.model is None or not s.model.has_tower or traits(s.model.model_type).trains_videos:
+        return []
+    return [{"name": key} for key in _OF_VIDEOS if getattr(job, key)]
+
+
+def _named_in_vain(subject: Subject) -> Iterator[Fault]:
+    """Reports patterns of parameters and modules of an adapter that are in no name of the model."""
     job = subject.asked
-    if job is None or not job.save_only_model or job.method is not Method.FULL or subject.stage != 3:
+    given = _named_keys(job) if job is not None else []
+    if subject.job is None or job is None or not given:
         return
-    if not subject.is_true(_GATHER, default=True):
-        yield in_job(subject, "save_only_model", f"save_only_model is true, but {_GATHER} is false",
-                     "the run stops before it loads the model: its checkpoints would have no weights",
-                     f'write "{GATHERS}": true in ds_config.json')  # fmt: skip
+    names = names_of(subject.model, job.model)
+    if names is not None:  # names in files may list each expert separately
+        given = [key for key in given if key.endswith("target_parameters") and subject.model is None]
+    if given and (names is None or subject.model is None):
+        problem = f"{', '.join(given)} cannot be checked: the names of {job.model}'s parameters are not known here"
+        fix = "name a folder with its config.json or its weights to check them before the launch"
+        effect = f"{_STOPS_LOADED} if it has no such names"
+        yield replace(job_fault(subject, "model", problem, effect, fix), severity=Severity.WARNING)
+    if names is None:
+        return
+    for found in unknown(job, names, subject.model):
+        yield fault("", found.problem, _STOPS_LOADED, found.fix, place=subject.job.locate(found.keys))
 
 
+def _named_keys(job: Job) -> list[str]:
+    """Returns the keys of a job that name parameters or modules."""
+    if job.method is Method.FULL:
+        return [key for key in ("freeze", "train_only") if getattr(job, key)]
+    plain = Lora()
+    keys = ("targets", "target_parameters", "modules_to_save")
+    return [f"lora: {key}" for key in keys if getattr(job.lora, key) != getattr(plain, key)]
+
+
+def _is_weighted(job: Job) -> bool:
+    return any(source.weight is not None for source in job.train_sources)
+
+
+_NO_TURNS = ("task is pretrain, whose texts have no turns", lambda job: job.task is not Task.PRETRAIN)
+_NO_EVALUATION = ("there are no evaluation data", lambda job: job.has_eval)
+READ_WITH: Mapping[str, tuple[str, Any]] = MappingProxyType(
+    {
+        "dpo": ("task is not dpo", lambda job: job.task is Task.DPO),
+        **dict.fromkeys(("loss_on", "system", "thinking"), _NO_TURNS),
+        **dict.fromkeys(("eval_strategy", "eval_on_start", "eval_micro_batch"), _NO_EVALUATION),
+        "eval_steps": ("eval_strategy is epoch", lambda job: job.eval_strategy == Interval.STEPS),
+        "lora": ("method is full", lambda job: job.method is not Method.FULL),
+        "shuffle_buffer": ("streaming is false", lambda job: job.streaming),
+        "stopping_strategy": ("no data set has a weight", _is_weighted),
+        "muon_learning_rate": ("optimizer is not muon", lambda job: job.optimizer is Optimizer.MUON),
+        "torch_compile_backend": ("torch_compile is false", lambda job: job.torch_compile),
+        "warmup_ratio": ("warmup_steps is set, in its place", lambda job: job.warmup_steps is None),
+        "early_stopping_threshold": ("early_stopping is not set", lambda job: job.early_stopping is not None),
+    }
+)
+"""Keys that are read only beside others → why a job does not read them otherwise, and whether it does."""
+
+
+def _unread(_: Subject, job: Job) -> list[dict[str, Any]]:
+    """Returns keys that differ from their default, but that nothing reads."""
+    given = {key: row for key, row in READ_WITH.items() if getattr(job, key) != getattr(_PLAIN, key)}
+    return [{"name": key, "why": why} for key, (why, is_read) in given.items() if not is_read(job)]
+
+
+_E, _W = Severity.ERROR, Severity.WARNING
 # fmt: off
+ODD = {
+    "warmup_steps": in_job(
+        "warmup_steps", lambda s, job: job.max_steps is not None and (job.warmup_steps or 0) >= job.max_steps,
+        problem="warmup_steps is {value}, but max_steps is {job.max_steps}",
+        effect="the learning rate never gets to its peak", fix="write fewer than max_steps"),
+    "new_tokens": in_job(
+        "new_tokens", lambda s, job: len(set(job.new_tokens)) < len(job.new_tokens),
+        problem="new_tokens is {value}, but one of them is there twice",
+        effect="it is added once", fix="remove the second one"),
+    "samples.max_new_tokens": in_job(
+        "samples.max_new_tokens",
+        lambda s, job: job.samples is not None and job.samples.max_new_tokens > job.seq_len,
+        problem="samples.max_new_tokens is {value}, but seq_len is {job.seq_len}",
+        effect="texts may be longer than any of the training, and each of their tokens takes a forward pass",
+        fix="write seq_len at most"),
+    "min_pixels": in_job(
+        "min_pixels", lambda s, job: (job.min_pixels or 0) > (job.max_pixels or job.min_pixels or 0),
+        problem="min_pixels is {value}, but max_pixels is {job.max_pixels}",
+        effect="images are made smaller, then larger again", fix="write max_pixels at most"),
+    "learning_rate": in_job(
+        "learning_rate", lambda s, job: job.learning_rate > LARGEST_RATE,
+        problem=f"learning_rate is {{value}}, but rates above {LARGEST_RATE} are too large for {{job.optimizer}}",
+        effect="the loss diverges in the first steps",
+        fix="write 1e-5 (full) or 1e-4 (lora), or leave it out"),
+}
+"""Keys of a job whose value makes no sense → their check."""
+
+
 RULES = (
-    Rule(id="DS221", severity=Severity.ERROR, title="feature that dstrain run does not support", find=_not_run,
+    Rule(id="DS221", severity=_E, title="feature that dstrain run does not support", find=_not_run,
          source="dstrain/train"),
-    Rule(id="DS222", severity=Severity.ERROR, title="tensor parallelism that cannot be saved", find=_unsaved,
+    Rule(id="DS222", severity=_E, title="tensor parallelism that cannot be saved",
+         find=when(_TP, _is_unsaved, problem=_UNSUPPORTED,
+                   effect="save_model writes no weights: accelerate gathers the parts of tensor parallelism only if "
+                          f"{GATHERS} is true, at any stage",
+                   fix=f'remove it, or write "{GATHERS}": true for your own Trainer'),
          source="accelerate 1.15 accelerator.py: get_state_dict"),
-    Rule(id="DS223", severity=Severity.ERROR, title="sequence parallelism without reduce_scatter",
+    Rule(id="DS223", severity=_E, title="sequence parallelism without reduce_scatter",
          find=when(_SCATTER, _mixes_averages,
                    problem="reduce_scatter is {value} under ZeRO-3, and sp in job.yaml is above 1",
                    effect="gradients are multiplied by sp, except for those larger than reduce_bucket_size",
                    fix="remove the line"),
          source="deepspeed 0.19.8 runtime/zero/stage3.py: __avg_scatter_contiguous_grads, __avg_scatter_grads"),
-    Rule(id="DS224", severity=Severity.ERROR, title="parallelism at odds with the job", find=_shared_weights,
-         source="dstrain/train/parallel.py; a norm of 3.71 in place of 4.78 on CPU ranks, deepspeed 0.19.8"),
-    Rule(id="DS901", severity=Severity.WARNING, title="interval longer than the run", find=_never_reached,
+    Rule(id="DS224", severity=_E, title="parallelism at odds with the job",
+         find=together(
+             _of_size(_TP, "tp", lambda s: s.number(_TP, 1) != 1),
+             _of_size(_EP, "ep", is_on("expert_parallel.enabled")),
+             when(_HPZ, lambda s: "tp" in _shared(s) and s.stage == 3 and s.number(_HPZ, 1) > 1,
+                  problem="{path} with tp {job.tp}",
+                  effect=_SAYS["hpZ and AutoTP"],
+                  fix="remove it"),
+             in_job("tp", lambda s, job: "tp" in _shared(s) and s.stage == 0, problem="tp is {value} without ZeRO",
+                    effect=_SAYS["TP needs ZeRO"],
+                    fix='write "stage": 1 in ds_config.json'),
+             in_job("ep", lambda s, job: "ep" in _shared(s) and s.stage == 0, problem="ep is {value} without ZeRO",
+                    effect=_SAYS["EP needs ZeRO"], fix='write "stage": 1 in ds_config.json'),
+             when(_GATHER, _ungathered, problem="{path} is false with {key} {size}",
+                  effect="no checkpoint holds whole weights, and no program makes them of the parts",
+                  fix="remove it")),
+         source="dstrain/train/parts/parallel.py; a norm of 3.71 in place of 4.78 on CPU ranks, deepspeed 0.19.8"),
+    Rule(id="DS226", severity=_E, title="key that the task or the method does not support", find=_not_of_task,
+         source="dstrain/job/task_limits.py"),
+    Rule(id="DS227", severity=_E, title="name not found in the model", find=_named_in_vain,
+         source="dstrain/train/adapters.py; peft 0.21 tuners/tuners_utils.py: check_target_module_exists"),
+    Rule(id="DS901", severity=_W, title="interval longer than the run",
+         find=together(
+             in_job("eval_steps", lambda s, job: job.has_eval and (job.eval_steps or 0) > (job.max_steps or 0) > 1,
+                    problem="eval_steps is {job.eval_steps}, but max_steps is {job.max_steps}",
+                    effect="the model is evaluated only at the end",
+                    fix="write a eval_steps of at most {job.max_steps}"),
+             in_job("logging_steps", lambda s, job: job.logging_steps > (job.max_steps or 0) > 1,
+                    problem="logging_steps is {job.logging_steps}, but max_steps is {job.max_steps}",
+                    effect="the metrics have a single line, at the end",
+                    fix="write a logging_steps of at most {job.max_steps}")),
          source="dstrain/job/schema.py"),
-    Rule(id="DS902", severity=Severity.WARNING, title="evaluation on the training data", find=_its_own_data,
+    Rule(id="DS902", severity=_W, title="evaluation on the training data",
+         find=in_job("eval_data", _trains_on_its_evaluation, problem="eval_data is the training data",
+                     effect="eval_loss measures memorization", fix="use other data"),
          source="dstrain/train/arguments.py"),
-    Rule(id="DS903", severity=Severity.WARNING, title="samples longer than the model's positions", find=_too_long,
+    Rule(id="DS903", severity=_W, title="samples longer than the model's positions",
+         find=in_job("seq_len", _too_long,
+                     problem="seq_len is {value}, but {model.name} has {model.max_position_embeddings} positions",
+                     effect="positions beyond were never trained: the loss is wrong there, or an index is out of range",
+                     fix="{instead}"),
          source="config.json: max_position_embeddings"),
-    Rule(id="DS904", severity=Severity.WARNING, title="setting that the GPU does not support", find=_not_on_gpu,
+    Rule(id="DS904", severity=_W, title="setting that the GPU does not support",
+         find=together(
+             in_job("precision", _lacks_bf16, problem="precision is bf16, but {gpu} does not support it",
+                    effect="matrix products run in fp32, at a fraction of the speed", fix="write precision: fp16"),
+             _not_on_cpu),
          source="dstrain/facts/cluster/gpus.py"),
-    Rule(id="DS905", severity=Severity.ERROR, title="rope scaling that the model cannot have", find=_cannot_scale,
+    Rule(id="DS905", severity=_E, title="rope scaling that the model cannot have",
+         find=in_job("rope_scaling", _cannot_scale, problem="{why}",
+                     effect="the model is refused, or trains on untrained positions", fix="remove rope_scaling{more}"),
          source="Transformers 5.23 modeling_rope_utils.py; dstrain/plan/rope_scaling.py"),
-    Rule(id="DS906", severity=Severity.ERROR, title="parameter that the schedule does not take", find=_wrong_schedule,
+    Rule(id="DS906", severity=_E, title="parameter that the schedule does not take",
+         find=together(
+             in_job("lr_scheduler_kwargs", _not_taken, effect=_STOPS_FIRST, fix="remove it",
+                    problem='{job.lr_scheduler_type} has no parameter "{name}"; {takes}'),
+             in_job("lr_scheduler_type", _needed, effect=_STOPS_FIRST, fix="write lr_scheduler_kwargs: {{{last}: …}}",
+                    problem="{job.lr_scheduler_type} needs {needed} in lr_scheduler_kwargs")),
          source="transformers 5.23 optimization.py: TYPE_TO_SCHEDULER_FUNCTION"),
-    Rule(
-        id="DS910",
-        severity=Severity.ERROR,
-        title="checkpoints without weights",
-        find=_without_weights,
-        source="dstrain/train/saving.py: require_weights",
-    ),
+    Rule(id="DS907", severity=_W, title="key of the job that is not read",
+         find=in_job("{name}", _unread, problem="{key} is {value}, but {why}", effect="it is not read",
+                     fix="remove it"),
+         source="dstrain/config/lint/rules/jobs.py: READ_WITH"),
+    Rule(id="DS908", severity=_W, title="label smoothing without effect on this loss",
+         find=in_job("dpo", lambda s, job: task_limits.is_smoothing_unused(job),
+                     problem="label_smoothing is {job.dpo.label_smoothing:g}, but loss_type is {job.dpo.loss_type}",
+                     effect="it changes nothing", fix="write loss_type: robust, or remove it"),
+         source="trl 1.16 trainer/dpo_trainer.py: DPOTrainer._compute_loss"),
+    Rule(id="DS909", severity=_W, title="key of images or towers for a language model",
+         find=in_job("{name}", _without_tower, problem="{key} is {value}, but {model.name} has no tower",
+                     effect="it changes nothing, or stops the run", fix="remove the key"),
+         source="dstrain/train/adapters.py: freeze"),
+    Rule(id="DS910", severity=_E, title="checkpoints without weights",
+         find=in_job("save_only_model", _saves_no_weights,
+                     problem=f"save_only_model is true, but {_GATHER} is false",
+                     effect="the run stops before it loads the model: its checkpoints would have no weights",
+                     fix=f'write "{GATHERS}": true in ds_config.json'),
+         source="dstrain/train/parts/saving.py: require_weights"),
+    Rule(id="DS911", severity=_W, title="key of videos for a family that does not train on them",
+         find=in_job("{name}", _of_videos,
+                     problem="{key} is {value}, but {model.model_type} does not train on videos",
+                     effect="it changes nothing", fix="remove the key"),
+         source="dstrain/facts/model/traits.py: trains_videos"),
+    Rule(id="DS912", severity=_W, title="value of the job that makes no sense", find=together(*ODD.values()),
+         source="dstrain/config/lint/rules/jobs.py: ODD"),
 )
 """Rules about the job."""
 # fmt: on

@@ -11,10 +11,9 @@ from dstrain.config.document import REMOVED, Change, dotted, lookup
 from dstrain.config.jsonc import Pointer, place_of
 from dstrain.config.keys.key import Key, Kind, Names
 from dstrain.config.keys.table import KEYS, children, key_of
-from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import REFUSES, Rule
-from dstrain.config.lint.subject import ABSENT, Subject, shown
+from dstrain.config.lint.rule import ABSENT, REFUSES, Fault, Rule, Subject, fault, shown, when
 from dstrain.errors import nearest
+from dstrain.findings import Severity
 
 _REFUSES = "DeepSpeed refuses it when the engine starts, after loading the model"
 _THERE = " That key is there already: remove one of the two"
@@ -159,13 +158,9 @@ def _misspelled(subject: Subject) -> Iterator[Fault]:
         name, target = str(pointer[-1]), (*pointer[:-1], meant)
         is_slip = slip_of(name, _names_in(pointer[:-1])) == meant and not _is_at_home(name, pointer[:-1])
         is_safe = is_slip and not subject.has(dotted(target))
-        yield Fault(
-            pointer=pointer,
-            problem=_problem(pointer, parent),
-            effect=_effect(parent),
-            fix=f'did you mean "{meant}"?' + (_THERE if subject.has(dotted(target)) else ""),
-            changes=(Change(pointer=pointer, renamed=meant),) if is_safe else (),
-        )
+        fix = f'did you mean "{meant}"?' + (_THERE if subject.has(dotted(target)) else "")
+        changes = (Change(pointer=pointer, renamed=meant),) if is_safe else ()
+        yield fault(pointer, _problem(pointer, parent), _effect(parent), fix, changes=changes)
 
 
 def _problem(pointer: Pointer, parent: Key | None) -> str:
@@ -177,7 +172,7 @@ def _misplaced(subject: Subject) -> Iterator[Fault]:
         if near_name(pointer) is None and (home := elsewhere(pointer)) is not None:
             fix = f"it belongs to {home}" if "." in home else "move it to the top of the file"
             fix += _THERE if subject.has(home) else ""
-            yield Fault(pointer=pointer, problem=_problem(pointer, parent), effect=_effect(parent), fix=fix)
+            yield fault(pointer, _problem(pointer, parent), _effect(parent), fix)
 
 
 def _meaningless(subject: Subject) -> Iterator[Fault]:
@@ -186,13 +181,9 @@ def _meaningless(subject: Subject) -> Iterator[Fault]:
             continue
         refused = _refuses(parent)
         if refused or not str(pointer[-1]).startswith("_"):
-            yield Fault(
-                pointer=pointer,
-                severity=Severity.ERROR if refused else Severity.WARNING,
-                problem=_problem(pointer, parent),
-                effect=_effect(parent),
-                fix="remove it" + ("" if pointer[:-1] else '; to keep it as a note, name it "_…" or "x-…"'),
-            )
+            fix = "remove it" + ("" if pointer[:-1] else '; to keep it as a note, name it "_…" or "x-…"')
+            severity = Severity.ERROR if refused else Severity.WARNING
+            yield fault(pointer, _problem(pointer, parent), _effect(parent), fix, severity=severity)
 
 
 def _instead(subject: Subject, row: Key) -> str:
@@ -217,13 +208,9 @@ def _removed(subject: Subject) -> Iterator[Fault]:
         if row is None or row.removed is None or pointer[:-1] in PARAMS:
             continue
         refused = is_refused(row)
-        yield Fault(
-            pointer=pointer,
-            severity=None if refused else Severity.WARNING,
-            problem=f'DeepSpeed {row.removed} removed "{row.path}"',
-            effect=REFUSES if refused else _IGNORES,
-            fix=_instead(subject, row),
-        )
+        problem, effect = f'DeepSpeed {row.removed} removed "{row.path}"', REFUSES if refused else _IGNORES
+        severity = None if refused else Severity.WARNING
+        yield fault(pointer, problem, effect, _instead(subject, row), severity=severity)
 
 
 def _deprecated(subject: Subject) -> Iterator[Fault]:
@@ -232,12 +219,8 @@ def _deprecated(subject: Subject) -> Iterator[Fault]:
         if row is None or pointer[:-1] in PARAMS:
             continue  # parameters of optimizers have their own rules
         if row.removed is None and row.instead is not None and row.alias_of is None:
-            yield Fault(
-                pointer=pointer,
-                problem=f'"{row.path}" is deprecated',
-                effect="DeepSpeed still reads it, but warns that a later release will not",
-                fix=_instead(subject, row),
-            )
+            effect = "DeepSpeed still reads it, but warns that a later release will not"
+            yield fault(pointer, f'"{row.path}" is deprecated', effect, _instead(subject, row))
 
 
 def _twice_named(subject: Subject) -> Iterator[Fault]:
@@ -249,25 +232,18 @@ def _twice_named(subject: Subject) -> Iterator[Fault]:
         if other is not ABSENT:
             refused = _refuses(key_of(pointer[:-1]))
             is_safe = not refused and lookup(subject.config, pointer) == other
-            yield Fault(
-                pointer=pointer,
-                problem=f'"{row.path}" and "{row.alias_of}" are two names of one key',
-                effect=_REFUSES if refused else f"DeepSpeed reads {row.alias_of} and ignores this one",
-                fix="keep one of them",
+            yield fault(
+                pointer,
+                f'"{row.path}" and "{row.alias_of}" are two names of one key',
+                _REFUSES if refused else f"DeepSpeed reads {row.alias_of} and ignores this one",
+                "keep one of them",
                 changes=(Change(pointer=pointer, value=REMOVED),) if is_safe else (),
             )
 
 
-def _alias(subject: Subject) -> Iterator[Fault]:
-    """Reports bfloat16, DeepSpeed's other name of bf16, which Transformers and accelerate do not know."""
-    if "bfloat16" in subject.config and "bf16" not in subject.config and subject.is_trainers:
-        yield Fault(
-            pointer=("bfloat16",),
-            problem='the Trainer does not know "bfloat16", DeepSpeed\'s other name of bf16',
-            effect="the Trainer adds its own bf16 section, and DeepSpeed reads that section instead of this one",
-            fix='write "bf16"',
-            changes=(Change(pointer=("bfloat16",), renamed="bf16"),),
-        )
+def _is_unknown_alias(s: Subject) -> bool:
+    """Returns whether Transformers and accelerate read bfloat16, DeepSpeed's other name of bf16, which they ignore."""
+    return "bfloat16" in s.config and "bf16" not in s.config and s.is_trainers
 
 
 _TABLE = "deepspeed 0.19.8, section by section: dstrain/config/keys"
@@ -284,25 +260,20 @@ def _repeated(subject: Subject) -> Iterator[Fault]:
         line = place_of(document.text, key.first, document.name).line
         value = lookup(document.value, key.pointer)
         last = "" if value is ABSENT else f", {shown(value)},"  # absent if an outer key is repeated too
-        yield Fault(
-            pointer=key.pointer,
+        yield fault(
+            key.pointer,
+            f'"{key.pointer[-1]}" is repeated (first on line {line})',
+            f"the Trainer uses the last value{last} without a warning; DeepSpeed itself refuses the file",
+            "keep one of them",
             at=key.at,
-            problem=f'"{key.pointer[-1]}" is repeated (first on line {line})',
-            effect=f"the Trainer uses the last value{last} without a warning; DeepSpeed itself refuses the file",
-            fix="keep one of them",
         )
 
 
 def _extras(subject: Subject) -> Iterator[Fault]:
-    if subject.job is not None:
-        return
-    for what, offset in subject.document.extras.items():
-        yield Fault(
-            at=offset,
-            problem=f"{what} is not plain JSON",
-            effect="dstrain and DeepSpeed accept it; a Trainer that reads the file by its path stops",
-            fix="leave it for dstrain run; remove it for other tools",
-        )
+    effect = "dstrain and DeepSpeed accept it; a Trainer that reads the file by its path stops"
+    fix = "leave it for dstrain run; remove it for other tools"
+    for name, offset in subject.document.extras.items() if subject.job is None else ():
+        yield fault("", f"{name} is not plain JSON", effect, fix, at=offset)
 
 
 _JSON_LOAD = "accelerate 1.15 utils/deepspeed.py: HfDeepSpeedConfig (json.load)"
@@ -316,7 +287,11 @@ RULES = (
     Rule(id="DS104", severity=_E, title="removed key", find=_removed, source="deepspeed 0.19.8 runtime/config.py"),
     Rule(id="DS105", severity=_W, title="deprecated key", find=_deprecated, source=_TABLE),
     Rule(id="DS106", severity=_E, title="two names of one key", find=_twice_named, source=_TABLE),
-    Rule(id="DS107", severity=_E, title="bfloat16 under the Trainer", find=_alias,
+    Rule(id="DS107", severity=_E, title="bfloat16 under the Trainer",
+         find=when("bfloat16", _is_unknown_alias,
+                   problem='the Trainer does not know "bfloat16", DeepSpeed\'s other name of bf16',
+                   effect="the Trainer adds its own bf16 section, and DeepSpeed reads that section instead of this one",
+                   fix='write "bf16"', changes=(Change(pointer=("bfloat16",), renamed="bf16"),)),
          source="accelerate 1.15 utils/dataclasses.py: DeepSpeedPlugin.set_mixed_precision"),
     Rule(id="DS002", severity=Severity.ERROR, title="repeated key", find=_repeated,
          source=_JSON_LOAD + "; deepspeed 0.19.8 runtime/config_utils.py: dict_raise_error_on_duplicate_keys"),

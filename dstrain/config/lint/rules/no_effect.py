@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from dstrain.config.document import dotted, lookup
 from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.table import is_read, key_of
-from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Breaks, Rule, each_of, when
-from dstrain.config.lint.subject import Subject
+from dstrain.config.keys.table import KEYS, is_read, key_of
+from dstrain.config.lint.rule import Breaks, Fault, Rule, Subject, each_of, fault, together, when
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.facts.ds_config import OLD_OFFLOADS, offload_device
+from dstrain.findings import Severity
 
 _DS = "deepspeed 0.19.8 "
 _ZERO = "zero_optimization."
@@ -25,8 +24,7 @@ _PROFILERS = {
     "step",
     "wall_clock_breakdown": "it waits for the device around every part of a step",
 }
-TP_PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
-"""Source: deepspeed 0.19.8 module_inject/autotp_config.py: AutoTPPresets.get_preset."""
+_TP_PRESETS = KEYS["tensor_parallel", "preset_model"].words
 
 
 def is_on(path: str) -> Breaks:
@@ -46,44 +44,12 @@ def has_pass(s: Subject, name: str) -> bool:
 
 
 def _below_zero3(breaks: Breaks) -> Breaks:
-    return lambda subject: subject.stage < 3 and breaks(subject)
+    return lambda subject: subject.stage < 3 and bool(breaks(subject))
 
 
-def _offload_below(subject: Subject) -> Iterator[Fault]:
-    stage = subject.stage
-    if subject.device("offload_param") != offload_device(subject.config, "offload_param"):
-        yield Fault(
-            pointer=("zero_optimization", "offload_param"),
-            problem=f"offload_param with ZeRO-{stage}",
-            effect="parameters stay on the GPU: only ZeRO-3 partitions and offloads them",
-            fix='write "stage": 3, or remove offload_param',
-        )
-    if subject.device("offload_optimizer") != "none" and not subject.offloads_optimizer:
-        yield Fault(
-            pointer=("zero_optimization", "offload_optimizer"),
-            problem="offload_optimizer with ZeRO-0",
-            effect="a CPU optimizer is built for parameters on the GPU: the run stops at its first step",
-            fix='write "stage": 2, or remove offload_optimizer',
-        )
-
-
-def _inert_sizes(subject: Subject) -> Iterator[Fault]:
-    for name in subject.zero if subject.stage < 3 else ():
-        if str(name).startswith("stage3_") and name not in _HARMLESS:
-            yield Fault(
-                pointer=("zero_optimization", name),
-                problem=f"{name} with ZeRO-{subject.stage}",
-                effect="only ZeRO-3 reads it",
-                fix="leave it or remove it",
-            )
-
-
-def _profilers(subject: Subject) -> Iterator[Fault]:
-    for path, effect in _PROFILERS.items():
-        if subject.is_true(path):
-            section, _, key = path.partition(".")
-            fix = f'write "{key or section}": false'
-            yield Fault(pointer=tuple(path.split(".")), problem=f"{section} is enabled", effect=effect, fix=fix)
+def _inert_sizes(s: Subject) -> list[dict[str, str]]:
+    names = [str(name) for name in s.zero if str(name).startswith("stage3_") and name not in _HARMLESS]
+    return [{"key": name} for name in names if s.stage < 3]
 
 
 def _leaf_modules(subject: Subject) -> Iterator[Fault]:
@@ -95,12 +61,12 @@ def _leaf_modules(subject: Subject) -> Iterator[Fault]:
         bare = str(name).rsplit(".", 1)[-1]
         if moe is None or bare != moe.block_class:
             has = f"its MoE block is {moe.block_class}" if moe else "it has no experts"
-            yield Fault(
-                pointer=("zero_optimization", "leaf_module", "classes", index),
+            yield fault(
+                ("zero_optimization", "leaf_module", "classes", index),
+                f'"{name}" is not an MoE block of {subject.model.name}: {has}',
+                "DeepSpeed ignores a class that the model does not have, without a warning",
+                f'write "{moe.block_class}"' if moe else "remove leaf_module",
                 severity=None if "moe" in bare.lower() else Severity.INFO,  # the class may be a leaf for another reason
-                problem=f'"{name}" is not an MoE block of {subject.model.name}: {has}',
-                effect="DeepSpeed ignores a class that the model does not have, without a warning",
-                fix=f'write "{moe.block_class}"' if moe else "remove leaf_module",
             )
 
 
@@ -108,21 +74,14 @@ def _compiles_autosp(s: Subject) -> bool:
     return s.job is None and has_pass(s, "autosp")
 
 
-def _ignored_checkpointing(subject: Subject) -> Iterator[Fault]:
-    section = subject.at("activation_checkpointing", {})
-    is_enabled = isinstance(section, dict) and any(value not in (False, None) for value in section.values())
-    if subject.is_trainers and is_enabled:
-        yield Fault(
-            pointer=("activation_checkpointing",),
-            problem="activation_checkpointing configures DeepSpeed's own implementation",
-            effect="models of Transformers do not call it: this section causes no recomputation",
-            fix="write grad_ckpt: true in job.yaml (gradient_checkpointing of TrainingArguments)",
-        )
+def _checkpoints(s: Subject) -> bool:
+    section = s.at("activation_checkpointing", {})
+    return isinstance(section, dict) and any(value not in (False, None) for value in section.values())
 
 
 def _unknown_preset(s: Subject) -> bool:
     name = s.at("tensor_parallel.preset_model", None)
-    return isinstance(name, str) and name.lower() not in TP_PRESETS
+    return isinstance(name, str) and name.lower() not in _TP_PRESETS
 
 
 def _is_aio_idle(s: Subject) -> bool:
@@ -133,16 +92,11 @@ def _is_aio_idle(s: Subject) -> bool:
 E, W, I = Severity.ERROR, Severity.WARNING, Severity.INFO  # noqa: E741
 
 
-def _deviceless(subject: Subject) -> Iterator[Fault]:
-    for section, old in OLD_OFFLOADS.items():
-        value = subject.at(_ZERO + section)
-        if isinstance(value, dict) and "device" not in value and not subject.has(_ZERO + old):
-            yield Fault(
-                pointer=("zero_optimization", section),
-                problem=f"{section} has no device",
-                effect='nothing is offloaded: the default is "none"',
-                fix='write "device": "cpu", or remove the section',
-            )
+def _deviceless(s: Subject) -> list[dict[str, str]]:
+    """Returns the sections of offload that name no device, in their new form alone."""
+    sections = [name for name, old in OLD_OFFLOADS.items() if not s.has(_ZERO + old)]
+    given = {name: s.at(_ZERO + name) for name in sections}
+    return [{"section": name} for name, value in given.items() if isinstance(value, dict) and "device" not in value]
 
 
 _OF_NVME = {
@@ -159,13 +113,9 @@ _OTHER_RULES = ("stage", *QUANTIZED, "zero_hpz_partition_size", "cpu_offload", "
 
 
 def _unread(subject: Subject) -> Iterator[Fault]:
-    for pointer, reason in _unread_keys(subject):
-        yield Fault(
-            pointer=pointer,
-            problem=f"{dotted(pointer)} has no effect here",
-            effect=f"nothing reads it: {reason}",
-            fix="leave it or remove it",
-        )
+    for pointer, why in _unread_keys(subject):
+        problem = f"{dotted(pointer)} has no effect here"
+        yield fault(pointer, problem, f"nothing reads it: {why}", "leave it or remove it")
 
 
 def _unread_keys(subject: Subject) -> Iterator[tuple[Pointer, str]]:
@@ -199,17 +149,24 @@ def _never_on(subject: Subject) -> Iterator[Fault]:
             continue  # dstrain run adds it
         outer = [pointer[:end] for end in range(1, len(pointer))]
         if not any(lookup(subject.config, (*section, "enabled")) is False for section in outer):
-            yield Fault(
-                pointer=pointer,
-                problem=f'{dotted(pointer)} has no "enabled"',
-                effect="it is off: the default is false",
-                fix='write "enabled": true, or remove the section',
-            )
+            problem, fix = f'{dotted(pointer)} has no "enabled"', 'write "enabled": true, or remove the section'
+            yield fault(pointer, problem, "it is off: the default is false", fix)
 
 
 # fmt: off
 RULES = (
-    Rule(id="DS201", severity=E, title="offload below its stage", find=_offload_below,
+    Rule(id="DS201", severity=E, title="offload below its stage",
+         find=together(
+             when(_ZERO + "offload_param",
+                  lambda s: s.device("offload_param") != offload_device(s.config, "offload_param"),
+                  problem="offload_param with ZeRO-{stage}",
+                  effect="parameters stay on the GPU: only ZeRO-3 partitions and offloads them",
+                  fix='write "stage": 3, or remove offload_param'),
+             when(_ZERO + "offload_optimizer",
+                  lambda s: s.device("offload_optimizer") != "none" and not s.offloads_optimizer,
+                  problem="offload_optimizer with ZeRO-0",
+                  effect="a CPU optimizer is built for parameters on the GPU: the run stops at its first step",
+                  fix='write "stage": 2, or remove offload_optimizer')),
          source=_DS + "runtime/zero/stage_1_and_2.py never reads offload_param"),
     Rule(id="DS202", severity=E, title="optimizer on NVMe below ZeRO-3",
          find=when(_OFFLOAD + "device", lambda s: s.stage in (1, 2) and s.device("offload_optimizer") == "nvme",
@@ -235,10 +192,15 @@ RULES = (
                    effect="it has no effect: SuperOffload is an optimizer of ZeRO-3",
                    fix='write "stage": 3, or remove the line'),
          source=_DS + "runtime/engine.py: super_offload is asked for in the ZeRO-3 branch only"),
-    Rule(id="DS206", severity=I, title="sizes of ZeRO-3 below it", find=_inert_sizes,
+    Rule(id="DS206", severity=I, title="sizes of ZeRO-3 below it",
+         find=when(_ZERO + "{key}", _inert_sizes, problem="{key} with ZeRO-{stage}", effect="only ZeRO-3 reads it",
+                   fix="leave it or remove it"),
          source=_DS + "runtime/zero/stage_1_and_2.py"),
     Rule(id="DS207", severity=W, title="DeepSpeed's activation checkpointing under the Trainer",
-         find=_ignored_checkpointing,
+         find=when("activation_checkpointing", lambda s: s.is_trainers and _checkpoints(s),
+                   problem="activation_checkpointing configures DeepSpeed's own implementation",
+                   effect="models of Transformers do not call it: this section causes no recomputation",
+                   fix="write grad_ckpt: true in job.yaml (gradient_checkpointing of TrainingArguments)"),
          source=_DS + "runtime/activation_checkpointing/checkpointing.py: only deepspeed.checkpointing.checkpoint"),
     Rule(id="DS208", severity=W, title="DeepCompile that is never called",
          find=when("compile.deepcompile",
@@ -252,7 +214,7 @@ RULES = (
     Rule(id="DS209", severity=W, title="unknown AutoTP preset",
          find=when("tensor_parallel.preset_model", _unknown_preset, problem="{path} is {value}",
                    effect="DeepSpeed has no such preset and ignores it without a warning",
-                   fix="write one of " + ", ".join(TP_PRESETS)),
+                   fix="write one of " + ", ".join(_TP_PRESETS)),
          source=_DS + "module_inject/autotp_config.py: get_preset returns None"),
     Rule(id="DS210", severity=W, title="leaf module that the model does not have", find=_leaf_modules,
          source=_DS + "utils/z3_leaf_module.py"),
@@ -264,7 +226,9 @@ RULES = (
                           "every rank trains on whole ones",
                    fix="remove it; in job.yaml: sp (in your own Trainer: accelerate's ParallelismConfig)"),
          source=_DS + "runtime/config.py: world_size / sequence_parallel_size"),
-    Rule(id="DS212", severity=W, title="enabled profilers", find=_profilers,
+    Rule(id="DS212", severity=W, title="enabled profilers",
+         find=together(*(when(path, is_on(path), problem=f"{path.split('.')[0]} is enabled", effect=effect,
+                              fix=f'write "{path.split(".")[-1]}": false') for path, effect in _PROFILERS.items())),
          source=_DS + "utils/comms_logging.py, utils/timer.py; measured: DeepSpeed#617"),
     Rule(id="DS213", severity=I, title="DeepSpeed's own monitors",
          find=each_of({f"{name}.enabled": is_on(f"{name}.enabled")
@@ -297,11 +261,14 @@ RULES = (
                    effect="the model is both converted and autocast; DeepSpeed does not warn",
                    fix="keep one of them"),
          source=_DS + "runtime/torch_autocast.py"),
-    Rule(id="DS218", severity=Severity.ERROR, title="offload without a device", find=_deviceless,
+    Rule(id="DS218", severity=E, title="offload without a device",
+         find=when(_ZERO + "{section}", _deviceless, problem="{section} has no device",
+                   effect='nothing is offloaded: the default is "none"',
+                   fix='write "device": "cpu", or remove the section'),
          source=_DS + "runtime/zero/offload_config.py: OffloadDeviceEnum.none is the default"),
-    Rule(id="DS219", severity=Severity.INFO, title="setting that another one makes unused", find=_unread,
+    Rule(id="DS219", severity=I, title="setting that another one makes unused", find=_unread,
          source=_DS + "runtime/zero/stage3.py, runtime/swap_tensor, runtime/fp16/loss_scaler.py, runtime/engine.py"),
-    Rule(id="DS220", severity=Severity.WARNING, title="section that is never enabled", find=_never_on,
+    Rule(id="DS220", severity=W, title="section that is never enabled", find=_never_on,
          source=_DS + "section by section: dstrain/config/keys"),
 )
 """Rules about settings without effect."""

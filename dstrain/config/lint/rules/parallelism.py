@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import REFUSES, REMOVE_ONE, Breaks, Rule, each_of, when
+from dstrain.config.lint.rule import REFUSES, REMOVE_ONE, Breaks, Broken, Rule, Subject, each_of, together, when
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
-from dstrain.config.lint.subject import Subject, shown
+from dstrain.findings import Severity
 
 _DS = "deepspeed 0.19.8 "
 _FOLDING = _DS + "module_inject/auto_ep_folding.py: validate_folding_global"
@@ -15,6 +12,7 @@ _AUTOEP = _DS + "module_inject/auto_ep_config.py: validate_autoep_config"
 _COMPILE = _DS + "runtime/engine.py: compile"
 _EP, _ZERO, _TP = "expert_parallel.", "zero_optimization.", "tensor_parallel."
 _OFFLOADS = ("offload_optimizer", "offload_param")
+_STOPS_GROUPING = "the run stops when the groups are created"
 _STOPS_COMPILING = "the run stops when the model is compiled"
 _E = Severity.ERROR
 
@@ -36,28 +34,7 @@ def _uses_deepep(s: Subject) -> bool:
 
 
 def _has_autoep_and_tp(s: Subject) -> bool:
-    return _has_autoep(s) and _has_tp(s)
-
-
-_with_autoep_and_tp = each_of(
-    {path: is_on(path) for path in ("compile.deepcompile", "use_data_before_expert_parallelism")}
-    | {_EP + "async_split_plan": is_on(_EP + "async_split_plan")}
-    | {_ZERO + section: _has_section(_ZERO + section) for section in _OFFLOADS},
-    _has_autoep_and_tp,
-    problem="AutoEP and AutoTP together with {name}",
-    effect="the run stops when the groups are created",
-)
-
-
-def _folded(subject: Subject) -> Iterator[Fault]:
-    yield from _with_autoep_and_tp(subject)
-    if _has_autoep_and_tp(subject) and subject.number(_EP + "autoep_size", 1) == 1:
-        yield Fault(
-            pointer=("expert_parallel", "autoep_size"),
-            problem="AutoEP and AutoTP together with an autoep_size of 1",
-            effect="the run stops when the groups are created",
-            fix="write an autoep_size above 1",
-        )
+    return bool(_has_autoep(s) and _has_tp(s))
 
 
 def _deepcompiles_on_cpu(s: Subject) -> bool:
@@ -69,51 +46,38 @@ def _combines_autotp_pass(s: Subject) -> bool:
     return has_pass(s, "autotp") and any(has_pass(s, name) for name in ("z1", "z3", "autosp"))
 
 
-def _exceeds_groups(s: Subject) -> bool:
+def _unroutable(s: Subject) -> list[dict[str, str]]:
+    """Returns the keys of AutoEP's routing that lack what they need."""
     groups, limited = (s.at(_EP + name, None) for name in ("num_expert_groups", "num_limited_groups"))
-    return isinstance(groups, int) and isinstance(limited, int) and limited > groups
-
-
-def _fused_routing(subject: Subject) -> Iterator[Fault]:
-    is_fused = {name: subject.at(_EP + name, None) == "fused" for name in ("row_weighting_impl", "gate_up_impl")}
-    is_grouped = subject.is_true(_EP + "use_grouped_mm", default=True)
-    broken = {
-        "row_weighting_impl": (
-            is_fused["row_weighting_impl"] and not _uses_deepep(subject),
-            'it needs "comm_backend": "deepep"',
-        ),
-        "gate_up_impl": (is_fused["gate_up_impl"] and not is_grouped, 'it needs "use_grouped_mm": true'),
-        "num_limited_groups": (_exceeds_groups(subject), "it must be at most num_expert_groups"),
+    is_fused = {name: s.at(_EP + name, None) == "fused" for name in ("row_weighting_impl", "gate_up_impl")}
+    is_grouped = s.is_true(_EP + "use_grouped_mm", default=True)
+    lacks = {
+        "row_weighting_impl": is_fused["row_weighting_impl"] and not _uses_deepep(s),
+        "gate_up_impl": is_fused["gate_up_impl"] and not is_grouped,
+        "num_limited_groups": isinstance(groups, int) and isinstance(limited, int) and limited > groups,
     }
-    for name, (is_broken, requirement) in broken.items():
-        if is_broken and _has_autoep(subject):
-            yield Fault(
-                pointer=("expert_parallel", name),
-                problem=f"expert_parallel.{name} is {shown(subject.at(_EP + name))}; {requirement}",
-                effect=REFUSES,
-                fix="remove the line",
-            )
+    return [{"key": key, "needed": _NEEDED[key]} for key, is_broken in lacks.items() if is_broken and _has_autoep(s)]
 
 
+_NEEDED = {
+    "row_weighting_impl": 'it needs "comm_backend": "deepep"',
+    "gate_up_impl": 'it needs "use_grouped_mm": true',
+    "num_limited_groups": "it must be at most num_expert_groups",
+}
 _WHOLE_MEMORY = ("offload_activation", "offload_parameters", "offload_opt_states")
 """Passes of DeepCompile that each plan with the whole memory. Source: deepspeed 0.19.8 compile/init_z3.py."""
 
 
-def _two_passes(subject: Subject) -> Iterator[Fault]:
-    passes = [name for name in _WHOLE_MEMORY if subject.is_true(f"compile.{name}")]
-    if subject.is_true("compile.deepcompile") and subject.stage == 3 and len(passes) > 1:
-        yield Fault(
-            pointer=("compile", passes[0]),
-            problem=f"compile.{passes[0]} together with {' and '.join(passes[1:])}",
-            effect=_STOPS_COMPILING,
-            fix=REMOVE_ONE,
-        )
+def _two_passes(s: Subject) -> Broken:
+    passes = [name for name in _WHOLE_MEMORY if s.is_true(f"compile.{name}")]
+    is_found = s.is_true("compile.deepcompile") and s.stage == 3 and len(passes) > 1
+    return {"first": passes[0], "others": " and ".join(passes[1:])} if is_found else None
 
 
 def _fuses_sum(s: Subject) -> bool:
     is_deepep = _uses_deepep(s) and s.number(_EP + "autoep_size", 1) > 1
     is_fused = s.at(_EP + "combine_impl", None) == "fused_weighted_sum"
-    return _has_autoep(s) and is_fused and (_has_tp(s) or is_deepep)
+    return bool(_has_autoep(s) and is_fused and (_has_tp(s) or is_deepep))
 
 
 # fmt: off
@@ -125,7 +89,9 @@ RULES = (
                    problem="compile.offload_opt_states together with offload_optimizer",
                    effect=_STOPS_COMPILING, fix=REMOVE_ONE),
          source=_DS + "compile/init_z3.py"),
-    Rule(id="DS320", severity=_E, title="two offload passes", find=_two_passes,
+    Rule(id="DS320", severity=_E, title="two offload passes",
+         find=when("compile.{first}", _two_passes, problem="compile.{first} together with {others}",
+                   effect=_STOPS_COMPILING, fix=REMOVE_ONE),
          source=_DS + "compile/init_z3.py"),
     Rule(id="DS321", severity=_E, title="AutoEP under ZeRO-3",
          find=each_of({"sequence_parallel_size": _has_sp,
@@ -152,7 +118,16 @@ RULES = (
                    effect="they exclude each other: AutoTP replaces the groups of sequence parallelism",
                    fix=REMOVE_ONE),
          source=_DS + "runtime/engine.py: _configure_tensor_parallel_states"),
-    Rule(id="DS340", severity=_E, title="AutoEP with AutoTP", find=_folded, source=_FOLDING),
+    Rule(id="DS340", severity=_E, title="AutoEP with AutoTP",
+         find=together(
+             each_of({path: is_on(path) for path in ("compile.deepcompile", "use_data_before_expert_parallelism",
+                                                     _EP + "async_split_plan")}
+                     | {_ZERO + section: _has_section(_ZERO + section) for section in _OFFLOADS}, _has_autoep_and_tp,
+                     problem="AutoEP and AutoTP together with {name}", effect=_STOPS_GROUPING),
+             when(_EP + "autoep_size", lambda s: _has_autoep_and_tp(s) and s.number(_EP + "autoep_size", 1) == 1,
+                  problem="AutoEP and AutoTP together with an autoep_size of 1", effect=_STOPS_GROUPING,
+                  fix="write an autoep_size above 1")),
+         source=_FOLDING),
     Rule(id="DS348", severity=_E, title="DeepCompile on a CPU",
          find=when("compile.deepcompile", _deepcompiles_on_cpu,
                    problem="compile.deepcompile is enabled, and so is torch_compile in job.yaml, on a CPU",
@@ -190,7 +165,10 @@ RULES = (
                    problem="the compile pass autotp together with another one",
                    effect=f"{_STOPS_COMPILING} (NotImplementedError)", fix="keep one of them"),
          source=_COMPILE + " (The AutoTP compile pass cannot yet be combined)"),
-    Rule(id="DS346", severity=_E, title="AutoEP's fused routing", find=_fused_routing, source=_AUTOEP),
+    Rule(id="DS346", severity=_E, title="AutoEP's fused routing",
+         find=when(_EP + "{key}", _unroutable, problem="{path} is {value}; {needed}", effect=REFUSES,
+                   fix="remove the line"),
+         source=_AUTOEP),
 )
 """Rules about parallelism and compilation."""
 # fmt: on

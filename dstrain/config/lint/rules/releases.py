@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dstrain.config.lint.advisories import ADVISORIES, Advisory, Effect, every
-from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import Find, Rule
-from dstrain.config.lint.subject import Subject
+from dstrain.config.lint.rule import Fault, Find, Rule, Subject, fault
+from dstrain.findings import Severity
 
 
 def _find(advisory: Advisory) -> Find:
@@ -21,11 +20,11 @@ def _find(advisory: Advisory) -> Find:
         is_maybe_error = applies is None and advisory.severity is Severity.ERROR
         unless = "; part of that is not in this file" if applies is None else ""
         upgrade = "" if advisory.kind is Effect.DEFAULT else f"pip install 'deepspeed>={advisory.fixed}', or "
-        yield Fault(
-            pointer=advisory.pointer,
-            problem=f"deepspeed {subject.versions['deepspeed']}: {advisory.settings}{unless}",
-            effect=f"{advisory.effect} ({advisory.history})",
-            fix=f"{upgrade}{advisory.otherwise}",
+        yield fault(
+            advisory.pointer,
+            f"deepspeed {subject.versions['deepspeed']}: {advisory.settings}{unless}",
+            f"{advisory.effect} ({advisory.history})",
+            f"{upgrade}{advisory.otherwise}",
             severity=Severity.WARNING if is_maybe_error else None,
         )
 

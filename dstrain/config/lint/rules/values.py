@@ -11,11 +11,10 @@ from dstrain.config.document import REMOVED, Change, dotted
 from dstrain.config.jsonc import Pointer
 from dstrain.config.keys.key import Key, Kind, Names
 from dstrain.config.keys.table import key_of
-from dstrain.config.lint.finding import Fault, Severity
-from dstrain.config.lint.rule import STOPS, Rule
+from dstrain.config.lint.rule import STOPS, Fault, Rule, Subject, fault, is_number, shown
 from dstrain.config.lint.rules.key_names import PARAMS, elsewhere, is_parked, near_name, slip_of
-from dstrain.config.lint.subject import Subject, is_number, shown
 from dstrain.config.resolve_auto import GATHERS
+from dstrain.findings import Severity
 
 STAGE = ("zero_optimization", "stage")
 _OTHER_RULES: tuple[Pointer, ...] = (("optimizer", "type"), ("scheduler", "type"), ("tensor_parallel", "preset_model"))
@@ -87,12 +86,12 @@ def _types(subject: Subject) -> Iterator[Fault]:
         if pointer == ("zero_optimization",) and isinstance(value, bool) and not subject.is_trainers:
             yield _old_form(value)
             continue
-        yield Fault(
-            pointer=pointer,
+        yield fault(
+            pointer,
+            f"{dotted(pointer)} is {shown(value)}, but must be {_wanted(row)}",
+            _type_effect(pointer, converts=converts, checked=checked, row=row),
+            f"write {shown(meant)}" if meant is not None else f"write {example(row)}",
             severity=Severity.WARNING if converts else None,
-            problem=f"{dotted(pointer)} is {shown(value)}, but must be {_wanted(row)}",
-            effect=_type_effect(pointer, converts=converts, checked=checked, row=row),
-            fix=f"write {shown(meant)}" if meant is not None else f"write {example(row)}",
             changes=(Change(pointer=pointer, value=meant),) if meant is not None else (),
         )
 
@@ -101,12 +100,12 @@ def _old_form(value: bool) -> Fault:
     """Returns the fault of `"zero_optimization": true`, the form that predates stages."""
     stage = int(value)
     pointer = ("zero_optimization",)
-    return Fault(
-        pointer=pointer,
+    return fault(
+        pointer,
+        f"zero_optimization is {shown(value)}, an old form that predates stages",
+        f"DeepSpeed reads it as ZeRO-{stage}",
+        f'write {{"stage": {stage}}}',
         severity=Severity.WARNING,
-        problem=f"zero_optimization is {shown(value)}, an old form that predates stages",
-        effect=f"DeepSpeed reads it as ZeRO-{stage}",
-        fix=f'write {{"stage": {stage}}}',
         changes=(Change(pointer=pointer, value={"stage": stage}),),
     )
 
@@ -156,11 +155,11 @@ def _stage(subject: Subject) -> Iterator[Fault]:
             "DeepSpeed reads it as the number, but Transformers does not: under ZeRO-3 it then loads the whole model "
             "on every rank"
         )
-    yield Fault(
-        pointer=STAGE,
-        problem=f"zero_optimization.stage is {shown(stage)}",
-        effect=effect,
-        fix=f"write {meant}" if is_one else "write 0, 1, 2 or 3, without quotes",
+    yield fault(
+        STAGE,
+        f"zero_optimization.stage is {shown(stage)}",
+        effect,
+        f"write {meant}" if is_one else "write 0, 1, 2 or 3, without quotes",
         changes=(Change(pointer=STAGE, value=meant),) if is_one else (),
     )
 
@@ -171,11 +170,11 @@ def _ranges(subject: Subject) -> Iterator[Fault]:
             continue
         bound = _broken_bound(value, row)
         if bound is not None:
-            yield Fault(
-                pointer=pointer,
-                problem=f"{dotted(pointer)} is {shown(value)}, but must be {bound}",
-                effect="DeepSpeed refuses it" if is_pydantic(pointer) else _UNCHECKED + "trains with another value",
-                fix=f"write a number that is {bound}" + (f", such as {shown(row.default)}" if row.default else ""),
+            yield fault(
+                pointer,
+                f"{dotted(pointer)} is {shown(value)}, but must be {bound}",
+                "DeepSpeed refuses it" if is_pydantic(pointer) else _UNCHECKED + "trains with another value",
+                f"write a number that is {bound}" + (f", such as {shown(row.default)}" if row.default else ""),
             )
 
 
@@ -217,11 +216,11 @@ def _is_folded(pointer: Pointer, value: str, row: Key) -> bool:
 
 def _word_fault(pointer: Pointer, value: Any, fix: str, meant: str | None) -> Fault:
     checked = is_pydantic(pointer)
-    return Fault(
-        pointer=pointer,
-        problem=f"{dotted(pointer)} is {shown(value)}",
-        effect="DeepSpeed refuses it when the engine starts" if checked else _unknown_word(pointer),
-        fix=fix,
+    return fault(
+        pointer,
+        f"{dotted(pointer)} is {shown(value)}",
+        "DeepSpeed refuses it when the engine starts" if checked else _unknown_word(pointer),
+        fix,
         changes=(Change(pointer=pointer, value=meant),) if meant else (),
     )
 
@@ -249,12 +248,12 @@ def _nulls(subject: Subject) -> Iterator[Fault]:
             effect = "it is passed on as None, and the run stops"
         if is_section:
             effect = "the Trainer reads keys from it, and stops" if subject.is_trainers else "the run stops"
-        yield Fault(
-            pointer=pointer,
+        yield fault(
+            pointer,
+            f"{dotted(pointer)} is null",
+            effect,
+            "remove the line",
             severity=None if checked or is_section or is_param else Severity.WARNING,
-            problem=f"{dotted(pointer)} is null",
-            effect=effect,
-            fix="remove the line",
             changes=(Change(pointer=pointer, value=REMOVED),),
         )
 
@@ -290,12 +289,12 @@ def _autos(subject: Subject) -> Iterator[Fault]:
         default = row.default if row is not None else None
         filled = _FILLED_BY_ACCELERATE.get(pointer)
         effect = 'accelerate ends the run at an "auto" that it cannot fill (ValueError)'
-        yield Fault(
-            pointer=pointer,
+        yield fault(
+            pointer,
+            f'{dotted(pointer)} is "auto", but the Trainer does not fill this key',
+            f"accelerate sets {filled}, unless accelerate launch sets another value" if filled else effect,
+            "remove the line" + (f": DeepSpeed's default is {shown(default)}" if default is not None else ""),
             severity=Severity.WARNING if filled else None,
-            problem=f'{dotted(pointer)} is "auto", but the Trainer does not fill this key',
-            effect=f"accelerate sets {filled}, unless accelerate launch sets another value" if filled else effect,
-            fix="remove the line" + (f": DeepSpeed's default is {shown(default)}" if default is not None else ""),
             changes=(Change(pointer=pointer, value=REMOVED),) if filled is None else (),
         )
 
@@ -320,11 +319,11 @@ def _raw_autos(subject: Subject) -> Iterator[Fault]:
         if value != "auto" or "auto" in row.words or pointer == STAGE:
             continue
         default = f"DeepSpeed uses its default, {shown(row.default)}"
-        yield Fault(
-            pointer=pointer,
-            problem=f'{dotted(pointer)} is "auto", which only the Hugging Face Trainer fills',
-            effect=default if is_pydantic(pointer) else "DeepSpeed stops, or uses the text",
-            fix=f"write {example(row)}",
+        yield fault(
+            pointer,
+            f'{dotted(pointer)} is "auto", which only the Hugging Face Trainer fills',
+            default if is_pydantic(pointer) else "DeepSpeed stops, or uses the text",
+            f"write {example(row)}",
         )
 
 

@@ -10,21 +10,19 @@ from functools import cache, lru_cache
 from dstrain.choices import Method
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import DEFAULTS, Configuration, Parallel
-from dstrain.plan.memory.deepspeed.build_modules import QUANTIZED_PER_ELEMENT, Shape, modules
-from dstrain.plan.memory.deepspeed.byte_account import rounded
-from dstrain.plan.memory.deepspeed.host_memory import Host, host
-from dstrain.plan.memory.deepspeed.instants import Engine, Instant, highest, instants_of
-from dstrain.plan.memory.deepspeed.modules import Modules
-from dstrain.plan.memory.deepspeed.optimizer_step import step_instants
-from dstrain.plan.memory.deepspeed.program import Passes, Program, program
-from dstrain.plan.memory.deepspeed.replay import replays
-from dstrain.plan.memory.deepspeed.resident import Resident, resident
+from dstrain.plan.memory.deepspeed.gradients import layout
+from dstrain.plan.memory.deepspeed.modules import QUANTIZED_PER_ELEMENT, Modules, Shape, modules
+from dstrain.plan.memory.deepspeed.program import MicroBatch, Passes, program
+from dstrain.plan.memory.deepspeed.replay import Engine, Instant, highest, instants_of, replay
 from dstrain.plan.memory.deepspeed.settings import Settings, settings_of
-from dstrain.plan.memory.layers import record_pass
+from dstrain.plan.memory.deepspeed.states import Host, Resident, host, resident, step
+from dstrain.plan.memory.deepspeed.timeline import rounded, spans
+from dstrain.plan.memory.layers import recording
+from dstrain.plan.memory.layers.context import variant_of
 from dstrain.plan.memory.layers.recording import Recording
-from dstrain.plan.memory.layers.tensor import GradRelease
 from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, is_inside, shard, trained
 from dstrain.plan.memory.peak import Peak
+from dstrain.plan.training_code import needs_reentrant
 
 SHORT_SEQ_LEN = 16
 """Tokens of the micro-batch that is recorded where only the model's modules are of interest."""
@@ -32,16 +30,19 @@ PEAKS_KEPT = 256
 """Number of cached peaks: a search asks for one before it replays the allocator, and again for the choice."""
 
 
+@lru_cache(PEAKS_KEPT)
 def brief_peak(
     model: ModelFacts, configuration: Configuration, num_ranks: int, *, kernel_workspaces: bool = True
 ) -> Peak:
-    """Returns `peak` under ZeRO-3 from the passes of a few layers at each end.
+    """Returns `peak` from the moments of a micro-batch alone; under ZeRO-3 from a few layers at each end.
 
-    Gathered parameters and waiting buckets are the same in all layers between them.
+    Gathered parameters and waiting buckets are the same in all layers between them. Below ZeRO-3 gradients pile up from
+    layer to layer.
     """
-    edge = _edge(model, configuration)
-    brief = record_pass.brief(model, configuration, _record_passes(configuration, kernel_workspaces), edge)
-    layers = record_pass.run_at_edges(model, configuration, edge)
+    edge = _edge(model, configuration) if configuration.zero.stage == 3 else None
+    variant = variant_of(configuration, kernel_workspaces=kernel_workspaces)
+    brief = recording.brief(model, variant, edge)
+    layers = None if edge is None else recording.run_at_edges(model, variant, edge)
     micro_batch = _programmed(model, configuration, brief, layers)
     engine = _engine(model, micro_batch, settings_of(configuration), num_ranks)
     return highest(engine, brief, overlaps=configuration.zero.overlap_comm)
@@ -53,7 +54,7 @@ def _edge(model: ModelFacts, configuration: Configuration) -> int:
     if configuration.model.method is Method.QLORA:
         layer //= QUANTIZED_PER_ELEMENT
     ahead = configuration.zero.max_live_parameters + configuration.zero.prefetch_bucket_size
-    return record_pass.BRIEF_EDGE + ahead // max(1, layer)
+    return recording.BRIEF_EDGE + ahead // max(1, layer)
 
 
 @lru_cache(PEAKS_KEPT)
@@ -79,16 +80,7 @@ def instants(
 
 def recorded(model: ModelFacts, configuration: Configuration, *, kernel_workspaces: bool = True) -> Recording:
     """Returns a micro-batch on the tape, whose gradients go as soon as they are made: the engine takes them."""
-    return record_pass.record(model, configuration, _record_passes(configuration, kernel_workspaces))
-
-
-def _record_passes(configuration: Configuration, kernel_workspaces: bool) -> record_pass.Passes:
-    return record_pass.Passes(
-        release=GradRelease.AT_ONCE,
-        stops_early=configuration.code.stops_early and not settings_of(configuration).is_reentrant,
-        keeps_inputs=configuration.zero.stage == 3,
-        kernel_workspaces=kernel_workspaces,
-    )
+    return recording.record(model, variant_of(configuration, kernel_workspaces=kernel_workspaces))
 
 
 def engine_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Engine:
@@ -98,24 +90,27 @@ def engine_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -
 
 
 @cache
-def _engine(model: ModelFacts, micro_batch: Program, settings: Settings, ranks: int) -> Engine:
+def _engine(model: ModelFacts, micro_batch: MicroBatch, settings: Settings, ranks: int) -> Engine:
     between = _resident(model, settings, ranks, micro_batch.modules)
     between = replace(between, gathered=between.gathered + _secondary_elsewhere(micro_batch, settings, ranks))
-    played = replays(micro_batch, settings, ranks)
+    played = replay(micro_batch, settings, ranks)
     # small parameters of ZeRO-3 are given back before the step
     gathered = between.secondary - between.gathered
-    steps = [tuple(step_instants(micro_batch.modules, settings, ranks, replay.rank, replay.kept)) for replay in played]
-    held = tuple(tuple((at.grads, sum(at.buffers), gathered) for at in step) for step in steps)
-    return Engine(between, played, held, steps[0])
+    steps = [step(micro_batch.modules, settings, ranks, rank, between.late) for rank in played.ranks]
+    every = [
+        (*of_rank, spans(events, [len(events)], begin=(kept, 0, gathered))[0])
+        for of_rank, events, kept in zip(played.spans, steps, played.kept, strict=True)
+    ]
+    return Engine(between, played, tuple(every), steps[0])
 
 
-def _secondary_elsewhere(micro_batch: Program, settings: Settings, ranks: int) -> int:
+def _secondary_elsewhere(micro_batch: MicroBatch, settings: Settings, ranks: int) -> int:
     """Returns ZeRO++'s secondary partitions of layers that are not run, as if they were there from the beginning."""
     zero, item = settings.zero, settings.model.item
     if zero.hpz < 2 or len(micro_batch.layers) == len(micro_batch.modules.layers):
         return 0
     weights = micro_batch.modules.weights
-    others = Counter(dict(micro_batch.modules.counted()))
+    others = Counter(micro_batch.modules.counted)
     others.subtract(weights[number] for number in {number for members in micro_batch.members for number in members})
     large = ((weight, count) for weight, count in others.items() if weight.numel > zero.param_persistence_threshold)
     return sum(count * (rounded(weight.padded(ranks) * item) // zero.hpz) for weight, count in large)
@@ -143,13 +138,23 @@ def host_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> 
 def resident_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Resident:
     """Returns the states of a rank between two steps; like `host_of` they depend on the parameters alone."""
     all_modules, settings = _alone(model, configuration)
-    return resident(all_modules, settings, num_ranks)
+    return _resident(model, settings, num_ranks, all_modules)
+
+
+def gradients_by_rank(model: ModelFacts, configuration: Configuration, num_ranks: int) -> list[int]:
+    """Returns the elements of gradient that each rank of ZeRO-1 and 2 keeps for the step.
+
+    A tensor across a cut is kept whole on both sides, because a partition refers to slices of whole gradients.
+    Source: deepspeed 0.19.8 runtime/zero/stage_1_and_2.py: get_flat_partition(return_tensor_list=True).
+    """
+    all_modules, _ = _alone(model, configuration)
+    return layout(all_modules, num_ranks).elements_by_rank(num_ranks)
 
 
 def _alone(model: ModelFacts, configuration: Configuration) -> tuple[Modules, Settings]:
     """Returns the modules, and the engine's settings without the micro-batch's."""
-    asked, parallel = settings_of(configuration), replace(configuration.parallel, sp=1)
-    settings = replace(asked, parallel=parallel, checkpointing=DEFAULTS.checkpointing)
+    parallel = replace(configuration.parallel, sp=1)
+    settings = replace(settings_of(configuration), parallel=parallel)
     batch = replace(DEFAULTS.batch, seq_len=SHORT_SEQ_LEN)
     zero = replace(DEFAULTS.zero, stage=configuration.zero.stage)
     short = replace(configuration, batch=batch, zero=zero, parallel=parallel, step=DEFAULTS.step)
@@ -164,18 +169,17 @@ def _host(all_modules: Modules, settings: Settings, ranks: int) -> Host:
 @cache
 def _modules(model: ModelFacts, configuration: Configuration) -> Modules:
     sharded = shard(model, Parallel(ep=configuration.parallel.ep))
-    passes = _record_passes(configuration, kernel_workspaces=True)
-    brief = record_pass.brief(model, configuration, passes, record_pass.BRIEF_EDGE)
+    brief = recording.brief(model, variant_of(configuration), recording.BRIEF_EDGE)
     return modules(sharded, _shape(configuration, brief))
 
 
 def _programmed(
     model: ModelFacts, configuration: Configuration, recording: Recording, layers: tuple[int, ...] | None = None
-) -> Program:
+) -> MicroBatch:
     """Returns the program of a micro-batch, which is the same wherever the layers' inputs wait."""
     passes = Passes(
         checkpointing=replace(configuration.checkpointing, offload=False),
-        is_reentrant=settings_of(configuration).is_reentrant,
+        is_reentrant=needs_reentrant(configuration.model.method, configuration.zero.stage),
         detached=recording.detached,
         layers=layers,
     )

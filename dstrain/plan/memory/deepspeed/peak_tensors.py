@@ -10,8 +10,9 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.oom import NamedTensors
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.memory.deepspeed.engine import instants, recorded
-from dstrain.plan.memory.deepspeed.instants import STEP, Instant
-from dstrain.plan.memory.layers.recording import Key, Recording
+from dstrain.plan.memory.deepspeed.replay import STEP, Instant
+from dstrain.plan.memory.layers.recording import Recording
+from dstrain.plan.memory.layers.tape import Key
 
 _OUTSIDE = {
     "forward": "embedding",
@@ -44,7 +45,7 @@ def peak_tensors(
     """Returns the tensors of the micro-batch at the highest peak, most bytes first; none in the optimizer step.
 
     They are activations, logits and gradients that were just made; the engine's own bytes are no part. Tensors of one
-    size that the same module allocates in several layers are one entry. Arguments are those of `engine.peak`; the
+    size that the same module allocates in several layers are one entry. Takes the arguments of `engine.peak`; the
     model's layer code has to be on the tape.
     """
     on_gpu = kernel_workspaces

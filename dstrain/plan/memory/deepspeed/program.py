@@ -9,29 +9,24 @@ from functools import cache
 
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Checkpointing
-from dstrain.plan.memory.deepspeed.build_modules import Shape, modules
-from dstrain.plan.memory.deepspeed.modules import Module, Modules
-from dstrain.plan.memory.layers.recording import Key
+from dstrain.plan.memory.deepspeed.modules import Module, Modules, Shape, modules
+from dstrain.plan.memory.layers.tape import Key
 
 
 class Event(IntEnum):
     """Kinds of events."""
 
     FETCH = 0
-    """A module begins, in the forward pass or in a recomputation."""
+    """A module begins, forward or backward."""
     RELEASE = 1
-    """A module ends."""
-    FETCH_BACK = 2
-    """A module's backward pass begins."""
-    RELEASE_BACK = 3
-    """A module's backward pass ends."""
-    GRAD = 4
+    """A module ends, forward or backward."""
+    GRAD = 2
     """The gradient of a parameter is complete."""
-    MARK = 5
+    MARK = 3
     """A moment of the tape begins."""
-    KEEP = 6
+    KEEP = 4
     """A recomputation saves a parameter for the backward pass, as it is now."""
-    DROP = 7
+    DROP = 5
     """The backward pass that needs the saved parameters is over."""
 
 
@@ -45,12 +40,18 @@ class Program:
     """Parameters by the number of the module."""
     events: tuple[tuple[Event, int], ...]
     """Events in order of time, each with its module, parameter or mark."""
-    gradients: tuple[tuple[Event, int], ...]
-    """Events that matter if nothing is gathered: gradients, and the marks that follow them."""
     marks: tuple[Key, ...]
     """The moments of the tape, by their number."""
     layers: Sequence[int]
     """The layers that are run."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch(Program):
+    """All events of a micro-batch."""
+
+    gradients: Program
+    """The same without gathering: gradients, and the marks that follow them. Many micro-batches have it in common."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class Passes:
 
 
 @cache
-def program(model: ModelFacts, shape: Shape, passes: Passes) -> Program:
+def program(model: ModelFacts, shape: Shape, passes: Passes) -> MicroBatch:
     """Returns a micro-batch of the model.
 
     Modules run backward in reverse order of their call, as autograd's ready queue has it. A recomputation happens when
@@ -78,6 +79,12 @@ def program(model: ModelFacts, shape: Shape, passes: Passes) -> Program:
     deepspeed 0.19.8 runtime/zero/parameter_offload.py: _register_deepspeed_module.
     """
     return _Writer(modules(model, shape), passes).write()
+
+
+@cache
+def _gradients(modules: Modules, events: tuple[tuple[Event, int], ...], marks: tuple[Key, ...]) -> Program:
+    """Returns a program of gradients alone, once for all micro-batches that have the same ones in the same order."""
+    return Program(modules, (), events, marks, ())
 
 
 class _Writer:
@@ -93,7 +100,7 @@ class _Writer:
         self.members: dict[int, tuple[int, ...]] = {}
         self.again: Module | None = None
 
-    def write(self) -> Program:
+    def write(self) -> MicroBatch:
         """Returns the program."""
         modules = self.modules
         for module in modules.outer:
@@ -123,46 +130,51 @@ class _Writer:
         if (
             self.trains(modules.embedding) or self.checkpointing.enabled
         ):  # else nothing before the first adapter has a gradient
-            self.put(Event.FETCH_BACK, modules.embedding)
+            self.put(Event.FETCH, modules.embedding)
             self.mark("embedding backward", -1, "")
             self.grads(modules.embedding)
             if self.checkpointing.enabled:  # its output requires a gradient, an adapter around it or not
                 for child in modules.embedding.children:
-                    self.put(Event.FETCH_BACK, child)
+                    self.put(Event.FETCH, child)
         members = tuple(self.members.get(number, ()) for number in range(1 + max(self.members)))
-        return Program(modules, members, tuple(self.events), self.gradients(), tuple(self.marks), self.layers)
+        whole = (modules, members, tuple(self.events), tuple(self.marks), self.layers)
+        return MicroBatch(*whole, gradients=self.gradients())
 
-    def gradients(self) -> tuple[tuple[Event, int], ...]:
+    def gradients(self) -> Program:
         """Returns gradients, and the first mark after each."""
         kept: list[tuple[Event, int]] = []
-        for event in self.events:
-            if event[0] is Event.GRAD or (event[0] is Event.MARK and kept and kept[-1][0] is Event.GRAD):
-                kept.append(event)
-        return tuple(kept)
+        marks: list[Key] = []
+        for event, number in self.events:
+            if event is Event.GRAD:
+                kept.append((event, number))
+            elif event is Event.MARK and kept and kept[-1][0] is Event.GRAD:
+                kept.append((event, len(marks)))
+                marks.append(self.marks[number])
+        return _gradients(self.modules, tuple(kept), tuple(marks))
 
     def backward_of_loss(self) -> None:
         """Writes the backward pass from the loss to the norm after the last layer."""
         modules = self.modules
         for module in modules.outer[:-1]:
-            self.put(Event.FETCH_BACK, module)
+            self.put(Event.FETCH, module)
         self.mark("loss backward", -1, "")
-        self.put(Event.FETCH_BACK, modules.head)
+        self.put(Event.FETCH, modules.head)
         base, *adapter = modules.head.children or (modules.head,)
         for child in reversed(adapter):
             self.backward(child, -1)
         if adapter:
-            self.put(Event.FETCH_BACK, base)
+            self.put(Event.FETCH, base)
         self.mark("head backward", -1, "")
         if base.weights != modules.embedding.weights:
             self.grads(base)
-        self.put(Event.RELEASE_BACK, base)
-        self.put(Event.FETCH_BACK, modules.outer[-1])
+        self.put(Event.RELEASE, base)
+        self.put(Event.FETCH, modules.outer[-1])
         self.backward(modules.norm, -1)
 
     def put(self, event: Event, module: Module) -> None:
         """Writes an event of a module; the end of one without parameters gives nothing back."""
         self.members[module.number] = module.weights
-        if module.weights or event in (Event.FETCH, Event.FETCH_BACK):
+        if module.weights or event is Event.FETCH:
             self.events.append((event, module.number))
 
     def mark(self, what: str, layer: int, name: str) -> None:
@@ -214,7 +226,7 @@ class _Writer:
 
     def layer_backward(self, layer: Module, index: int) -> None:
         """Writes a layer's backward pass."""
-        self.put(Event.FETCH_BACK, layer)
+        self.put(Event.FETCH, layer)
         self.mark("layer backward", index, "")
         if self.checkpointing.recomputes(index) and self.is_reentrant:
             for child in layer.children:
@@ -224,7 +236,7 @@ class _Writer:
         first = 1 if index == 0 and self.detached else 0  # nothing passes the norm before the first adapter
         for child in reversed(layer.children[first:]):
             self.backward(child, index)
-        self.put(Event.RELEASE_BACK, layer)
+        self.put(Event.RELEASE, layer)
 
     def tower_backward(self) -> None:
         """Writes the backward pass of the vision tower, as far up as something trains."""
@@ -235,9 +247,9 @@ class _Writer:
             if is_whole or self.trains(child):
                 if child.mark:
                     self.mark("vision backward", -1, child.mark)
-                self.put(Event.FETCH_BACK, child)
+                self.put(Event.FETCH, child)
                 self.grads(child)
-                self.put(Event.RELEASE_BACK, child)
+                self.put(Event.RELEASE, child)
 
     def backward(self, module: Module, layer: int) -> None:
         """Writes a module's backward pass; a frozen linear layer whose input needs no gradient has none."""
@@ -245,15 +257,15 @@ class _Writer:
         is_cut = layer == 0 and module.mark in self.detached
         if is_cut and base is module and not self.trains(module):
             return
-        self.put(Event.FETCH_BACK, module)
+        self.put(Event.FETCH, module)
         for child in reversed(module.children):
             if child is not base:
                 self.backward(child, layer)
         if is_cut:
-            self.put(Event.RELEASE_BACK, module)
+            self.put(Event.RELEASE, module)
             return
         if base is not module:
-            self.put(Event.FETCH_BACK, base)
+            self.put(Event.FETCH, base)
         if module.mark:
             self.mark("backward", layer, module.mark)
         elif module.is_block:
@@ -277,8 +289,8 @@ class _Writer:
             self.events += [(Event.DROP, index) for index in base.weights]
         self.grads(base)
         if base is not module:
-            self.put(Event.RELEASE_BACK, base)
-        self.put(Event.RELEASE_BACK, module)
+            self.put(Event.RELEASE, base)
+        self.put(Event.RELEASE, module)
 
 
 def _base(module: Module) -> Module:

@@ -15,36 +15,12 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
 
-from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, EngineEvent, Part, rounded
 from dstrain.plan.memory.deepspeed.modules import Weight
 from dstrain.plan.memory.deepspeed.program import Event, Program
+from dstrain.plan.memory.deepspeed.settings import Settings
+from dstrain.plan.memory.deepspeed.timeline import Block, Part, Timeline, rounded
 
 _NEVER = -(1 << 60)
-_FETCHES = (Event.FETCH, Event.FETCH_BACK)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gathers:
-    """Settings of parameter gathering."""
-
-    item: int
-    """Bytes of one element."""
-    ranks: int
-    """Ranks that share the parameters."""
-    prefetch: int
-    """`stage3_prefetch_bucket_size`."""
-    max_live: int
-    """`stage3_max_live_parameters`."""
-    reuse: int
-    """`stage3_max_reuse_distance`."""
-    persistence: int
-    """`stage3_param_persistence_threshold`."""
-    is_offloaded: bool
-    """Whether a parameter that one rank has alone is on the host: it copies what others gather."""
-    hpz: int
-    """`zero_hpz_partition_size`."""
-    qwz: bool = False
-    """`zero_quantized_weights`."""
 
 
 class _Group:
@@ -52,7 +28,7 @@ class _Group:
 
     __slots__ = ("flat", "is_waited", "members", "waiting")
 
-    def __init__(self, members: list[int], flat: list[EngineEvent]) -> None:
+    def __init__(self, members: list[int], flat: list[Block]) -> None:
         self.members, self.flat = members, flat
         self.waiting = len(members)
         self.is_waited = False
@@ -72,7 +48,7 @@ class _Schedule:
 
 @cache
 def _schedule(program: Program) -> _Schedule:
-    order = [number for event, number in program.events if event in _FETCHES]
+    order = [number for event, number in program.events if event is Event.FETCH]
     queue = [(weight, step) for step, number in enumerate(order) for weight in sorted(set(program.members[number]))]
     uses: dict[int, list[int]] = defaultdict(list)
     for weight, step in queue:
@@ -85,22 +61,23 @@ def _schedule(program: Program) -> _Schedule:
 class Coordinator:
     """The coordinator of one rank; parameters are `whole`, on their way, or neither."""
 
-    def __init__(self, program: Program, how: Gathers, account: ByteAccount) -> None:
-        self.how, self.account, self.members = how, account, program.members
+    def __init__(self, program: Program, settings: Settings, num_ranks: int, timeline: Timeline) -> None:
+        self.num_ranks, self.item, self.zero = num_ranks, settings.model.item, settings.zero
+        self.timeline, self.members = timeline, program.members
+        self.prefetch, self.max_live = self.zero.prefetch_bucket_size, self.zero.max_live_parameters
         self.numel = [weight.numel for weight in program.modules.weights]
-        self.persists = [numel <= how.persistence for numel in self.numel]
+        self.persists = [numel <= self.zero.param_persistence_threshold for numel in self.numel]
         schedule = _schedule(program)
         self.queue, self.uses, self.passed = schedule.queue, schedule.uses, schedule.passed
-        sizes = [self._size(weight) for weight, _ in program.modules.counted()]
-        self.sizes = [sizes[kind] for kind in program.modules.kinds()]
+        self.sizes = program.modules.each(self._size)
         self.whole = list(self.persists)
         self.flying: dict[int, _Group] = {}
         self.active: dict[int, set[int]] = {weight: set() for weight in self.uses}
         self.saved: set[int] = set()
         """Parameters that a recomputation has saved as they are."""
-        self.blocks: dict[int, EngineEvent] = {}
-        """Where parameters are whole, or gathered without a buffer; one that persists has none of the account's."""
-        self.orphans: dict[int, EngineEvent] = {}
+        self.blocks: dict[int, Block] = {}
+        """Where parameters are whole, or gathered without a buffer; one that persists has none of the timeline's."""
+        self.orphans: dict[int, Block] = {}
         """Saved parameters that have been released since: the saved copy stays alive."""
         self.secondary: set[int] = set()
         """Parameters with a secondary partition."""
@@ -108,12 +85,13 @@ class Coordinator:
 
     def _size(self, weight: Weight) -> int:
         """Returns the bytes of a whole parameter: one rank has it whole anyway."""
-        if weight.partners(self.how.ranks) == 1 and not self.how.is_offloaded:
+        if weight.partners(self.num_ranks) == 1 and not self.zero.offloads_params:
             return 0
-        return rounded(weight.padded(self.how.ranks) * self.how.item)
+        return rounded(weight.padded(self.num_ranks) * self.item)
 
     def reset(self) -> None:
-        """Begins a micro-batch: what is on its way is taken and given back; what is whole stays so, uncounted."""
+        """Begins a micro-batch: parameters on their way are taken and given back; whole ones stay so, uncounted."""
+        # prefetching has run past the end of the micro-batch before: nobody used what it gathered last
         for weight, group in list(self.flying.items()):
             self._wait(group)
             self._land(weight)
@@ -137,7 +115,7 @@ class Coordinator:
                     self._wait(flying[weight])
                     self._land(weight)
             self._drop(needed)
-        room = min(self.how.max_live - self.available, self.how.prefetch)
+        room = min(self.max_live - self.available, self.prefetch)
         if room > 0 and self.at < len(self.queue):
             self._prefetch(room)
         self.step += 1
@@ -145,6 +123,7 @@ class Coordinator:
     def _drop(self, needed: tuple[int, ...]) -> None:
         """Takes from the queue what a module uses for the first time since it was fetched."""
         queue, at, fetched_for = self.queue, self.at, self.fetched_for
+        # prefetching may have gone past this module already; only the rest of its parameters is still in the queue
         new = {weight for weight in needed if fetched_for[weight] < self.step}
         dropped: set[int] = set()
         while at < len(queue) and len(dropped) < len(new):
@@ -178,15 +157,15 @@ class Coordinator:
         With qwZ the buffer has one byte per element, also for a single parameter.
         """
         self.available += sum(self.numel[weight] for weight in weights)
-        flat: list[EngineEvent] = []
+        flat: list[Block] = []
         total = sum(self.sizes[weight] for weight in weights)
-        if self.how.qwz and self.how.ranks > 1:
-            flat.append(self.account.add(Part.GATHERED, total // self.how.item))
-        elif len(weights) == 1 or self.how.ranks == 1:
+        if self.zero.qwz and self.num_ranks > 1:
+            flat.append(self.timeline.add(Part.GATHERED, total // self.item))
+        elif len(weights) == 1 or self.num_ranks == 1:
             for weight in weights:
-                self.blocks[weight] = self.account.add(Part.GATHERED, self.sizes[weight])
+                self.blocks[weight] = self.timeline.add(Part.GATHERED, self.sizes[weight])
         else:
-            flat.append(self.account.add(Part.GATHERED, total))
+            flat.append(self.timeline.add(Part.GATHERED, total))
         group = _Group(weights, flat)
         for weight in weights:
             self.flying[weight] = group
@@ -196,12 +175,12 @@ class Coordinator:
         if group.is_waited:
             return
         group.is_waited = True
-        if self.how.qwz and group.flat:
-            _, _, quantized = group.flat[0]
-            group.flat.append(self.account.add(Part.GATHERED, 2 * quantized))
+        if self.zero.qwz and group.flat:
+            _, _, quantized, _ = group.flat[0]
+            group.flat.append(self.timeline.add(Part.GATHERED, 2 * quantized))
         for weight in group.members:
             if group.flat:
-                self.blocks[weight] = self.account.add(Part.GATHERED, self.sizes[weight])
+                self.blocks[weight] = self.timeline.add(Part.GATHERED, self.sizes[weight])
             self.whole[weight] = True
 
     def _land(self, weight: int) -> None:
@@ -210,7 +189,7 @@ class Coordinator:
         group.waiting -= 1
         if not group.waiting:
             for block in group.flat:
-                self.account.remove(block)
+                self.timeline.remove(block)
 
     def release(self, number: int) -> None:
         """Ends a module."""
@@ -229,7 +208,7 @@ class Coordinator:
         self.next_use[weight] = index
         if index == len(uses):
             return False
-        return self.passed[uses[index]] - self.passed[self.step] < self.how.reuse
+        return self.passed[uses[index]] - self.passed[self.step] < self.zero.max_reuse_distance
 
     def _give_back(self, weight: int) -> None:
         """Frees a parameter, unless a recomputation has saved it; ZeRO++ keeps a part of it till the step."""
@@ -240,10 +219,10 @@ class Coordinator:
             self.saved.remove(weight)
             self.orphans[weight] = block
         else:
-            self.account.remove(block)
-        if self.how.hpz > 1 and weight not in self.secondary:
+            self.timeline.remove(block)
+        if self.zero.hpz > 1 and weight not in self.secondary:
             self.secondary.add(weight)
-            self.account.add(Part.GATHERED, self.sizes[weight] // self.how.hpz)
+            self.timeline.add(Part.GATHERED, self.sizes[weight] // self.zero.hpz)
 
     def keep(self, weight: int) -> None:
         """Keeps a parameter that a recomputation saves."""
@@ -253,7 +232,7 @@ class Coordinator:
         """Frees what a recomputation saved."""
         self.saved.discard(weight)
         if weight in self.orphans:
-            self.account.remove(self.orphans.pop(weight))
+            self.timeline.remove(self.orphans.pop(weight))
 
     def leave(self) -> None:
         """Ends the backward pass: modules whose input needs no gradient give their parameters back now."""

@@ -7,10 +7,9 @@ from dataclasses import replace
 from dstrain.choices import Attention
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.layers import ops, products
+from dstrain.plan.memory.layers import ops
 from dstrain.plan.memory.layers.context import Context
-from dstrain.plan.memory.layers.graph import Tensors
-from dstrain.plan.memory.layers.tensor import Tensor
+from dstrain.plan.memory.layers.tape import Tensor, Tensors
 
 WIDEST_FLASH_HEAD = 256
 """Elements of a head above which there is no flash kernel.
@@ -60,7 +59,7 @@ def self_attention(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *,
 def _is_at_once(run: Context, q: Tensor, values: int, heads: int) -> bool:
     """Whether one kernel attends all samples of packed rows, however long they are.
 
-    Source: dstrain/train/data/by_sample.py: is_at_once.
+    Source: dstrain/train/data/isolation.py: is_at_once.
     """
     width = q.numel // (run.rows * heads)
     has_kernel = q.item == 2 and q.numel == values and width <= WIDEST_AT_ONCE and width % ALIGNMENT == 0
@@ -71,7 +70,7 @@ def _by_sample(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Ten
     """Rows, and then samples, apart and together again; kernels that run one after the other keep no more than one.
 
     A sample is taken to be as long as the row; a window over it is a mask that goes after the layer.
-    Source: dstrain/train/data/by_sample.py: by_sample.
+    Source: dstrain/train/data/isolation.py: by_sample.
     """
     tape = run.tape
     band = tape.new(run.variant.seq_len**2, 1) if run.has_mask else None
@@ -156,6 +155,7 @@ def fused(run: Context, q: Tensor, k: Tensor, v: Tensor, queries: int, *, has_bi
     """
     tape, item, numels = run.tape, q.item, (q.numel, k.numel, v.numel)
     has_workspace = run.variant.kernel_workspaces
+    # values may be narrower than keys (MLA), which makes the output as much narrower than the queries
     out_numel = q.numel * v.numel // k.numel
     node = None
     bias = _bias(run, item) if has_bias else None
@@ -203,13 +203,13 @@ def _eager(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int, *, is_cat:
     weights = weighed(run, q, keys, run.rows * heads * run.variant.seq_len, has_mask=True)
     del keys
     many_values = _in_order(run, many_values, is_copy=_is_copy(many_values, v))
-    return ops.copy(tape, products.product(tape, weights, many_values, values))
+    return ops.copy(tape, ops.product(tape, weights, many_values, values))
 
 
 def weighed(run: Context, q: Tensor, k: Tensor, numel: int, *, has_mask: bool) -> Tensor:
     """The weight of each key for each query, `numel` in all: scores, perhaps masked, and their softmax in fp32."""
     tape, item = run.tape, q.item
-    scores = ops.unary(tape, products.product(tape, q, k, numel))
+    scores = ops.unary(tape, ops.product(tape, q, k, numel))
     if has_mask:
         scores = ops.unary(tape, scores)
     weights = ops.cast(tape, ops.softmax(tape, ops.cast(tape, scores, ops.FP32)), item)
@@ -238,10 +238,10 @@ def _plain(run: Context, q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
     if k.numel != q.numel:
         k, v = ops.resized(tape, k, q.numel), ops.resized(tape, v, values)
     keys = ops.unary(tape, k)
-    scores = products.product(tape, _in_order(run, scaled, is_copy=False), keys, run.rows * heads * length)
+    scores = ops.product(tape, _in_order(run, scaled, is_copy=False), keys, run.rows * heads * length)
     scores = ops.add(tape, scores, mask)
     weights = ops.softmax(tape, scores)
     del scores
-    output = products.product(tape, weights, v, values)
+    output = ops.product(tape, weights, v, values)
     del mask
     return ops.copy(tape, output)

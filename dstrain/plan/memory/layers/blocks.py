@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from dstrain.plan.memory.layers import ops
 from dstrain.plan.memory.layers.context import Context
-from dstrain.plan.memory.layers.graph import Tensors
-from dstrain.plan.memory.layers.tensor import Node, Param, Tensor, View
+from dstrain.plan.memory.layers.tape import Node, Param, Tensor, Tensors, View
 
 LIGER_NORM_PROGRAMS = 132
 """Rows of the partial sums of a weight gradient: one for each multiprocessor of an H100 (108 on an A100).
@@ -114,7 +113,7 @@ def gated_mlp(run: Context, x: Tensor) -> Tensor:
 def tiled(run: Context, x: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
     """Computes an MLP for a tile of tokens at a time, if it is tiled, and each tile again in the backward pass.
 
-    Source: deepspeed 0.19.8 runtime/sequence_parallel/ulysses_sp.py: TiledMLP; dstrain/train/tiled_mlp.py.
+    Source: deepspeed 0.19.8 runtime/sequence_parallel/ulysses_sp.py: TiledMLP; dstrain/train/model.py.
     """
     if not run.variant.checkpointing.tiled_mlp:
         return compute(x)

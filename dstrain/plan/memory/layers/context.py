@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from dstrain.choices import Attention, Method, StateDtypes
+from dstrain.choices import Attention, Method
+from dstrain.facts.model.families import fused_parts
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
 from dstrain.plan.configuration import (
     Checkpointing,
@@ -15,13 +16,10 @@ from dstrain.plan.configuration import (
     Parallel,
     TrainedModel,
 )
-from dstrain.plan.memory.adapters import adapted, is_target, kept_whole
-from dstrain.plan.memory.layers import ops, products
-from dstrain.plan.memory.layers.graph import Tape, Tensors
-from dstrain.plan.memory.layers.kernels import fused_parts
-from dstrain.plan.memory.layers.tensor import GradRelease, Param, Storage, Tensor
-from dstrain.plan.memory.params import is_inside
-from dstrain.plan.training_code import TrainingCode
+from dstrain.plan.memory.layers import ops
+from dstrain.plan.memory.layers.tape import GradRelease, Param, Storage, Tape, Tensor, Tensors
+from dstrain.plan.memory.params import adapted, is_inside, is_target, kept_whole
+from dstrain.plan.training_code import TrainingCode, needs_reentrant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +32,18 @@ class Variant:
     checkpointing: Checkpointing
     parallel: Parallel
     code: TrainingCode
-    release: GradRelease
+    keeps_inputs: bool
+    """Whether linear layers keep what they multiply even if the weight is frozen, as ZeRO-3 has it."""
+    stops_early: bool
+    """Whether a recomputation ends as soon as all that was saved exists again."""
+    kernel_workspaces: bool
+    """Whether allocations inside kernels are counted, which CPU ranks do not have and a trace does not see."""
+    release: GradRelease = GradRelease.AT_ONCE
     """How long autograd keeps parameter gradients."""
-    is_sharded: bool
-    """Whether parameters are sharded (ZeRO-3, or as much of PyTorch's own sharding)."""
-    gathers: bool
-    """Whether parameters are whole only while their module works."""
-    kernel_workspaces: bool = True
-    """Whether what kernels allocate inside is counted, which a trace does not see."""
+    gathers: bool = False
+    """Whether parameters are whole only while their module works, and no engine is played that gathers them."""
+    holds_layers: bool = False
+    """Whether each layer's input and its gradient stay to the end."""
 
     @property
     def item(self) -> int:
@@ -55,8 +57,8 @@ class Variant:
 
     @property
     def adapter_item(self) -> int:
-        """Bytes of one element of an adapter: PEFT keeps adapters in fp32, DeepSpeed casts them with the model."""
-        return self.item if self.model.is_deepspeed or not self.code.has_peft else 4
+        """Bytes of one element of an adapter."""
+        return 4 if self.code.has_fp32_adapters else self.item
 
     @property
     def seq_len(self) -> int:
@@ -75,16 +77,11 @@ class Variant:
         """Whether attention is called for each sample of packed rows, which so needs no mask."""
         return self.batch.packing and self.kernels.attn is Attention.SDPA and self.code.splits_packed_rows
 
-    @property
-    def holds_layers(self) -> bool:
-        """Whether each layer's input and its gradient stay to the end, as under FSDP if weights are frozen."""
-        return self.is_sharded and not self.model.is_deepspeed and not self.model.is_full and self.code.has_peft
 
-
-def variant_of(configuration: Configuration) -> Variant:
-    """Returns the settings of the tape."""
+def variant_of(configuration: Configuration, *, kernel_workspaces: bool = True) -> Variant:
+    """Returns the settings of the tape beside the engine, which gathers parameters and takes gradients at once."""
     c = configuration
-    is_sharded = c.zero.stage == 3
+    is_reentrant = c.checkpointing.enabled and needs_reentrant(c.model.method, c.zero.stage)
     return Variant(
         model=c.model,
         batch=c.batch,
@@ -92,17 +89,10 @@ def variant_of(configuration: Configuration) -> Variant:
         checkpointing=c.checkpointing,
         parallel=c.parallel,
         code=c.code,
-        release=_release(c),
-        is_sharded=is_sharded,
-        gathers=is_sharded and c.model.is_deepspeed,
+        keeps_inputs=c.zero.stage == 3,
+        stops_early=c.code.stops_early and not is_reentrant,
+        kernel_workspaces=kernel_workspaces,
     )
-
-
-def _release(configuration: Configuration) -> GradRelease:
-    """Returns how long autograd keeps gradients; later micro-batches add to the first one's."""
-    if configuration.zero.stage <= 1 and not configuration.zero.is_offloaded:
-        return GradRelease.AT_STEP if configuration.step.grad_accum == 1 else GradRelease.AT_ONCE
-    return GradRelease.AT_ONCE if configuration.model.is_deepspeed else GradRelease.AFTER_LAYER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,8 +231,8 @@ class Context:
         tape, item = self.tape, self.variant.item
         rows = x.numel // inputs
         weight = Param(outputs * inputs, trains=self.trains)
-        result = products.matmul(tape, ops.cast(tape, x, item), weight, rows * outputs, item)
-        return products.bias(tape, result, Param(outputs, trains=self.trains)) if has_bias else result
+        result = ops.matmul(tape, ops.cast(tape, x, item), weight, rows * outputs, item)
+        return ops.bias(tape, result, Param(outputs, trains=self.trains)) if has_bias else result
 
     def _quantized(self, x: Tensor, outputs: int, inputs: int, has_bias: bool) -> Tensor:
         """A 4-bit linear: the weight is written out in the compute dtype for the product, forward and backward.
@@ -274,17 +264,15 @@ class Context:
         tape, lora, rows = self.tape, self.variant.model.lora, x.numel // inputs
         item = self.variant.adapter_item
         down, up = Param(lora.rank * inputs, trains=True), Param(lora.rank * outputs, trains=True)
-        if (
-            self.variant.model.state_dtypes is StateDtypes.AUTOCAST
-        ):  # the input is cast to the adapter's dtype, and back for the product
+        if self.variant.code.is_autocast:  # the input is cast to the adapter's dtype, and back for the product
             dropped = ops.dropout(tape, ops.cast(tape, x, item), lora.dropout)
             item = self.variant.item
             dropped = ops.cast(tape, dropped, item)
         else:
             dropped = ops.dropout(tape, ops.cast(tape, x, item), lora.dropout)
-        inner = products.matmul(tape, dropped, down, rows * lora.rank, item)
+        inner = ops.matmul(tape, dropped, down, rows * lora.rank, item)
         del dropped
-        outer = products.matmul(tape, inner, up, rows * outputs, item)
+        outer = ops.matmul(tape, inner, up, rows * outputs, item)
         del inner
         scaled = ops.unary(tape, outer)
         del outer

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
-from dstrain.plan.memory.layers import blocks, dense, mla, moe, vision
+from dstrain.plan.memory.layers import blocks, dense, moe, vision
 from dstrain.plan.memory.layers.context import Context
 from dstrain.plan.memory.layers.dense import Norm
-from dstrain.plan.memory.layers.tensor import Tensor
+from dstrain.plan.memory.layers.tape import Tensor
 
 Layer = Callable[[Context, Tensor], Tensor]
 Tower = Callable[[Context, Tensor, Tensor], vision.Seen]
@@ -36,6 +36,8 @@ class LayerCode:
     """Whether each row has tables of its own, as positions inside images differ."""
     tower: Tower | None = None
     """How images become features in the embeddings."""
+    makes_idle_mask: bool = False
+    """Whether a mask of windows is made even if no layer has windows."""
     scales_logits: bool = False
     """Whether logits are multiplied by a constant."""
 
@@ -43,8 +45,8 @@ class LayerCode:
 _llama = partial(dense.prenorm, attend=dense.plain_attention, mlp=blocks.gated_mlp)
 _qwen3 = partial(dense.prenorm, attend=dense.qwen3_attention, mlp=blocks.gated_mlp)
 _qwen3_moe = partial(dense.prenorm, attend=dense.qwen3_attention, mlp=moe.qwen3_moe)
-_latent_v2 = partial(mla.latent_attention, turn=mla.complex_rotary)
-_latent_v3 = partial(mla.latent_attention, turn=mla.interleaved_rotary)
+_latent_v2 = partial(dense.latent_attention, turn=dense.complex_rotary)
+_latent_v3 = partial(dense.latent_attention, turn=dense.interleaved_rotary)
 _glm = partial(dense.prenorm, attend=dense.glm_attention, mlp=blocks.fused_mlp)
 
 _GEMMA3 = LayerCode(
@@ -80,7 +82,9 @@ LAYER_CODE: Mapping[str, LayerCode] = MappingProxyType(
         "phi3": LayerCode(dense=partial(dense.prenorm, attend=dense.fused_attention, mlp=blocks.fused_mlp)),
         "qwen2": LayerCode(dense=_llama),
         "qwen2_moe": LayerCode(
-            dense=_llama, sparse=partial(dense.prenorm, attend=dense.plain_attention, mlp=moe.qwen2_moe)
+            dense=_llama,
+            sparse=partial(dense.prenorm, attend=dense.plain_attention, mlp=moe.qwen2_moe),
+            makes_idle_mask=True,
         ),
         "qwen3": LayerCode(dense=_qwen3),
         "qwen3_moe": LayerCode(dense=_qwen3, sparse=_qwen3_moe),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dstrain.choices import LOGITS_PER_TILE, LossKernel
 from dstrain.facts.model.model_facts import Kind
-from dstrain.plan.memory.layers import moe, ops, products
+from dstrain.plan.memory.layers import moe, ops
 from dstrain.plan.memory.layers.context import Context
-from dstrain.plan.memory.layers.graph import Tensors
-from dstrain.plan.memory.layers.tensor import Param, Part, Tensor
+from dstrain.plan.memory.layers.tape import Param, Part, Tensor, Tensors
 
 
 def loss(run: Context, hidden: Tensor, table: Param, *, scales: bool) -> Tensor:
@@ -86,7 +85,7 @@ def product(run: Context, hidden: Tensor, head: Param) -> Tensor:
     tape, item = run.tape, run.variant.item
     whole = hidden.numel // run.model.hidden_size * run.model.vocab_size
     part = whole // run.variant.parallel.tp
-    logits = products.matmul(tape, ops.cast(tape, hidden, item), head, part, item)
+    logits = ops.matmul(tape, ops.cast(tape, hidden, item), head, part, item)
     if part == whole:
         return logits
     node = tape.node((logits,), lambda grad: (tape.new(part, item),)) if tape.needs(logits) else None

@@ -1,14 +1,126 @@
-"""Mixtures of experts on the tape: routers, and experts as grouped matrix products."""
+"""Mixtures of experts on the tape: routers, experts as grouped matrix products, their adapters, expert parallelism."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
-from dstrain.plan.memory.layers import blocks, expert_adapters, expert_parallel, ops, products
+from dstrain.plan.memory.layers import blocks, ops
 from dstrain.plan.memory.layers.context import Context
-from dstrain.plan.memory.layers.graph import Tensors
-from dstrain.plan.memory.layers.tensor import Param, Tensor
+from dstrain.plan.memory.layers.tape import Param, Tensor, Tensors
+
+UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+"""The weights of a layer's experts."""
+
+
+def check(run: Context) -> None:
+    """Adds each adapter once before the experts are called, to see that the shape stays; the outer one first."""
+    for name in (DOWN, UP):
+        if run.adapts_experts(name):
+            _added(run, name)
+
+
+def weight(run: Context, name: str) -> Param | Tensor:
+    """The matrices of all experts: the parameter, or a copy with the adapter of each expert added."""
+    if run.adapts_experts(name):
+        return _added(run, name)
+    experts, outputs, inputs = _shape(run, name)
+    return Param(experts * outputs * inputs, trains=run.trains)
+
+
+def _shape(run: Context, name: str) -> tuple[int, int, int]:
+    """Returns the number of experts, and the outputs and inputs of the matrix of each."""
+    moe, width = run.moe, run.model.hidden_size
+    sides = (2 * moe.intermediate_size, width) if name == UP else (width, moe.intermediate_size)
+    return moe.num_experts, *sides
+
+
+def _added(run: Context, name: str) -> Tensor:
+    """`baddbmm(weight, up, down)`: the copy needs no input for its gradient, each factor the other one.
+
+    The gradient of a factor is a product, which is then scaled. Factors are kept as views of parameters, so that what
+    ZeRO-3 has gathered of these stays when it gives them back.
+    """
+    tape, item = run.tape, run.variant.item
+    experts, outputs, inputs = _shape(run, name)
+    factors = [_factor(run, experts * run.variant.model.lora.rank * side) for side in (outputs, inputs)]
+    numel, sizes = experts * outputs * inputs, [factor.numel for factor in factors]
+    node = None
+    if tape.needs(*factors):
+        are_params = [isinstance(factor, Param) for factor in factors]
+        casts = [factor for factor in factors if isinstance(factor, Tensor)]
+        # ZeRO-3 gives parameters back, so what the product needs of them is copied; else they are there anyway
+        saved = tape.save(*([tape.new(size, item) for size in sizes] if tape.keeps_inputs else casts))
+
+        def backward(grad: Tensor) -> Tensors:
+            kept = saved.take()
+            grads = []
+            for size, is_param in zip(sizes, are_params, strict=True):
+                product = tape.new(size, item)
+                grads.append(tape.grad(size, item) if is_param else tape.new(size, item))
+                del product
+            del kept
+            return tuple(grads)
+
+        node = tape.node(tuple(factors), backward)
+    whole = tape.gathered(numel, item)
+    result = tape.new(numel, item, node)
+    del whole
+    return result
+
+
+def _factor(run: Context, numel: int) -> Param | Tensor:
+    """One of the two matrices of an adapter, in the dtype of the weights."""
+    param, item = Param(numel, trains=True), run.variant.adapter_item
+    return param if item == run.variant.item else ops.cast_param(run.tape, param, item, run.variant.item)
+
+
+ALIGNMENT = 8
+"""Rows to which each expert's rows are padded. Source: moe/ep_kernels.py: TOKEN_GROUP_ALIGN_SIZE_M."""
+
+
+def routed(run: Context, x: Tensor) -> Tensor:
+    """Returns the output of the experts for x, without shared experts: (tokens, hidden)."""
+    tape, moe, width = run.tape, run.moe, run.model.hidden_size
+    scores, order = _route(run, x)
+    rows = scores.numel
+    sent = ops.picked(tape, x, rows * width, tape.new(rows, ops.INDEX))
+    sent = ops.unary(tape, sent)  # an exchange: its gradient is exchanged back
+    padded = rows + moe.num_experts // run.variant.parallel.ep * ALIGNMENT
+    places = tape.new(padded, ops.INDEX)
+    sent = ops.picked(tape, sent, padded * width, places)
+    gate, up = (_grouped(run, sent, moe.intermediate_size) for _ in range(2))
+    hidden = ops.mul(tape, ops.activation(tape, gate), up)
+    computed = _grouped(run, hidden, width)
+    del sent, gate, up, hidden
+    computed = ops.picked(tape, computed, rows * width, places)
+    computed = ops.unary(tape, computed)
+    placed = ops.picked(tape, computed, rows * width, order)
+    summed = ops.resized(tape, ops.mul(tape, placed, scores), x.numel)
+    return ops.cast(tape, summed, x.item)
+
+
+def _route(run: Context, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the weight of each expert picked for a token, in fp32, and the order of tokens by expert."""
+    tape, moe, width = run.tape, run.moe, run.model.hidden_size
+    tokens = x.numel // width
+    weight = Param(moe.num_experts * width, trains=run.trains)
+    logits = ops.matmul(tape, x, weight, tokens * moe.num_experts, run.variant.item, is_flat=True)
+    scores = ops.softmax(tape, ops.cast(tape, logits, ops.FP32))
+    picked = tape.new(tokens * moe.experts_per_token, ops.INDEX)
+    best = ops.picked(tape, scores, picked.numel, picked)
+    sums = ops.resized(tape, best, tokens)
+    best = ops.unary(tape, ops.mul(tape, best, sums))
+    return best, tape.new(picked.numel, ops.INDEX)
+
+
+def _grouped(run: Context, x: Tensor, outputs: int) -> Tensor:
+    """The rows of each expert times its matrix, for all experts of this rank at once."""
+    moe, width = run.moe, run.model.hidden_size
+    inputs = width + moe.intermediate_size - outputs
+    weight = Param(moe.num_experts // run.variant.parallel.ep * outputs * inputs, trains=run.trains)
+    return ops.matmul(run.tape, x, weight, x.numel // inputs * outputs, run.variant.item, is_flat=True)
+
 
 ROUTER_LOSS = "router loss forward"
 """The instant at which the loss that balances experts is computed."""
@@ -26,7 +138,7 @@ def qwen3_moe(run: Context, x: Tensor) -> Tensor:
 def _routed(run: Context, x: Tensor, router: Router) -> Tensor:
     """Returns the output of the routed experts for x."""
     if run.variant.parallel.ep > 1:
-        return expert_parallel.routed(run, x)
+        return routed(run, x)
     logits, weights, indices = router(run, x)
     output = grouped_experts(run, x, weights, indices)
     del logits
@@ -77,7 +189,7 @@ def deepseek_v3(run: Context, x: Tensor) -> Tensor:
 
 def _with_shared_experts(run: Context, x: Tensor, router: Router) -> Tensor:
     if run.variant.parallel.ep > 1:
-        return ops.add(run.tape, expert_parallel.routed(run, x), _mlp(run, x, "mlp.shared_experts"))
+        return ops.add(run.tape, routed(run, x), _mlp(run, x, "mlp.shared_experts"))
     logits, weights, indices = router(run, x)
     output = grouped_experts(run, x, weights, indices)
     output = ops.add(run.tape, output, _mlp(run, x, "mlp.shared_experts"))
@@ -96,9 +208,9 @@ def _router_logits(run: Context, x: Tensor, item: int) -> Tensor:
     weight = Param(numel, trains=run.trains)
     x = ops.cast(tape, x, item)
     if item == run.variant.item:
-        return products.matmul(tape, x, weight, rows * run.moe.num_experts, item, is_flat=True)
-    wide = products.cast_param(tape, weight, run.variant.item, item)
-    return products.product(tape, x, wide, rows * run.moe.num_experts)
+        return ops.matmul(tape, x, weight, rows * run.moe.num_experts, item, is_flat=True)
+    wide = ops.cast_param(tape, weight, run.variant.item, item)
+    return ops.product(tape, x, wide, rows * run.moe.num_experts)
 
 
 def softmax_router(run: Context, x: Tensor, *, normalises: bool = True, narrows: bool = True) -> Routing:
@@ -135,6 +247,7 @@ def balancing_loss(run: Context, loss: Tensor) -> Tensor:
     total = None
     for logits in run.router_logits:
         probabilities = ops.softmax(tape, logits)
+        # Transformers picks again: the layer's own picks are not among its outputs
         picked = _top_k(run, probabilities)
         counted = tape.new(picked[1].numel, ops.FP32)
         wide = ops.cast(tape, probabilities, ops.FP32)
@@ -213,15 +326,15 @@ def grouped_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -
         return _fused_experts(run, x, weights, indices)
     tape, width = run.tape, run.model.hidden_size
     rows = indices.numel
-    expert_adapters.check(run)
+    check(run)
     sorted_ids, order = tape.new(rows, ops.INDEX), tape.new(rows, ops.INDEX)
     chosen = ops.picked(tape, x, rows * width, tape.new(rows, ops.INDEX))
     sorted_weights = ops.picked(tape, weights, rows, order)
     narrow_ids = tape.new(rows, 4)
-    up = expert_adapters.weight(run, expert_adapters.UP)
+    up = weight(run, UP)
     hidden = _grouped_product(run, chosen, up, 2 * run.moe.intermediate_size)
     hidden = _gated(run, hidden)
-    down = expert_adapters.weight(run, expert_adapters.DOWN)
+    down = weight(run, DOWN)
     hidden = _grouped_product(run, hidden, down, width)
     weighted = ops.mul(tape, hidden, sorted_weights)
     inverse, counted = tape.new(rows, ops.INDEX), tape.new(rows, ops.INDEX)
@@ -244,8 +357,8 @@ def _grouped_product(run: Context, x: Tensor, weight: Param | Tensor, outputs: i
     inputs = weight.numel // (run.moe.num_experts * outputs)
     numel = x.numel // inputs * outputs
     if isinstance(weight, Tensor):
-        return products.product(run.tape, x, weight, numel)
-    return products.matmul(run.tape, x, weight, numel, run.variant.item, is_flat=True)
+        return ops.product(run.tape, x, weight, numel)
+    return ops.matmul(run.tape, x, weight, numel, run.variant.item, is_flat=True)
 
 
 def _fused_experts(run: Context, x: Tensor, weights: Tensor, indices: Tensor) -> Tensor:

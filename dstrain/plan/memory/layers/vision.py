@@ -7,10 +7,59 @@ from dataclasses import dataclass
 from dstrain.choices import Attention
 from dstrain.facts.data.row_contents import seen_samples
 from dstrain.facts.model.model_facts import ModelFacts, Vision
-from dstrain.plan.memory.layers import attention, blocks, features, ops, products
+from dstrain.plan.memory.layers import attention, blocks, ops
 from dstrain.plan.memory.layers.context import Context, Variant
-from dstrain.plan.memory.layers.graph import Tensors
-from dstrain.plan.memory.layers.tensor import Tensor, View
+from dstrain.plan.memory.layers.tape import Tensor, Tensors, View
+
+
+def scattered(run: Context, hidden: Tensor, features: Tensor, mask: Tensor) -> Tensor:
+    """`masked_scatter`: the gradient is copied with zeros in the place of features, and theirs is picked out of it."""
+    tape, node = run.tape, None
+    if tape.needs(hidden, features):
+        saved = tape.save(mask)
+        needs_hidden, needs_features = hidden.node is not None, features.node is not None
+        sizes, item = (hidden.numel, features.numel), hidden.item
+
+        def backward(grad: Tensor) -> Tensors:
+            saved.take()
+            rest = tape.new(sizes[0], item) if needs_hidden else None
+            return (rest, tape.new(sizes[1], item) if needs_features else None)
+
+        node = tape.node((hidden, features), backward)
+    return tape.new(hidden.numel, hidden.item, node)
+
+
+def deepened(run: Context, hidden: Tensor, level: Tensor, mask: Tensor) -> Tensor:
+    """A layer's output with features added at the image tokens: a copy, some of whose rows are written again.
+
+    A mask is turned to indices for each use.
+    Source: Transformers 5.23 modeling_qwen3_vl.py: Qwen3VLTextModel._deepstack_process.
+    """
+    tape = run.tape
+    copied = ops.copy(tape, hidden)
+    places = tape.new(2 * level.numel // run.model.hidden_size, ops.INDEX)
+    rows = ops.picked(tape, copied, level.numel, mask)
+    del places
+    return _written(run, copied, ops.add(tape, rows, level), mask)
+
+
+def _written(run: Context, x: Tensor, rows: Tensor, mask: Tensor) -> Tensor:
+    """`x[mask] = rows` in place: the gradient is copied with zeros there, and picked there."""
+    tape = run.tape
+    if not tape.needs(x, rows):
+        return x
+    saved = tape.save(mask)
+    sizes, item = (x.numel, rows.numel), x.item
+
+    def backward(grad: Tensor) -> Tensors:
+        saved.take()
+        zeros = tape.new(sizes[1], item)
+        rest = tape.new(sizes[0], item)
+        del zeros
+        return (rest, tape.new(sizes[1], item))
+
+    return Tensor(x.storage, x.numel, x.item, tape.node((x, rows), backward))
+
 
 ROOT = "model.visual"
 
@@ -48,7 +97,7 @@ def qwen3_vl(run: Context, hidden: Tensor, images: Tensor) -> Seen:
     tape.ledger.enter("forward")
     joined = _joined(run, merged)
     mask = tape.new(run.rows, 1)
-    hidden = features.scattered(run, hidden, joined, mask)
+    hidden = scattered(run, hidden, joined, mask)
     copies = tuple(_joined(run, level) for level in levels)
     return Seen(hidden=hidden, levels=copies, mask=mask, kept_tensors=(last, merged, joined, *levels))
 
@@ -104,7 +153,7 @@ def _tower(run: Context, narrow: Tensor) -> tuple[Tensor, list[Tensor]]:
         is_recomputed = run.variant.checkpointing.enabled and hidden.node is not None
         hidden = tape.checkpoint(block, hidden) if is_recomputed else block(hidden)
         hidden = _marked(run, hidden, index)
-        tape.ledger.enter(f"vision forward end {index}")
+        tape.ledger.enter("vision forward end", name=str(index))
         if index < num_levels:
             levels.append(_merged(run, hidden, f"{ROOT}.deepstack_merger_list.*"))
     del positions, embedded
@@ -145,7 +194,7 @@ def _marked(run: Context, x: Tensor, index: int) -> Tensor:
 
     def mark() -> None:
         tape.leave_layer()
-        tape.ledger.enter(f"vision backward {index}")
+        tape.ledger.enter("vision backward", name=str(index))
 
     return ops.marked(tape, x, mark)
 
@@ -222,7 +271,7 @@ def _by_image(run: Context, q: Tensor, k: Tensor, v: Tensor, queries: int) -> Te
         else:
             scores = run.variant.batch.image_patches**2 * heads
             weights = attention.weighed(run, parts[0], parts[1], scores, has_mask=False)
-            outputs.append(ops.copy(tape, products.product(tape, weights, parts[2], parts[2].numel)))
+            outputs.append(ops.copy(tape, ops.product(tape, weights, parts[2], parts[2].numel)))
             del weights
     return ops.cat(tape, tuple(outputs))
 
@@ -257,5 +306,5 @@ def _layer_norm(run: Context, x: Tensor, name: str) -> Tensor:
 def _linear(run: Context, x: Tensor, name: str) -> Tensor:
     weight, bias = run.param(f"{name}.weight"), run.param(f"{name}.bias")
     rows = x.numel * bias.numel // weight.numel
-    result = products.matmul(run.tape, x, weight, rows * bias.numel, run.variant.item, is_flat=True)
-    return products.bias(run.tape, result, bias)
+    result = ops.matmul(run.tape, x, weight, rows * bias.numel, run.variant.item, is_flat=True)
+    return ops.bias(run.tape, result, bias)

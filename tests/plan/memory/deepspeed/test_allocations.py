@@ -14,12 +14,13 @@ from benchmarks.questions import QUESTIONS, asked
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.freezing import with_frozen
+from dstrain.plan.labels import title
 from dstrain.plan.memory.deepspeed import allocations, engine
-from dstrain.plan.memory.deepspeed.instants import highest
+from dstrain.plan.memory.deepspeed.replay import highest
 from dstrain.plan.memory.deepspeed.settings import micro_batches_played
 from dstrain.plan.memory.layers.attention import as_attended
 from dstrain.plan.memory.zero import sharing_ranks
+from dstrain.plan.named_parts import with_frozen
 from dstrain.plan.search.evaluator import Evaluator, usable_ratio
 from dstrain.plan.search.search_space import in_ram_too, space
 from tests.train.engine_cases import CASES, Case, job_of
@@ -53,7 +54,7 @@ def scripted(model: ModelFacts, configuration: Configuration, ranks: int) -> int
 def counted(model: ModelFacts, configuration: Configuration, ranks: int) -> int:
     """Returns the peak of live bytes that the engine counts on the first rank."""
     every = engine.engine_of(model, configuration, ranks)
-    first = replace(every, replays=every.replays[:1], steps=every.steps[:1])
+    first = replace(every, spans=every.spans[:1])
     recording = engine.recorded(model, configuration)
     return highest(first, recording, overlaps=configuration.zero.overlap_comm).total
 
@@ -66,6 +67,8 @@ def test_a_measured_case_has_one_peak(case: Case) -> None:
     assert scripted(model, way, ranks) == counted(model, way, ranks)
 
 
+@pytest.mark.sweep
+@pytest.mark.parts(16)
 @pytest.mark.parametrize("words", [question.words for question in QUESTIONS])
 def test_candidates_of_a_question_have_one_peak(words: str) -> None:
     question = asked(shlex.split(words))
@@ -76,4 +79,4 @@ def test_candidates_of_a_question_have_one_peak(words: str) -> None:
         way = as_attended(evaluator.configuration(candidate), workload.cluster.gpu)
         way = replace(way, step=replace(way.step, grad_accum=micro_batches_played(way)))
         ranks = sharing_ranks(workload.cluster, way)
-        assert scripted(workload.model, way, ranks) == counted(workload.model, way, ranks), way.title
+        assert scripted(workload.model, way, ranks) == counted(workload.model, way, ranks), title(way)

@@ -13,10 +13,10 @@ from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import Kind
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
+from dstrain.plan.labels import title
 from dstrain.plan.memory.deepspeed import engine
-from dstrain.plan.memory.deepspeed.byte_account import ByteAccount, Part
 from dstrain.plan.memory.deepspeed.peak_tensors import peak_tensors
-from dstrain.plan.memory.layers.recording import END
+from dstrain.plan.memory.deepspeed.timeline import Part, Timeline, spans
 from dstrain.plan.memory.zero import bucket_bytes
 from tests.train.engine_cases import DEEP, LLAMA, SPARSE, TIED
 
@@ -79,6 +79,21 @@ def test_accumulating_doubles_the_gradient_partition_of_zero_2() -> None:
     assert grads(grad_accum=2) - grads() == pytest.approx(P, rel=0.15)
 
 
+def test_zero_1_holds_the_full_gradient_in_the_backward_pass() -> None:
+    way = changed(SMALL, zero_stage=1, overlap_comm=False, reduce_bucket_size=10**8)
+    instants = engine.instants(MODEL, way, 2)
+    assert max(each.engine[Part.GRADS] for each in instants) == pytest.approx(2 * P, rel=0.01)
+
+
+def test_a_smaller_sub_group_makes_the_step_smaller_under_zero_3() -> None:
+    def most(sub_group_size: int) -> int:
+        instants = engine.instants(MODEL, changed(SMALL, zero_stage=3, sub_group_size=sub_group_size), 2)
+        return max(each.engine[Part.BUFFERS] for each in instants if each.name == "optimizer step")
+
+    assert most(10**9) == pytest.approx(6 * P / 2, rel=0.01)
+    assert most(100_000) == 8 * MODEL.largest_tensor_numel // 2, "the norm of the largest share in fp64"
+
+
 @pytest.mark.parametrize("reuse", [0, 500_000, 10_000_000])
 def test_zero_3_keeps_no_more_gathered_than_it_may_and_a_module(reuse: int) -> None:
     model = from_config(DEEP, name="deep", source="deep")
@@ -115,7 +130,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.title}, {way.step.grad_accum}, {way.model.method}")
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{title(way)}, {way.step.grad_accum}, {way.model.method}")
 @pytest.mark.parametrize("config", [LLAMA, TIED, SPARSE], ids=["llama", "tied", "sparse"])
 def test_the_parts_sum_to_the_peak(config: dict[str, object], way: Configuration) -> None:
     model = from_config(config, name="model", source="model")
@@ -124,16 +139,27 @@ def test_the_parts_sum_to_the_peak(config: dict[str, object], way: Configuration
     assert found.total == most + engine.engine_of(model, way, 4).resident.total
 
 
-def test_an_account_remembers_the_most_between_two_cuts_with_its_parts() -> None:
-    account = ByteAccount()
-    account.add(Part.GRADS, 4)
-    gradient = account.add(Part.GRADS, 1)
-    account.add(Part.GRADS, 0)
-    account.passing(Part.BUFFERS, 3)
-    account.remove(gradient)
-    taken = ((0, Part.GRADS, 4), (1, Part.GRADS, 1), (3, Part.BUFFERS, 3))
-    assert account.cut(END) == (END, (*taken, (3, Part.BUFFERS, -3), (1, Part.GRADS, -1)), (5, 3, 0), (4, 0, 0))
-    assert account.cut(END) == (END, (), (4, 0, 0), (4, 0, 0))
+def test_a_span_has_the_most_between_two_marks_with_its_parts() -> None:
+    timeline = Timeline()
+    timeline.add(Part.GRADS, 4)
+    gradient = timeline.add(Part.GRADS, 1)
+    timeline.add(Part.GRADS, 0)
+    timeline.passing(Part.BUFFERS, 3)
+    timeline.remove(gradient)
+    taken = [(0, Part.GRADS, 4, None), (1, Part.GRADS, 1, None), (3, Part.BUFFERS, 3, None)]
+    assert timeline.events == [*taken, (3, Part.BUFFERS, -3, None), (1, Part.GRADS, -1, None)]
+    nothing, left = (0, 0, 0), (4, 0, 0)
+    assert spans(timeline.events, [5, 5]) == [(nothing, (5, 3, 0)), (left, left), (left, left)]
+
+
+def test_a_span_has_the_blocks_of_its_rank() -> None:
+    timeline = Timeline()
+    gradient = timeline.add(Part.GRADS, 4)
+    timeline.passing(Part.BUFFERS, 3, 1)
+    timeline.remove(gradient, 0)
+    timeline.add(Part.STATES, 9)
+    assert [high for _, high in spans(timeline.events, [4], 0)] == [(4, 0, 0), (0, 0, 0)]
+    assert [high for _, high in spans(timeline.events, [4], 1)] == [(4, 3, 0), (4, 0, 0)]
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from benchmarks.named_peaks import Instant, of_variant, variant_of
+from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.trace_records import Trace
 from dstrain.facts.model.tracer import Failure, ask
-from dstrain.plan.memory.layers.activations import Instant, has_layer_code, of_variant
-from dstrain.plan.memory.layers.context import variant_of
+from dstrain.plan.configuration import Configuration
+from dstrain.plan.labels import title
+from dstrain.plan.memory.layers.activations import has_layer_code
 from tests.plan.memory.layers.shapes import Case
 
 
@@ -44,10 +47,10 @@ class Compared:
         return abs(self.error_ratio) <= self.bar_ratio
 
 
-def tape(case: Case) -> Instant:
+def highest(model: ModelFacts, configuration: Configuration) -> Instant:
     """Returns the tape's highest instant, as a trace would see it."""
-    variant = replace(variant_of(case.configuration), kernel_workspaces=False)
-    return max(of_variant(case.model, variant), key=lambda instant: instant.total)
+    variant = replace(variant_of(configuration), kernel_workspaces=False)
+    return max(of_variant(model, variant), key=lambda instant: instant.total)
 
 
 def compare(asked: Sequence[Case]) -> list[Compared]:
@@ -57,13 +60,13 @@ def compare(asked: Sequence[Case]) -> list[Compared]:
     compared = []
     for case, trace in zip(known, answers, strict=True):
         if isinstance(trace, Failure):
-            raise RuntimeError(f"{case.family}, {case.way.title}: {trace.problem}")
+            raise RuntimeError(f"{case.family}, {title(case.configuration)}: {trace.problem}")
         assert isinstance(trace, Trace)
-        peak = tape(case)
+        peak = highest(case.model, case.configuration)
         compared.append(
             Compared(
                 family=case.family,
-                way=case.way.title,
+                way=title(case.configuration),
                 shape=_shape(case),
                 trace_bytes=trace.peak_bytes,
                 trace_instant=trace.peak_instant,

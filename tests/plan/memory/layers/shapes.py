@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import lcm
 from types import MappingProxyType
 from typing import Any
@@ -16,13 +17,51 @@ from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.freezing import frozen_parts, with_frozen
+from dstrain.plan.named_parts import frozen_parts, with_frozen
 from dstrain.plan.training_code import TrainingCode
-from tests.plan.memory.layers.ways import WAYS, Rows, Way
 
 SEED = 20260101
 _ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _LATENT_LINEARS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+
+
+class Rows(StrEnum):
+    """What rows of a micro-batch look like."""
+
+    ALONE = "alone"
+    PADDED = "padded"
+    PACKED = "packed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """A way to train, as far as it is not a number."""
+
+    method: Method
+    """What is trained."""
+    has_dropout: bool
+    """Whether adapters drop inputs."""
+    attn: Attention
+    """Attention implementation."""
+    rows: tuple[Rows, ...]
+    """What rows may look like: one sample, several of which the shorter are padded, or several samples in each."""
+    grad_ckpt: bool
+    """Whether activations are recomputed."""
+
+
+WAYS = tuple(
+    Way(method=method, has_dropout=has_dropout, attn=attn, rows=rows, grad_ckpt=grad_ckpt)
+    for method, has_dropout in ((Method.FULL, False), (Method.LORA, False), (Method.LORA, True))
+    for attn, rows in (
+        (Attention.FLASH_ATTENTION_2, (Rows.ALONE, Rows.PADDED, Rows.PACKED)),
+        (Attention.SDPA, (Rows.ALONE,)),
+        (Attention.SDPA, (Rows.PADDED,)),
+        (Attention.SDPA, (Rows.PACKED,)),
+        (Attention.EAGER, (Rows.ALONE, Rows.PADDED)),
+    )
+    for grad_ckpt in (False, True)
+)
+"""Every combination."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +303,7 @@ def _case(family: str, way: Way, draw: random.Random) -> Case:
     trains_parts = image_patches > 0 and way.method is Method.FULL  # an adapter trains alone
     job = Job(model="", output_dir="", **(_TRAINED.get(family, {}) if trains_parts else {}))
     parts = tuple(sorted(frozen_parts(job)))
-    question = replace(_question(config, configuration), frozen_parts=parts)
+    question = replace(question_of(config, configuration), frozen_parts=parts)
     model = with_frozen(model, job)
     return Case(family=family, way=way, question=question, model=model, configuration=configuration)
 
@@ -282,7 +321,7 @@ def _lora(family: str, model: ModelFacts, way: Way, draw: random.Random) -> Lora
     return Lora(rank=draw.choice((4, 8, 16, 64)), dropout=dropout, targets=targets, target_parameters=experts)
 
 
-def _question(config: Mapping[str, Any], configuration: Configuration) -> Question:
+def question_of(config: Mapping[str, Any], configuration: Configuration) -> Question:
     """Returns the question that a configuration of the plan stands for."""
     return Question(
         subject=Subject(config=config),

@@ -17,6 +17,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+from benchmarks.named_peaks import variant_of
 from dstrain.choices import Attention, Method
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import ModelFacts
@@ -24,9 +25,8 @@ from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.layers.activations import layer_kinds, play
-from dstrain.plan.memory.layers.context import Context, Variant, variant_of
-from dstrain.plan.memory.layers.graph import Tape
-from dstrain.plan.memory.layers.tensor import Ledger
+from dstrain.plan.memory.layers.context import Context, Variant
+from dstrain.plan.memory.layers.tape import Ledger, Tape, TapeEvent
 from dstrain.train.tracing import passes
 from dstrain.train.tracing.tracker import StorageTracker
 from tests.plan.memory.layers.shapes import FAMILIES, config_of
@@ -53,7 +53,7 @@ class Step(NamedTuple):
         return f"{self.live_bytes / _MIB:9.2f} {self.num_bytes / _MIB:+8.2f}  {self.instant:18.18} {self.maker:34.34}"
 
 
-class _Events(list[tuple[int, int]]):
+class _Events(list[TapeEvent]):
     """The tape's list of events, which makes a step of each large allocation."""
 
     def __init__(self, ledger: Ledger, least: int) -> None:
@@ -61,7 +61,7 @@ class _Events(list[tuple[int, int]]):
         self._ledger, self._least = ledger, least
         self.steps: list[Step] = []
 
-    def append(self, event: tuple[int, int]) -> None:
+    def append(self, event: TapeEvent) -> None:
         if event[1] >= self._least:
             names = [frame.name for frame in traceback.extract_stack()[:-2] if frame.name not in _LIBRARY]
             self.steps.append(Step(event[1], self._ledger.live, self._ledger.instant, " ".join(names[-3:])))
@@ -69,7 +69,7 @@ class _Events(list[tuple[int, int]]):
 
 def on_the_tape(model: ModelFacts, variant: Variant, least: int) -> list[Step]:
     """Returns the allocations of at least so many bytes."""
-    tape = Tape(record=True)
+    tape = Tape()
     events = _Events(tape.ledger, least)
     tape.ledger.events = events
     play(Context(model, variant, tape), layer_kinds(model, variant))

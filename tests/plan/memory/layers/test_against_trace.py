@@ -6,8 +6,9 @@ import pytest
 
 from tests.draws import Draw
 from tests.plan.memory.layers.comparing import Compared, compare
-from tests.plan.memory.layers.shapes import FAMILIES, Case, cases
-from tests.plan.memory.layers.ways import WAYS
+from tests.plan.memory.layers.shapes import FAMILIES, WAYS, Case, cases
+
+pytestmark = pytest.mark.sweep
 
 DRAWN = 2
 """Ways of each family that a sample tries."""

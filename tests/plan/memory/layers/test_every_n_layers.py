@@ -10,22 +10,20 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
+from benchmarks.named_peaks import of_variant, profile, variant_of
 from dstrain.choices import Attention, Method
-from dstrain.facts.cluster import cluster as clusters
-from dstrain.facts.cluster import gpus
-from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.model.families import from_config
-from dstrain.facts.model.trace_records import Question, Subject
 from dstrain.facts.workload import Workload
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import engine
-from dstrain.plan.memory.layers.activations import of_variant, profile
-from dstrain.plan.memory.layers.context import variant_of
-from dstrain.plan.memory.layers.tensor import GradRelease
+from dstrain.plan.memory.layers.tape import GradRelease
 from dstrain.plan.speed.step_time import speed
+from dstrain.train.arguments import CHECKPOINTING
 from dstrain.train.tracing import passes
-from tests.plan.memory.layers.shapes import config_of
+from tests.plan.machines import cluster
+from tests.plan.memory.layers.comparing import highest
+from tests.plan.memory.layers.shapes import config_of, question_of
 
 CONFIG = config_of("qwen3", random.Random(5)) | {"num_hidden_layers": 8}
 MODEL = from_config(CONFIG, name="model", source="model")
@@ -36,26 +34,17 @@ def configuration(**changes: Any) -> Configuration:
     return changed(DEFAULTS, **(ways | changes), lora=Lora(rank=8, dropout=0.0))
 
 
+@pytest.mark.engine
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 @pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
 @pytest.mark.parametrize("every", [2, 3, 5])
 def test_the_peak_is_that_of_transformers(method: Method, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    enable = PreTrainedModel.activation_checkpointing_enable
-    monkeypatch.setattr(PreTrainedModel, "activation_checkpointing_enable", partialmethod(enable, every_n_layers=every))
+    name = f"{CHECKPOINTING}_enable"
+    enable = getattr(PreTrainedModel, name)
+    monkeypatch.setattr(PreTrainedModel, name, partialmethod(enable, every_n_layers=every))
     way = configuration(method=method, grad_ckpt_every_n_layers=every)
-    trace = passes.trace(
-        Question(
-            subject=Subject(config=CONFIG),
-            micro_batch=1,
-            seq_len=512,
-            method=method,
-            lora=way.model.lora,
-            attn=way.kernels.attn,
-            grad_ckpt=True,
-        )
-    )
-    planned = max(of_variant(MODEL, replace(variant_of(way), kernel_workspaces=False)), key=lambda each: each.total)
-    assert planned.total == pytest.approx(trace.peak_bytes, rel=0.001)
+    trace = passes.trace(question_of(CONFIG, way))
+    assert highest(MODEL, way).total == pytest.approx(trace.peak_bytes, rel=0.001)
 
 
 def test_the_more_layers_are_kept_the_more_memory_is_needed_and_the_less_is_computed() -> None:
@@ -63,8 +52,7 @@ def test_the_more_layers_are_kept_the_more_memory_is_needed_and_the_less_is_comp
     kept = [max(instant.activations for instant in profile(MODEL, way)) for way in ways]
     assert kept == sorted(set(kept))
     assert [way.checkpointing.share(8) for way in ways] == [1.0, 0.5, 0.25, 0.0]
-    gpu = clusters.describe(gpu=gpus.gpu("h100-sxm"), gpu_origin=Origin.GIVEN, gpus=1)
-    speeds = [speed(Workload(model=MODEL, cluster=gpu), way) for way in ways]
+    speeds = [speed(Workload(model=MODEL, cluster=cluster(1)), way) for way in ways]
     times = [found.step_s for found in speeds if found is not None]
     assert times == sorted(set(times), reverse=True)
 

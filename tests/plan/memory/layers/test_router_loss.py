@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
+from benchmarks.named_peaks import of_variant, variant_of
 from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.facts.model.families import from_config
-from dstrain.facts.model.trace_records import Question, Subject, Trace
-from dstrain.facts.model.tracer import ask
+from dstrain.facts.model.trace_records import Question
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed.engine import brief_peak
 from dstrain.plan.memory.deepspeed.engine import peak as engine_peak
-from dstrain.plan.memory.layers.activations import of_variant
-from dstrain.plan.memory.layers.context import variant_of
 from dstrain.plan.training_code import TrainingCode
+from dstrain.train.tracing import passes
+from tests.plan.memory.layers.shapes import question_of
 
 T, E, LAYERS = 1024, 128, 4
 SIZES: dict[str, Any] = {
@@ -60,19 +60,7 @@ class Case:
 
     def question(self) -> Question:
         """What the tracer is asked."""
-        way = self.configuration
-        return Question(
-            subject=Subject(config=self.config(balances=True)),
-            micro_batch=way.batch.micro_batch,
-            seq_len=way.batch.seq_len,
-            method=way.model.method,
-            lora=way.model.lora,
-            attn=way.kernels.attn,
-            has_padding=way.code.masks_padding and way.batch.is_padded,
-            grad_ckpt=way.checkpointing.enabled,
-            precision=way.model.precision,
-            loss=way.kernels.loss,
-        )
+        return question_of(self.config(balances=True), self.configuration)
 
 
 WAY = changed(DEFAULTS, seq_len=T, method=Method.LORA, lora=LORA, loss=LossKernel.FUSED)
@@ -91,12 +79,12 @@ CASES = {
 @pytest.fixture(scope="module")
 def traced() -> dict[str, dict[str, int]]:
     """Peaks of Transformers' own code by phase, in bytes."""
-    answers = ask([case.question() for case in CASES.values()])
-    traces = [answer for answer in answers if isinstance(answer, Trace)]
-    peaks = [highest((one.name, one.highest.total) for one in trace.segments) for trace in traces]
-    return dict(zip(CASES, peaks, strict=True))
+    traces = {name: passes.trace(case.question()) for name, case in CASES.items()}
+    return {name: highest((one.name, one.highest.total) for one in trace.segments) for name, trace in traces.items()}
 
 
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 @pytest.mark.parametrize("name", CASES)
 def test_the_loss_takes_what_the_model_allocates_for_it(name: str, traced: dict[str, dict[str, int]]) -> None:
     case = CASES[name]

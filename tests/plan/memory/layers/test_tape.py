@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.named_peaks import Instant, by_name, of_variant, profile, variant_of
 from benchmarks.published.training_code import Loss, with_loss
 from dstrain.choices import Attention, Method
 from dstrain.facts.model.families import from_config
@@ -14,11 +15,11 @@ from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
-from dstrain.plan.freezing import with_frozen
-from dstrain.plan.memory.layers.activations import Instant, of_variant, peaks, profile
+from dstrain.plan.memory.layers import recording
 from dstrain.plan.memory.layers.attention import WIDEST_AT_ONCE
-from dstrain.plan.memory.layers.context import variant_of
+from dstrain.plan.memory.layers.context import Variant
 from dstrain.plan.memory.layers.families import LAYER_CODE
+from dstrain.plan.named_parts import with_frozen
 from dstrain.plan.training_code import TrainingCode
 
 H, KV, D = 8, 2, 64
@@ -44,9 +45,17 @@ def model(model_type: str, **sizes: Any) -> ModelFacts:
 def kept_per_layer(facts: ModelFacts, way: Configuration) -> float:
     """Returns the bytes for each token that one more layer leaves behind, when the loss begins."""
     variant = variant_of(way)
-    kind = "sparse" if facts.moe else "dense"
-    fewer, more = (sum(peaks(facts, variant, {kind: count})["loss forward"]) for count in (3, 4))
+    fewer, more = (peaks(facts, variant, count)["loss forward"] for count in (3, 4))
     return (more - fewer) / (way.batch.micro_batch * way.batch.seq_len)
+
+
+def peaks(facts: ModelFacts, variant: Variant, layers: int) -> dict[str, int]:
+    """Returns the peak of each instant of a model with that many layers, all of them on the tape."""
+    played = recording._played(facts, variant, {"sparse" if facts.moe else "dense": layers}, all_tiles=False)
+    highest: dict[str, int] = {}
+    for (name, _), parts in by_name(played.moments).items():
+        highest[name] = max(highest.get(name, 0), sum(parts))
+    return highest
 
 
 def instant(facts: ModelFacts, way: Configuration, name: str) -> Instant:
@@ -166,10 +175,7 @@ def test_depth_is_affine(family: str, method: Method, grad_ckpt: bool) -> None:
     """The plan's tapes are shorter than the model; a tape of the whole model says the same."""
     facts = model(family)
     variant = variant_of(changed(WAY, method=method, grad_ckpt=grad_ckpt))
-    whole = peaks(facts, variant, {"sparse" if facts.moe else "dense": 6})
-    highest = {name.partition("/")[0]: 0 for name in whole}
-    for name, parts in whole.items():
-        highest[name.partition("/")[0]] = max(highest[name.partition("/")[0]], sum(parts))
+    highest = peaks(facts, variant, 6)
     extrapolated = dict.fromkeys(highest, 0)
     for each in of_variant(facts, variant):
         extrapolated[each.name] = max(extrapolated[each.name], each.total)

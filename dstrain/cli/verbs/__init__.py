@@ -1,0 +1,1 @@
+"""The verbs: `dstrain <verb>` is the module of that name, which parses, calls and prints."""

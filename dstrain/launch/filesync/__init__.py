@@ -1,1 +1,0 @@
-"""Copies files between hosts without a shared file system."""

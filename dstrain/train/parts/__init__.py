@@ -1,0 +1,1 @@
+"""Parts of the Trainer: saving, measuring, the loss, and how ranks share the work."""
