@@ -50,6 +50,12 @@ PARSED |= {("gen-config", "--html"), ("report", "--html"), ("data show", None), 
 """Verbs and options that are parsed and not carried out: they train, ask hosts, or wait."""
 ALONE = {"--force", "--on-conflict", "--hostfile", "--hosts", "--from", "--from-file"}
 """Options that replace another of the base."""
+OWN: dict[tuple[str, str], dict[str, Any]] = {
+    ("gen-config", "--adopt"): {"-n": "", "-o": "new"},
+    ("report", "--output"): {"": ("run",), "--calibrate": "", "-n": ""},
+    ("report", "--dry-run"): {"": ("run",), "--calibrate": ""},
+}
+"""Verb and option → the base that goes with this option alone."""
 WORDS = {"--set": "seed=7", "--ignore": "DS802", "--pvc": "data:/data", "--host-memory": "64GiB", "--memory": "64GiB"}
 WORDS |= {"--hosts": "gpu[01-02]:1", "--nvme": ".", "--data": "train.jsonl", "--eval-data": "train.jsonl"}
 WORDS |= {
@@ -111,7 +117,7 @@ def illegal(option: click.Option) -> list[str]:
 
 def typed(name: str, option: click.Option, words: list[str]) -> list[str]:
     """Returns a verb with its base and an option."""
-    base = dict(BASE.get(name, {}))
+    base = dict(OWN.get((name, max(option.opts, key=len)), BASE.get(name, {})))
     for other in {*option.opts, *option.secondary_opts}:
         base.pop(other, None)
     arguments = list(base.pop("", ()))
