@@ -100,7 +100,9 @@ def lora_params(model: ModelFacts, lora: Lora) -> int:
     return sum(sum(adapter_sizes(group, lora)) * group.count for group in groups)
 
 
-NF4_BYTES_PER_PARAM = 0.5 + 1 / 64 + 4 / (64 * 256)
+NF4_SCALE_BYTES_PER_PARAM = 1 / 64 + 4 / (64 * 256)
+"""Scales of NF4 weights, which are no parameters: each rank of ZeRO-3 has them whole, and none are gathered."""
+NF4_BYTES_PER_PARAM = 0.5 + NF4_SCALE_BYTES_PER_PARAM
 """NF4 with double quantisation: 4 bits, one 8-bit scale for 64 weights, one fp32 scale for 256 of those.
 Source: QLoRA (arXiv 2305.14314), section 3."""
 

@@ -9,7 +9,7 @@ from dstrain.choices import Offload, Optimizer
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import Configuration, Zero
 from dstrain.plan.memory.optimizer_states import master_item, saved_by_muon, stepped_bytes_per_param
-from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, Trained
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, NF4_SCALE_BYTES_PER_PARAM, Trained
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +46,10 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     With AdamW, ZeRO-0: sP + sP + 12P, in fp32 8P. ZeRO-1 and 2: sP + sP/N + 12P/N when the optimizer steps.
     ZeRO-3: (s + s + 12)P/N. Other optimizers have `optimizer_bytes_per_param` in place of 12.
     Under ZeRO-1 and 2 a gradient that lies across two partitions, whole on both ranks, is counted once.
-    Frozen parameters cost sF, sF/N under ZeRO-3. An optimizer on the CPU takes gradients and optimizer states there:
-    16P/N in host RAM (master 4, gradient 4, moments 8) and sP/N of staging; parameters on the CPU another sP/N. The
-    part that `staying` leaves on the GPU has 12 bytes and an fp32 gradient there. All of it is half as large in bf16.
+    Frozen parameters cost sF, sF/N under ZeRO-3; the scales of 4-bit weights are whole on every GPU. An optimizer on
+    the CPU takes gradients and optimizer states there: 16P/N in host RAM (master 4, gradient 4, moments 8) and sP/N of
+    staging; parameters on the CPU another sP/N. The part that `staying` leaves on the GPU has 12 bytes and an fp32
+    gradient there. All of it is half as large in bf16.
     Source: ZeRO (arXiv 1910.02054), table 1; the engine's own tensors on 2 CPU ranks are compared with it in the tests.
 
     >>> from dstrain.plan.configuration import DEFAULTS, changed
@@ -57,34 +58,36 @@ def states(counts: Trained, configuration: Configuration, num_ranks: int) -> Sta
     True
     """
     s, stage, offload = configuration.model.item, configuration.zero.stage, configuration.zero.offload
-    params = weight_bytes(counts, configuration, num_ranks)
+    params, scales = weight_bytes(counts, configuration, num_ranks), round(NF4_SCALE_BYTES_PER_PARAM * counts.quantized)
     partition = partition_of(counts, configuration, num_ranks)
     per_param, item = stepped_bytes_per_param(configuration), master_item(configuration.step.optimizer)
     if offload is Offload.NONE:
         less = saved_by_muon(counts.matrices, configuration.model, configuration.step, configuration.zero, num_ranks)
         optimizer = round(per_param * partition) - less
         kept = partition + (muon_updates(counts, configuration, num_ranks) if stage in (1, 2) else 0)
-        return States(params=params, grads=round(s * kept), optimizer=optimizer)
+        return States(params=params + scales, grads=round(s * kept), optimizer=optimizer)
     if offload is Offload.NVME:
         # files hold master, gradient, moments and parameters; RAM the flat gradient and four sub-groups in work
         work = s * partition + 4 * 4 * item * min(partition, configuration.zero.sub_group_size)
-        return States(params=0, grads=0, optimizer=0, staging=round(work), nvme=round(4 * item * partition) + params)
+        return States(
+            params=scales, grads=0, optimizer=0, staging=round(work), nvme=round(4 * item * partition) + params
+        )
     stays = staying(configuration, partition)
     host = round(4 * item * (partition - stays))
     copies = 2 if stage < 3 and configuration.step.grad_accum > 1 else 1
     staging = round(copies * s * partition)
     if offload is Offload.PARAMS:
-        return States(params=0, grads=0, optimizer=0, host=host + params, staging=staging)
+        return States(params=scales, grads=0, optimizer=0, host=host + params, staging=staging)
     on_gpu = {"grads": round(item * stays), "optimizer": round(per_param * stays)}
-    return States(params=params, **on_gpu, host=host, staging=staging)
+    return States(params=params + scales, **on_gpu, host=host, staging=staging)
 
 
 def weight_bytes(counts: Trained, configuration: Configuration, num_ranks: int) -> int:
-    """Returns the bytes of the parameters that one rank has, on the GPU or offloaded."""
+    """Returns the bytes of the parameters that one rank has, on the GPU or offloaded, without 4-bit scales."""
     share = num_ranks if configuration.zero.stage == 3 else 1
     trainable = counts.everywhere if configuration.zero.stage == 3 else counts.trainable
-    held = configuration.model.item * (trainable + counts.frozen) + NF4_BYTES_PER_PARAM * counts.quantized
-    return round(held / share)
+    four_bit = (NF4_BYTES_PER_PARAM - NF4_SCALE_BYTES_PER_PARAM) * counts.quantized
+    return round((configuration.model.item * (trainable + counts.frozen) + four_bit) / share)
 
 
 def muon_updates(counts: Trained, configuration: Configuration, num_ranks: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.configuration import Configuration
-from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM
+from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, NF4_SCALE_BYTES_PER_PARAM
 from dstrain.plan.memory.zero import sharing_ranks
 from dstrain.plan.speed.efficiency import Efficiency
 from dstrain.plan.speed.traffic import Work
@@ -223,7 +223,8 @@ def _sharded(c: Configuration, part: Part, work: Work) -> list[Collective]:
     """
     hidden = c.zero.overlap_comm
     numel = part.trainable + part.frozen
-    size = (1 if c.zero.qwz else c.model.item) * numel + NF4_BYTES_PER_PARAM * part.quantized
+    four_bit = (NF4_BYTES_PER_PARAM - NF4_SCALE_BYTES_PER_PARAM) * part.quantized
+    size = (1 if c.zero.qwz else c.model.item) * numel + four_bit
     elements = numel + part.quantized
     # a gather has at most a prefetch bucket; a layer has about nine tensors, and none is gathered in pieces
     per_layer = min(9.0, max(1.0, elements / work.num_layers / max(1, c.zero.prefetch_bucket_size)))

@@ -89,9 +89,8 @@ def test_states_under_expert_parallelism_are_the_engines(
 def test_states_are_the_engines_but_for_blocks_and_padding(seed: int, stage: int) -> None:
     name, ranks, drawn_way = drawn(Random(seed), stage)
     model = probe.read_model(name, hub=Hub.HF)
-    # how many sub-groups a ratio of them leaves is the engine's; the scales of 4-bit weights are on every rank there
-    method = Method.LORA if drawn_way.model.method is Method.QLORA else drawn_way.model.method
-    way = changed(drawn_way, offload_ratio=1.0, method=method)
+    # how many sub-groups a ratio of them leaves is the engine's
+    way = changed(drawn_way, offload_ratio=1.0)
     found, played = states(trained_on_rank(model, way), way, ranks), engine.resident_of(model, way, ranks)
     least = 4 * BLOCK_BYTES * 3 * sum(group.count for group in model.tensors)
     assert 0 <= played.params - found.params <= least

@@ -20,7 +20,7 @@ from dstrain.plan.memory.deepspeed.timeline import rounded, spans
 from dstrain.plan.memory.layers import recording
 from dstrain.plan.memory.layers.context import variant_of
 from dstrain.plan.memory.layers.recording import Recording
-from dstrain.plan.memory.params import NF4_BYTES_PER_PARAM, is_inside, shard, trained
+from dstrain.plan.memory.params import NF4_SCALE_BYTES_PER_PARAM, is_inside, shard, trained
 from dstrain.plan.memory.peak import Peak
 from dstrain.plan.training_code import needs_reentrant
 
@@ -119,9 +119,8 @@ def _secondary_elsewhere(micro_batch: MicroBatch, settings: Settings, ranks: int
 def _resident(model: ModelFacts, settings: Settings, ranks: int, all_modules: Modules) -> Resident:
     """Returns the resident states, with the scales of quantised weights: no parameters, so each rank has all."""
     parameters = resident(all_modules, settings, ranks)
-    scales = NF4_BYTES_PER_PARAM - 2 / QUANTIZED_PER_ELEMENT
     quantized = trained(model, settings.model.method, settings.model.lora).quantized
-    return replace(parameters, params=parameters.params + round(scales * quantized))
+    return replace(parameters, params=parameters.params + round(NF4_SCALE_BYTES_PER_PARAM * quantized))
 
 
 def host_of(model: ModelFacts, configuration: Configuration, num_ranks: int) -> Host:
