@@ -223,7 +223,6 @@ def _of_hosts(
     judge: Callable[[Hosts, Cluster | None], DstrainError | None],
     rule: str,
     effect: str,
-    severity: Severity = Severity.WARNING,
 ) -> Check:
     """Returns a check of the hosts in a hostfile; `judge` returns a fault of them, or of them under a plan."""
 
@@ -232,7 +231,7 @@ def _of_hosts(
         if hosts is not None and (fault := judge(hosts, context.planned)) is not None:
             raise fault
 
-    return Check(rule=rule, find=find, effect=effect, severity=severity)
+    return Check(rule=rule, find=find, effect=effect, severity=Severity.WARNING)
 
 
 def _unplanned_slots(hosts: Hosts, planned: Cluster | None) -> InvalidConfig | None:
@@ -246,8 +245,11 @@ def _unplanned_slots(hosts: Hosts, planned: Cluster | None) -> InvalidConfig | N
     )
 
 
-def _one_machine(hosts: Hosts, planned: Cluster | None) -> InvalidConfig | None:
-    """Returns the hosts that, by their names, are the machine of an earlier host."""
+def _one_machine(file: JobFile, context: JobContext) -> None:
+    """Raises InvalidConfig with the hosts that, by their names, are the machine of an earlier host."""
+    hosts = context.hosts
+    if hosts is None:
+        return
     here, names, faults = this_machine.names(), dict[str, str](), list[InvalidConfig]()
     for order, host in enumerate(hosts.hosts, start=1):
         name = host.name.rpartition("@")[2].lower()
@@ -259,7 +261,8 @@ def _one_machine(hosts: Hosts, planned: Cluster | None) -> InvalidConfig | None:
             place = Place(file=hosts.name, line=host.line or order, column=1)
             text = f"{host.name} and {first} are two names of one machine"
             faults.append(InvalidConfig(text, place=place, hint="remove one of the two lines"))
-    return InvalidConfig("\n".join(fault.problem for fault in faults), parts=faults) if faults else None
+    if faults:
+        raise InvalidConfig("\n".join(fault.problem for fault in faults), hint=faults[0].hint, parts=faults)
 
 
 _GIVE_WAY = (*DEGREES, "loss", "liger", "tiled_mlp", "activation_offload", "torch_compile", "attn", "optimizer")
@@ -338,7 +341,15 @@ OF_CONFIGURATION = (*COMBINATIONS, _absent(find=check_engine_packages))
 """The checks of a job whose model, machines and configuration are known."""
 BEFORE_HUBS = (Check(find=_runs_on_cpu), *INPUTS)
 """The checks of a run that need no fact from a hub, which may take minutes to answer."""
-OF_MACHINES = (Check(find=_has_gpus), Check(key="attn", find=_runs_on_gpu))
+OF_NAMES = (
+    Check(
+        rule=HOSTFILE,
+        find=_one_machine,
+        effect="two sets of ranks share its GPUs: the run stops, or each set has half of the memory",
+    ),
+)
+"""The names of a run's hosts."""
+OF_MACHINES = (*OF_NAMES, Check(find=_has_gpus), Check(key="attn", find=_runs_on_gpu))
 """The checks of a run whose machines are known."""
 # fmt: off
 OF_HOSTFILE = (
@@ -348,10 +359,9 @@ OF_HOSTFILE = (
     _of_hosts(_unplanned_slots, SLOTS, "the global batch changes with the number of ranks"),
     _of_hosts(lambda hosts, _: machines.shortage(hosts), SLOTS,
               f"{_REFUSED}; DeepSpeed would start ranks without a GPU"),
-    _of_hosts(_one_machine, HOSTFILE,
-              "two sets of ranks share its GPUs: the run stops, or each set has half of the memory", Severity.ERROR),
+    *OF_NAMES,
 )
 """The lines of a hostfile, and its hosts."""
 # fmt: on
-OF_LINT = (*INPUTS, *OF_MACHINES[1:], *OF_CONFIGURATION)
+OF_LINT = (*INPUTS, *OF_MACHINES[2:], *OF_CONFIGURATION)
 """The checks of a job that may run on another machine; a rule of its own reports the limits of a CPU."""

@@ -68,7 +68,9 @@ def contradiction(request: Request, broken: Iterable[Sequence[Rule]]) -> Unsatis
         said = "; ".join([*([" and ".join(map(terms.spell, names))] if names else []), rule.says])
         return f"{terms.choices} contradict each other: {said}" if len(names) > 1 else said
 
-    return Unsatisfiable(request, names, say, hint="Remove one of them." if len(names) > 1 else "Choose another value.")
+    is_flag = all(getattr(request, name) is True for name in names)
+    hint = "Remove one of them." if len(names) > 1 else "Leave it out." if is_flag else "Choose another value."
+    return Unsatisfiable(request, names, say, hint=hint)
 
 
 def _is_given(request: Request, name: str) -> bool:

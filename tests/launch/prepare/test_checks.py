@@ -13,7 +13,7 @@ from dstrain.choices import Attention, LossKernel, Method, Optimizer, Precision,
 from dstrain.config.lint.rule import JobContext
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.facts import probe
-from dstrain.facts.cluster import gpus
+from dstrain.facts.cluster import gpus, hostfile
 from dstrain.facts.cluster.cluster import Cluster, Origin, describe
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
@@ -45,6 +45,12 @@ def file_of(**job: Any) -> JobFile:
 def combined(file: JobFile, model: ModelFacts | None, cluster: Cluster) -> None:
     """Raises InvalidConfig for a job whose keys do not work together or on its machines."""
     require((*OF_MACHINES, *COMBINATIONS), JobContext(job=file, model=model, cluster=cluster))
+
+
+def test_two_names_of_one_machine_are_refused() -> None:
+    hosts = hostfile.parse("localhost slots=1\n127.0.0.1 slots=1\n", "hostfile")
+    with pytest.raises(InvalidConfig, match=r"hostfile:2:1: 127\.0\.0\.1 and localhost are two names"):
+        require(OF_MACHINES, JobContext(job=file_of(), hosts=hosts, cluster=EIGHT))
 
 
 def test_flash_attention_is_refused_on_gpus_that_were_found_and_are_too_old() -> None:
