@@ -271,7 +271,7 @@ _READS |= {"removeprefix", "removesuffix", "find", "index"}
 _MATCHES = {"match", "search", "fullmatch", "findall", "finditer", "split", "sub"}
 _MAY_READ = {
     "dstrain/job/yaml_source.py": "ruamel's messages",
-    "dstrain/doctor/checks/network.py": "OpenSSL's messages",
+    "dstrain/doctor/checks.py": "OpenSSL's messages",
     "dstrain/cli/output/explain_file.py": "the full stop of a key's meaning",
 }
 """Modules that may look into a text of these names → what they read there."""

@@ -16,7 +16,7 @@ ROOMS = ("config/lint", "doctor", "facts", "launch", "train", "monitor", "cli")
 HOMES: dict[str, tuple[str, ...]] = {
     r"\b(needs?|takes?)\b.* free\b| free\b.*\b(needs?|needed|takes?|written)\b": (
         "doctor/checks/network.py",  # a port
-        "doctor/checks/machine.py",  # /dev/shm, which is no disk; and the facts of a machine that fits
+        "doctor/checks.py",  # /dev/shm, which is no disk; and the facts of a machine that fits
     ),
     r" are free ": ("findings.py",),
     r"\blarger (disk|drive)\b": ("findings.py",),
@@ -32,8 +32,8 @@ HOMES: dict[str, tuple[str, ...]] = {
         "launch/filesync.py",  # on another machine, in the words of a shell script
         "launch/remote.py",
         "launch/prepare/lint_job.py",  # the title of the rule
-        "doctor/checks/gpus.py",  # nvidia-smi
-        "doctor/checks/software.py",  # dstrain itself, from a checkout
+        "doctor/gpu_checks.py",  # nvidia-smi
+        "doctor/software_checks.py",  # dstrain itself, from a checkout
     ),
 }
 """Pattern of the sentences about a fault → the modules that may word one."""

@@ -15,9 +15,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from dstrain.doctor import gpu_probes, probes
 from dstrain.doctor.facts import Facts, Question
-from dstrain.doctor.probes import gpus, machine, network
-from dstrain.doctor.run_probes import all_at_once
+from dstrain.doctor.probes import all_at_once
 from dstrain.facts import attention_kernels
 from dstrain.records import from_data, to_data
 
@@ -27,16 +27,16 @@ LIMIT_S = 3.6
 Look = Callable[[Question, Mapping[str, str]], Any]
 LOOKS: Mapping[str, Look] = MappingProxyType(
     {
-        "software": machine.look_software,
+        "software": probes.look_software,
         "attention": lambda question, environment: attention_kernels.of_this_machine(environment),
-        "toolchain": machine.look_toolchain,
-        "gpus": gpus.look,
-        "kernel_log": gpus.look_kernel_log,
-        "topology": gpus.look_topology,
-        "network": network.look_network,
-        "limits": machine.look_limits,
-        "space": machine.look_space,
-        "online": network.look_online,
+        "toolchain": probes.look_toolchain,
+        "gpus": gpu_probes.look,
+        "kernel_log": gpu_probes.look_kernel_log,
+        "topology": gpu_probes.look_topology,
+        "network": probes.look_network,
+        "limits": probes.look_limits,
+        "space": probes.look_space,
+        "online": probes.look_online,
     }
 )
 """Subject → its probe, which fills the field of `Facts` of that name."""

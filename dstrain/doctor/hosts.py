@@ -12,12 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from dstrain.doctor.checks.all import findings
-from dstrain.doctor.checks.network import interface
-from dstrain.doctor.checks.software import chosen
+from dstrain.doctor.checks import findings, interface
 from dstrain.doctor.facts import Facts
+from dstrain.doctor.probes import all_at_once
 from dstrain.doctor.requirements import Needs, on_host, question
-from dstrain.doctor.run_probes import all_at_once
+from dstrain.doctor.software_checks import chosen
 from dstrain.errors import InvalidConfig
 from dstrain.facts import network
 from dstrain.facts.cluster.hostfile import Host, Hosts

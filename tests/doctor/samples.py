@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dstrain.doctor.checks.all import CHECKS
+from dstrain.doctor import gpu_probes as probe
+from dstrain.doctor.checks import CHECKS
 from dstrain.doctor.facts import (
     Endpoint,
     Facts,
@@ -19,7 +20,6 @@ from dstrain.doctor.facts import (
     Space,
     Toolchain,
 )
-from dstrain.doctor.probes import gpus as probe
 from dstrain.doctor.requirements import Needs
 from dstrain.facts.cluster.hostfile import Hosts, expand
 from dstrain.facts.network import Interface

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dstrain.choices import Attention
-from dstrain.doctor.checks import software
-from dstrain.doctor.checks.all import findings
+from dstrain.doctor import software_checks
+from dstrain.doctor.checks import findings
 from dstrain.doctor.facts import Endpoint, Facts, Gpus, GpuState
 from dstrain.doctor.requirements import Needs
 from dstrain.facts import releases
@@ -59,7 +59,7 @@ def test_the_kernels_of_a_host_are_one_line_and_the_choice_of_a_run_another() ->
 
 def test_hosts_that_lack_what_the_job_names_are_told_together() -> None:
     needs = replace(RUN, wish=Wish(asked=FA2, place="job.yaml:9:7", planned=FA2))
-    (told,) = software.chosen(needs, {"a": AttentionKernels(packages={FA2: "2.8.3"}), "b": AttentionKernels()})
+    (told,) = software_checks.chosen(needs, {"a": AttentionKernels(packages={FA2: "2.8.3"}), "b": AttentionKernels()})
     assert (told.severity, told.problem) == (
         Severity.ERROR,
         "job.yaml:9:7: attn is flash_attention_2, but b lacks flash_attention_2",

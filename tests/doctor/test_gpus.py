@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import pytest
 
+from dstrain.doctor import gpu_probes as probe
 from dstrain.doctor.facts import Gpus
-from dstrain.doctor.probes import gpus as probe
 from dstrain.doctor.requirements import Needs
 from tests.doctor import samples
 from tests.doctor.machines import smi_xml

@@ -9,8 +9,8 @@ import pytest
 
 from dstrain.cli.output.doctor import of_hosts
 from dstrain.doctor.facts import Facts, Folder, Gpus
+from dstrain.doctor.gpu_probes import parse_nvidia_smi as parse
 from dstrain.doctor.hosts import Answer, interfaces, judged, unfit
-from dstrain.doctor.probes.gpus import parse_nvidia_smi as parse
 from dstrain.doctor.requirements import bare
 from dstrain.facts.cluster.hostfile import Hosts, expand
 from dstrain.findings import Severity

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from dstrain.doctor import gpu_probes as probe
 from dstrain.doctor.facts import KernelLog
-from dstrain.doctor.probes import gpus as probe
 from dstrain.doctor.requirements import Needs
 from tests.doctor import samples
 from tests.doctor.samples import facts, said

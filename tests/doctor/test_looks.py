@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.doctor import gpu_probes as probe
+from dstrain.doctor import probes
 from dstrain.doctor.facts import Facts, Question
 from dstrain.doctor.gather import LOOKS, gather
-from dstrain.doctor.probes import gpus as probe
-from dstrain.doctor.probes import machine, network
-from dstrain.doctor.run_probes import all_at_once, run
+from dstrain.doctor.probes import all_at_once, run
 from dstrain.records import from_data, to_data
 from tests.doctor import machines
 
@@ -109,7 +109,7 @@ def test_rdma_ports_are_read_in_their_order(tmp_path: Path) -> None:
         (port / "rate").write_text("400 Gb/sec (4X NDR)\n")
         (port / "link_layer").write_text("Ethernet\n")
         (tmp_path / name / "device" / "net" / f"eth_{name}").mkdir(parents=True)
-    found = network.rdma_ports(tmp_path)
+    found = probes.rdma_ports(tmp_path)
     assert [(each.device, each.state, each.gbits_per_s, each.interface) for each in found] == [
         ("mlx5_2", "ACTIVE", 400.0, "eth_mlx5_2"),
         ("mlx5_10", "DOWN", 400.0, "eth_mlx5_10"),
@@ -120,13 +120,13 @@ def test_who_holds_the_port_is_named() -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen(1)
-        found = network.look_network(Question(port=int(taken.getsockname()[1])), {})
+        found = probes.look_network(Question(port=int(taken.getsockname()[1])), {})
     assert found.port_user is not None
-    assert network.look_network(ASKED, {}).port_user is None
+    assert probes.look_network(ASKED, {}).port_user is None
 
 
 def test_names_of_hosts_are_looked_up_here() -> None:
-    found = network.look_network(
+    found = probes.look_network(
         Question(others=("localhost", "no-such-host.invalid"), master="no-such-host.invalid"), {}
     )
     assert found.routes["no-such-host.invalid"] is None
@@ -158,7 +158,7 @@ def server(status: int) -> Iterator[str]:
 )
 def test_any_answer_but_a_broken_one_is_an_answer(status: int, problem: str | None) -> None:
     with server(status) as url:
-        found = network.reach(url, {})
+        found = probes.reach(url, {})
     assert (found.problem, found.took_s is None) == (problem, problem is not None)
 
 
@@ -166,27 +166,27 @@ def test_an_address_that_never_answers_is_given_up() -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(1)
-        found = network.reach(f"http://127.0.0.1:{silent.getsockname()[1]}", {}, 0.3)
+        found = probes.reach(f"http://127.0.0.1:{silent.getsockname()[1]}", {}, 0.3)
     assert found.problem == "no answer within 0.3 s"
 
 
 def test_a_proxy_is_gone_through_unless_excepted_and_its_password_never_told() -> None:
     through = {"http_proxy": "http://me:secret@127.0.0.1:9"}
     with server(200) as url:
-        assert network.reach(url, through).problem is not None
-        assert network.reach(url, {**through, "no_proxy": "127.0.0.1"}).problem is None
-    found = network.look_online(ASKED, {"HTTPS_PROXY": "http://me:secret@proxy:3128", "https_proxy": ""})
+        assert probes.reach(url, through).problem is not None
+        assert probes.reach(url, {**through, "no_proxy": "127.0.0.1"}).problem is None
+    found = probes.look_online(ASKED, {"HTTPS_PROXY": "http://me:secret@proxy:3128", "https_proxy": ""})
     assert found.proxies == {"https_proxy": "http://***@proxy:3128"}
 
 
 def test_caches_are_where_the_hubs_keep_them(tmp_path: Path) -> None:
-    found = network.look_online(ASKED, {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"})
+    found = probes.look_online(ASKED, {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"})
     assert found.caches["Hugging Face"].path == str(tmp_path / "hf" / "hub")
     assert found.is_offline
 
 
 def test_folders_that_are_not_there_yet_count_as_their_parent(tmp_path: Path) -> None:
-    found = machine.look_space(Question(folders={"output": str(tmp_path / "a" / "b")}), {})
+    found = probes.look_space(Question(folders={"output": str(tmp_path / "a" / "b")}), {})
     assert found.folders["output"].path == str(tmp_path / "a" / "b")
     assert found.folders["output"].free_bytes > 0
 
@@ -196,7 +196,7 @@ def test_a_lock_that_nobody_holds_is_found_and_one_that_is_held_is_not(tmp_path:
         (tmp_path / op).mkdir()
         (tmp_path / op / "lock").touch()
     with (tmp_path / "cpu_adam" / "lock").open():
-        found = machine.look_toolchain(ASKED, {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"})
+        found = probes.look_toolchain(ASKED, {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"})
     assert [lock.path for lock in found.locks] == [str(tmp_path / "some_op" / "lock")]
 
 
@@ -204,20 +204,20 @@ def test_libaio_is_found_where_flags_point(tmp_path: Path) -> None:
     for name in ("libaio.h", "libaio.so"):
         (tmp_path / name).touch()
     flags = {"CFLAGS": f"-I{tmp_path}", "LDFLAGS": f"-L{tmp_path}"}
-    found = machine.look_toolchain(ASKED, {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", **flags})
+    found = probes.look_toolchain(ASKED, {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PATH": "/usr/bin:/bin", **flags})
     assert found.has_libaio
 
 
 def test_nvcc_is_the_one_that_pytorch_would_take(tmp_path: Path) -> None:
     (tmp_path / "bin").mkdir()
     script(tmp_path / "bin", "nvcc", "echo 'Cuda compilation tools, release 12.8, V12.8.93'")
-    found = machine.look_software(ASKED, {"CUDA_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})
+    found = probes.look_software(ASKED, {"CUDA_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"})
     assert (found.nvcc, found.nvcc_path) == ("12.8", str(tmp_path / "bin" / "nvcc"))
-    assert machine.look_software(ASKED, {"CUDA_HOME": str(tmp_path / "no"), "PATH": "/usr/bin:/bin"}).nvcc_path is None
+    assert probes.look_software(ASKED, {"CUDA_HOME": str(tmp_path / "no"), "PATH": "/usr/bin:/bin"}).nvcc_path is None
 
 
 def test_versions_are_those_that_are_installed() -> None:
-    found = machine.look_software(ASKED, {"PATH": "/usr/bin:/bin"})
+    found = probes.look_software(ASKED, {"PATH": "/usr/bin:/bin"})
     assert found.packages["deepspeed"] is not None
     assert ">=0.19.8" in found.ranges["deepspeed"]
     assert "3.12" in found.tested_pythons

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.doctor.checks.all import quick
+from dstrain.doctor.checks import quick
 from dstrain.findings import errors
 from dstrain.job.file import read_job
 from dstrain.launch.prepare.prepare import PreparedRun, prepare

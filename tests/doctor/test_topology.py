@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dstrain.doctor.checks import gpus
-from dstrain.doctor.probes import gpus as probe
+from dstrain.doctor import gpu_checks
+from dstrain.doctor import gpu_probes as probe
 from dstrain.doctor.requirements import Needs
 from tests.doctor import machines, samples
 from tests.doctor.samples import facts, said
@@ -25,7 +25,7 @@ from tests.doctor.samples import facts, said
 def test_the_links_of_a_machine_are_read(table: str, widths: set[int]) -> None:
     found = probe.parse_topology(table)
     assert found is not None
-    assert set(gpus.nvlinks(found).values()) == widths
+    assert set(gpu_checks.nvlinks(found).values()) == widths
 
 
 @pytest.mark.parametrize("text", ["", "Failed to initialize NVML", "\tGPU0\tGPU1\tCPU Affinity\nGPU0\t X \n"])

@@ -13,14 +13,14 @@ from typing import Any
 import click
 
 from dstrain.cli.console import answer, answer_json, say, talk
-from dstrain.cli.options.trust import TRUST
+from dstrain.cli.options.typed import TRUST
 from dstrain.cli.output.doctor import document, grouped, of_hosts, printable, problem_text
 from dstrain.doctor import hosts as hosts_
 from dstrain.doctor import requirements
-from dstrain.doctor.checks.all import findings
+from dstrain.doctor.checks import findings
 from dstrain.doctor.gather import LIMIT_S, gather
+from dstrain.doctor.probes import all_at_once
 from dstrain.doctor.requirements import Needs
-from dstrain.doctor.run_probes import all_at_once
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.machines import resolve_hosts

@@ -13,13 +13,13 @@ import click
 
 from dstrain.choices import OnOom
 from dstrain.cli.console import answer, answer_json, say, say_lines
-from dstrain.cli.options.trust import TRUST
+from dstrain.cli.options.typed import TRUST
 from dstrain.cli.output.progress import Screen
 from dstrain.cli.output.run import before_lines, summary, summary_text
 from dstrain.cli.types import Choice
 from dstrain.config.edits.regenerate import Edit, of_run
 from dstrain.config.remedy import UNADAPTED, Adaptation
-from dstrain.doctor.checks.all import quick
+from dstrain.doctor.checks import quick
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts import network, probe
 from dstrain.facts.cluster.host_sources import SOURCES, HostQuery

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from dstrain.doctor.facts import Gpus, GpuState, KernelLog, Question, Topology, Xid
-from dstrain.doctor.run_probes import all_at_once, run
+from dstrain.doctor.probes import all_at_once, run
 from dstrain.facts import kernel_messages
 from dstrain.facts.kernel_messages import seconds_of
 

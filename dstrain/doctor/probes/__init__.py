@@ -1,1 +1,0 @@
-"""Probes: each module gathers the facts of one subject, and judges nothing."""
