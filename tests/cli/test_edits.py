@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.cli.output.edits import effect_text
+from dstrain.cli.edits import effect_text
 from dstrain.config.edits.lock import read_lock
 from dstrain.config.jsonc import read
 from dstrain.facts import probe

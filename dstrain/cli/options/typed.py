@@ -1,4 +1,4 @@
-"""The options that were typed: their values, and their words."""
+"""The option by which a user trusts a job; the options that were typed, as values and as words."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from dstrain.job.code_variables import TRUSTED
 from dstrain.units import GIB, MIB
 
 
@@ -46,3 +47,17 @@ def _size(count: int) -> str:
     ('64GiB', '85899345921')
     """
     return f"{count // GIB}GiB" if count % GIB == 0 else f"{count // MIB}MiB" if count % MIB == 0 else str(count)
+
+
+def _trust(context: click.Context, option: click.Parameter, is_trusted: bool) -> None:
+    token = TRUSTED.set(is_trusted)
+    context.call_on_close(lambda: TRUSTED.reset(token))
+
+
+TRUST = click.option(
+    "--trust-job",
+    is_flag=True,
+    expose_value=False,
+    callback=_trust,
+    help="Take variables that may run code (LD_PRELOAD, PYTHONPATH …) from the job, and from .deepspeed_env here.",
+)

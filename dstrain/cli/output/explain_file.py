@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dstrain.cli.output.edits import cost_text
+from dstrain.cli.edits import cost_text
 from dstrain.cli.output.plan import LIMITS, subject_lines
 from dstrain.config.document import dotted
 from dstrain.config.explain.file import (

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dstrain.cli.output.edits import cost_text, effect_text
+from dstrain.cli.edits import cost_text, effect_text
 from dstrain.cli.output.plan import subject_lines
 from dstrain.config.document import REMOVED, lookup
 from dstrain.config.explain.file import Chosen, Here, Way, choose, counted, ways, why

@@ -15,7 +15,7 @@ import click
 from dstrain.choices import OnLongSample
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.group import Group
-from dstrain.cli.options.trust import TRUST
+from dstrain.cli.options.typed import TRUST
 from dstrain.cli.output.progress import Screen
 from dstrain.config.lint.rule import JobContext
 from dstrain.errors import Place

@@ -57,14 +57,12 @@ def command(out: Path, adopt: bool, dry_run: bool, as_json: bool, **options: Any
       dstrain gen-config --gpus 1 --gpu 4090 --model qwen3-8b --method lora --data train.jsonl
       dstrain gen-config --seq-len 8192
     """
-    if adopt:
-        from dstrain.cli.adopt import adopt as register  # planning does not need it
+    from dstrain.cli.generate import adopt_files, generate  # the planner, which help and completion do not need
 
+    if adopt:
         if given := typed(options):
             raise click.UsageError(f"--adopt plans nothing: leave out --{next(iter(given)).replace('_', '-')}.")
-        register(out, dry_run=dry_run, as_json=as_json)
+        adopt_files(out, dry_run=dry_run, as_json=as_json)
         return
-    from dstrain.cli.generate import generate  # the planner, which help and completion do not need
-
     decisions = {name: options.pop(name) for name in ("on_conflict", "force", "as_diff")}
     generate(out, options, dry_run=dry_run, as_json=as_json, **decisions)

@@ -10,7 +10,7 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.group import Group
-from dstrain.cli.options.trust import TRUST
+from dstrain.cli.options.typed import TRUST
 from dstrain.cli.types import Named
 from dstrain.config.document import REMOVED, Change
 from dstrain.config.edits import edit

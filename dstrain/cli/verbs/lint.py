@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dstrain.cli.console import answer, answer_json, say, say_unread_links
-from dstrain.cli.options.trust import TRUST
+from dstrain.cli.options.typed import TRUST
 from dstrain.cli.types import Release
 from dstrain.config.lint import engine
 from dstrain.errors import InvalidConfig

@@ -15,7 +15,7 @@ import click
 from dstrain.choices import LossKernel
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.group import Group, options
-from dstrain.cli.options.trust import TRUST
+from dstrain.cli.options.typed import TRUST
 from dstrain.cli.types import SIZE, Choice
 from dstrain.config import jsonc
 from dstrain.config.edits.lock import backups, differing, planned_cluster, standing

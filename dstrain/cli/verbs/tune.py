@@ -14,7 +14,7 @@ import click
 from dstrain.cli import calibrate
 from dstrain.cli.console import answer, answer_json, say, say_lines
 from dstrain.cli.options.data_lengths import planned_steps
-from dstrain.cli.options.trust import TRUST
+from dstrain.cli.options.typed import TRUST
 from dstrain.cli.output.progress import Screen
 from dstrain.cli.output.tune import (
     Candidate,
