@@ -36,7 +36,7 @@ from dstrain.config.remedy import changes_in
 from dstrain.facts.cluster.gpus import gpu
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run.out_of_memory import diagnose
-from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.monitor.metrics import current_steps, read_jsonl
 from dstrain.oom import OutOfMemory, Phase, ProposedChange
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import USABLE_GPU_RATIO, assess

@@ -1,19 +1,20 @@
-"""The run directory: the files that the launcher, the ranks and the reports share, its checkpoints, and its state."""
+"""The run directory: files that the launcher, the ranks and the reports share, its state, and how to continue it."""
 
 from __future__ import annotations
 
 import itertools
 import json
 import re
+import shlex
 import shutil
 import zlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, overload
 
-from dstrain.paths import flush, write_atomic
+from dstrain.paths import flush, shown, write_atomic
 from dstrain.records import type_config
 
 _SENT = re.compile(
@@ -70,7 +71,7 @@ class RunDir:
     states = _Entry("states.json")
     """Measured bytes of model states, of every rank."""
     preflight = _Entry("preflight.json")
-    """The checks before the first step of the last start (`dstrain.preflight`)."""
+    """The checks before the first step of the last start (`dstrain.monitor.outcomes`)."""
     summary = _Entry("summary.json")
     """Written by rank 0 after training has succeeded."""
     logs = _Entry("logs")
@@ -390,3 +391,40 @@ def needed(files: Iterable[str], ranks: Collection[int], *, written_by: int, num
     if num_ranks != written_by:
         return [name for name in read if name not in numbers or (numbers[name] == 0 and "_model_states" in name)]
     return [name for name in read if name not in numbers or numbers[name] in ranks]
+
+
+def words_of(typed: Sequence[str], job: Path) -> tuple[str, ...]:
+    """Returns the words that start a run again: those typed after `dstrain`, with the job file's absolute path, and
+    without what they say about resuming.
+
+    >>> words_of(["run", "--set", "resume=auto", "--set", "seed=1"], Path("/jobs/job.yaml"))
+    ('dstrain', 'run', '/jobs/job.yaml', '--set', 'seed=1')
+    """
+    rest = [word for word in typed[1:] if word != str(job)]
+    kept: list[str] = []
+    for word in rest:
+        if word.startswith("resume=") and kept[-1:] == ["--set"]:
+            kept.pop()
+        elif not word.startswith("--set=resume="):
+            kept.append(word)
+    return (*RUN, str(job.absolute()), *kept)
+
+
+def line_of(words: Sequence[str], *more: str) -> str:
+    """Returns the line to type in the current folder."""
+    command, rest = words[:2], words[2:]
+    return shlex.join([*command, *(shown(word) for word in rest[:1]), *rest[1:], *more])
+
+
+def run_line(job: Path) -> str:
+    """Returns the line that runs a job file.
+
+    >>> run_line(Path("job.yaml")), run_line(Path("runs/a b/job.yaml"))
+    ('dstrain run', "dstrain run 'runs/a b/job.yaml'")
+    """
+    return line_of(RUN) if job == Path("job.yaml") else line_of((*RUN, str(job)))
+
+
+def resumed(words: Sequence[str]) -> str:
+    """Returns the line that continues from the newest checkpoint."""
+    return line_of(words, "--set", "resume=auto")

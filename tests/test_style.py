@@ -44,7 +44,7 @@ CLEAN = (
     "dstrain/plan/search/rules.py",
     "dstrain/plan/speed",
     "dstrain/plan/training_code.py",
-    "dstrain/preflight.py",
+    "dstrain/monitor/outcomes.py",
     "dstrain/records.py",
     "dstrain/removed.py",
     "dstrain/report",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.health_exam.injection import Injection, Steps, change_batches
-from dstrain.monitor.expert_loads import routers_of
+from dstrain.monitor.meter import routers_of
 from dstrain.train.data.rendering import IGNORED
 
 

@@ -21,8 +21,8 @@ from dstrain.facts.cluster.cluster import Origin, describe
 from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.model.families import from_config
 from dstrain.facts.workload import Workload
+from dstrain.monitor.metrics import read_jsonl
 from dstrain.monitor.run_record import read
-from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.estimate import assess
 from dstrain.records import to_data, to_json

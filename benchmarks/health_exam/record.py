@@ -22,7 +22,7 @@ from dstrain.facts.cluster.cluster import Cluster, Origin, describe
 from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.cluster.links import Link
 from dstrain.facts.probe import read_model
-from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.metrics import read_jsonl
 from dstrain.records import to_data
 from dstrain.train.demo import make_model
 from tests.train.engine import Engine

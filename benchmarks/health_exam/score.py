@@ -13,7 +13,7 @@ from benchmarks.health_exam.traces import LATE, Trace
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.nonfinite import Finding, check
 from dstrain.monitor.health.rules import Watch
-from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.monitor.metrics import current_steps, read_jsonl
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "health_traces"
 FACTS = Facts(vocab_size=2048, max_grad_norm=5.0)

@@ -287,7 +287,7 @@ def _install(settings: dict[str, Any]) -> None:
     }
     actions: dict[str, Callable[[Any], None]] = {
         "transformers.trainer": lambda module: _watch(module, probe, connects=settings["connects"]),
-        "dstrain.monitor.expert_loads": lambda module: _alternate_experts(module, probe),
+        "dstrain.monitor.meter": lambda module: _alternate_experts(module, probe),
         **monitoring[settings["monitoring"]],
     }
     sys.meta_path.insert(0, _Finder(actions))

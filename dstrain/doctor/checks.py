@@ -27,7 +27,7 @@ from dstrain.findings import (
     too_full,
     too_little_ram,
 )
-from dstrain.monitor.mode import decide_mode
+from dstrain.monitor.sinks.sink import decide_mode
 from dstrain.units import GIB, MIB, format_bytes, format_sizes
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ from dstrain.facts.network import is_free
 from dstrain.facts.probe import host_memory_bytes
 from dstrain.facts.releases import installed
 from dstrain.facts.this_machine import versions
-from dstrain.monitor.mode import has_login
+from dstrain.monitor.sinks.sink import has_login
 from dstrain.paths import existing
 
 _SHM = Path("/dev/shm")

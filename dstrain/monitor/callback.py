@@ -13,14 +13,12 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from dstrain.job.monitor import HealthAction
-from dstrain.monitor.expert_loads import ExpertLoads
 from dstrain.monitor.health import nonfinite
 from dstrain.monitor.health.nonfinite import Finding, check
 from dstrain.monitor.health.rules import Watch
-from dstrain.monitor.meter import Meter
-from dstrain.monitor.metrics import Hardware, Reading, points, scalars, summarize
+from dstrain.monitor.meter import ExpertLoads, Meter
+from dstrain.monitor.metrics import Hardware, JsonlFile, Reading, current_steps, points, read_jsonl, scalars, summarize
 from dstrain.monitor.outcomes import GeneratedText, table
-from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.sinks.sink import Say
 from dstrain.monitor.traffic import communication

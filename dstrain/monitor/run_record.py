@@ -17,13 +17,12 @@ from dstrain.facts.workload import measured_workload
 from dstrain.job.schema import Job
 from dstrain.monitor.expert_balance import LoadMap
 from dstrain.monitor.expert_balance import newest as newest_loads
-from dstrain.monitor.outcomes import GeneratedText, newest
-from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.monitor.metrics import current_steps, read_jsonl
+from dstrain.monitor.outcomes import GeneratedText, Preflight, newest
 from dstrain.monitor.windows import VERDICT, Line, number, peaks_by_rank, states_by_rank
 from dstrain.oom import OutOfMemory
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.speed.step_time import delayed, speed
-from dstrain.preflight import Preflight
 from dstrain.records import from_data, load_json
 from dstrain.removed import JOB
 from dstrain.rundir import RunDir, State, cause_of

@@ -12,7 +12,6 @@ from typing import Any
 
 from dstrain import units
 from dstrain.findings import printable
-from dstrain.launch.again import line_of
 from dstrain.monitor.comparison import (
     NONE,
     Quantity,
@@ -32,7 +31,7 @@ from dstrain.paths import shown
 from dstrain.plan.labels import label
 from dstrain.records import to_data
 from dstrain.report.report import UNKNOWN, Report, Restart, differing
-from dstrain.rundir import GONE, LIVING, RUN, State
+from dstrain.rundir import GONE, LIVING, RUN, State, line_of
 from dstrain.units import format_bytes, format_count, format_seconds
 from dstrain.wrapping import aligned, wrapped
 

@@ -15,12 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from dstrain.errors import DstrainError
 from dstrain.garbage import without_garbage_collection
 from dstrain.heartbeat import SAVE_ON_TERM, Phase, Sender
-from dstrain.monitor.metrics import without_nonfinite
-from dstrain.monitor.mode import decide_mode, has_login
-from dstrain.monitor.signals import leave_on_sigterm
-from dstrain.monitor.sinks.jsonl import JsonlFile
+from dstrain.monitor.metrics import JsonlFile, without_nonfinite
 from dstrain.monitor.sinks.registry import Guarded, open_sinks
-from dstrain.monitor.sinks.sink import End, Setup
+from dstrain.monitor.sinks.sink import End, Setup, decide_mode, has_login
 from dstrain.paths import ignore_empty, prefer_own_programs, write_atomic
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
@@ -28,7 +25,7 @@ from dstrain.train import rank as ranks
 from dstrain.train import rope_scaling
 from dstrain.train.checkpoints.checkpoints import Resume, choose, number_of, start_of
 from dstrain.train.checkpoints.verify import Verification
-from dstrain.train.rank import Inputs, Leaving, Rank, read
+from dstrain.train.rank import Inputs, Leaving, Rank, leave_on_sigterm, read
 
 if TYPE_CHECKING:
     from dstrain.monitor.verdict import FirstSteps

@@ -19,8 +19,8 @@ from dstrain.heartbeat import Phase
 from dstrain.job.monitor import Samples
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
+from dstrain.monitor.metrics import JsonlFile
 from dstrain.monitor.outcomes import GeneratedText
-from dstrain.monitor.sinks.jsonl import JsonlFile
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.data.isolation import attending_whole_rows
 from dstrain.train.data.rendering import IGNORED

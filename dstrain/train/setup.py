@@ -26,12 +26,10 @@ from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.collectives import Collectives
-from dstrain.monitor.expert_loads import ExpertLoads, routers_of
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.rules import Watch
-from dstrain.monitor.meter import CountingCollator, Meter, ram_bytes
-from dstrain.monitor.metrics import Hardware, hardware
-from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
+from dstrain.monitor.meter import CountingCollator, ExpertLoads, Meter, ram_bytes, routers_of
+from dstrain.monitor.metrics import Hardware, JsonlFile, current_steps, hardware, read_jsonl
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.windows import measurement, throughput
 from dstrain.records import to_data

@@ -15,7 +15,7 @@ from dstrain.cli.verbs import demo as demo_command
 from dstrain.cli.verbs.demo import _build as build
 from dstrain.cli.verbs.demo import _tell as tell
 from dstrain.errors import EnvironmentProblem, RunFailed
-from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.metrics import read_jsonl
 from dstrain.monitor.verdict import FEWEST_STEPS, LATEST_STEPS
 from dstrain.rundir import RunDir
 from tests.cli.conftest import Type, lay_traps

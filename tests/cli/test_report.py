@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.facts.probe import read_model
-from dstrain.preflight import Check, CheckName, Preflight
+from dstrain.monitor.outcomes import Check, CheckName, Preflight
 from dstrain.records import to_data, to_json
 from dstrain.rundir import RunDir
 from tests.cli.conftest import Type

@@ -15,7 +15,7 @@ from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.rules import Watch
 from dstrain.monitor.meter import COUNTS, CountingCollator, Counts, Meter, RunQueue
-from dstrain.monitor.sinks.jsonl import JsonlFile
+from dstrain.monitor.metrics import JsonlFile
 
 
 def count(batch: dict[str, Any]) -> Counts:

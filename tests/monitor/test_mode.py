@@ -8,7 +8,7 @@ import pytest
 
 from dstrain.choices import SwanLabMode
 from dstrain.errors import InvalidConfig
-from dstrain.monitor.mode import decide_mode, has_login
+from dstrain.monitor.sinks.sink import decide_mode, has_login
 
 KEY = {"SWANLAB_API_KEY": "k"}
 

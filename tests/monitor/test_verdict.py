@@ -12,8 +12,8 @@ import pytest
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.job.schema import Job
 from dstrain.monitor.comparison import Part, Quantity
+from dstrain.monitor.metrics import read_jsonl
 from dstrain.monitor.run_record import read
-from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.monitor.verdict import FirstSteps, Verdict
 from dstrain.plan.configuration import changed
 from dstrain.plan.estimate import assess

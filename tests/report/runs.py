@@ -14,8 +14,9 @@ from cases import ask
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.job.schema import Job
 from dstrain.monitor.comparison import communication_s
+from dstrain.monitor.metrics import JsonlFile, read_jsonl
+from dstrain.monitor.outcomes import Check, CheckName, Preflight
 from dstrain.monitor.run_record import read
-from dstrain.monitor.sinks.jsonl import JsonlFile, read_jsonl
 from dstrain.monitor.verdict import FirstSteps
 from dstrain.oom import (
     Allocator,
@@ -32,7 +33,6 @@ from dstrain.oom import (
 )
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.search.decide import decide
-from dstrain.preflight import Check, CheckName, Preflight
 from dstrain.records import to_data, to_json
 from dstrain.rundir import RunDir
 

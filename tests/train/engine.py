@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.metrics import read_jsonl
 from tests.train.launching import CHECKOUT, QLORA, VIDEOS, environment
 
 

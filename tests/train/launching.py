@@ -121,7 +121,7 @@ def free_port() -> int:
 
 def losses(folder: Path) -> dict[int, float | None]:
     """Returns the loss of each step, the last word on it."""
-    from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+    from dstrain.monitor.metrics import current_steps, read_jsonl
 
     return {
         line["step"]: line["loss"] for line in current_steps(read_jsonl(folder / "metrics.jsonl")) if "loss" in line
@@ -173,14 +173,14 @@ def tensors(folder: Path) -> dict[str, Any]:
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     """Returns the lines of a run's metrics that have a loss."""
-    from dstrain.monitor.sinks.jsonl import read_jsonl
+    from dstrain.monitor.metrics import read_jsonl
 
     return [line for line in read_jsonl(folder / "metrics.jsonl") if "loss" in line]
 
 
 def evaluations(folder: Path) -> dict[int, float]:
     """Returns the evaluation loss of a run by step."""
-    from dstrain.monitor.sinks.jsonl import read_jsonl
+    from dstrain.monitor.metrics import read_jsonl
 
     return {line["step"]: line["eval_loss"] for line in read_jsonl(folder / "metrics.jsonl") if "eval_loss" in line}
 

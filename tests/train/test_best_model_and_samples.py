@@ -22,8 +22,8 @@ from transformers import (
 from dstrain.choices import Interval, Method, Task
 from dstrain.job.monitor import Samples
 from dstrain.job.schema import Job
+from dstrain.monitor.metrics import read_jsonl
 from dstrain.monitor.outcomes import BestModel, best_model
-from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.rundir import RunDir
 from dstrain.train.arguments import training_arguments
 from dstrain.train.checkpoints.export import locate

@@ -14,7 +14,7 @@ from benchmarks.health_exam.record import measured_links
 from dstrain.facts.probe import read_model
 from dstrain.job.monitor import Monitor
 from dstrain.job.schema import Job
-from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.metrics import read_jsonl
 from dstrain.train.rank import Rank
 from dstrain.train.setup import observed
 from tests.train.engine import Engine

@@ -16,18 +16,17 @@ import pytest
 from dstrain.choices import Method
 from dstrain.facts.probe import read_model
 from dstrain.job.model_changes import Lora
+from dstrain.monitor.metrics import read_jsonl
+from dstrain.monitor.outcomes import CheckName, Preflight
 from dstrain.monitor.run_record import read as read_run
-from dstrain.monitor.signals import EXIT_CODE
-from dstrain.monitor.sinks.jsonl import read_jsonl
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.params import trained
-from dstrain.preflight import CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.report.report import report
 from dstrain.report.text import lines as lines_of
 from dstrain.rundir import RunDir, is_whole
-from dstrain.train.rank import read
+from dstrain.train.rank import SIGTERM_EXIT_CODE, read
 from tests.train.engine import Engine
 from tests.train.launching import (
     change_job,
@@ -431,7 +430,7 @@ def test_sigterm_while_blocked_in_a_collective_keeps_swanlabs_data(root: Path, d
         return True
 
     found = engine.run("dstrain.train", folder, log=Path(f"{folder}.log"), is_over=has_left)
-    assert found == [EXIT_CODE, -signal.SIGKILL], said(folder)[-2000:]
+    assert found == [SIGTERM_EXIT_CODE, -signal.SIGKILL], said(folder)[-2000:]
     assert took_s[0] < 5
     (file,) = (folder / "swanlog").glob("run-*/*.swanlab")
     assert b"train/loss" in file.read_bytes()

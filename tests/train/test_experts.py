@@ -17,9 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
 from dstrain.monitor.expert_balance import EVENT, LoadMap, balance, curves, load_map, newest
-from dstrain.monitor.expert_loads import ExpertLoads, routers_of
-from dstrain.monitor.metrics import tag_of
-from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.meter import ExpertLoads, routers_of
+from dstrain.monitor.metrics import read_jsonl, tag_of
 from dstrain.monitor.sinks.sink import CELL
 from dstrain.train.loss import RouterLoss
 from tests.train.engine import Engine

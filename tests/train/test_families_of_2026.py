@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dstrain.facts.model.model_files import read
-from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.metrics import read_jsonl
 from tests.train.engine import Engine
 from tests.train.launching import make_run
 from tests.train.tiny import sizes

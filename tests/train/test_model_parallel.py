@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from dstrain.config.resolve_auto import GATHERS
-from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.monitor.metrics import current_steps, read_jsonl
 from dstrain.train.demo import make_model
 from tests.train.engine import Engine
 from tests.train.launching import change_job, codes, losses, make_run, said, tensors

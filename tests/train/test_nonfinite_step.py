@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.metrics import read_jsonl
 from dstrain.train.parts.step_watch import Evidence
 from tests.train.engine import Engine
 from tests.train.launching import codes, lines, make_run, said

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.metrics import read_jsonl
 from tests.train.engine import Engine
 from tests.train.launching import (
     EXACT,

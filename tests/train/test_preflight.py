@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dstrain.job.schema import Job
 from dstrain.monitor.health.history import Facts
-from dstrain.monitor.sinks.jsonl import read_jsonl
-from dstrain.preflight import Check, CheckName, Preflight
+from dstrain.monitor.metrics import read_jsonl
+from dstrain.monitor.outcomes import Check, CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train import memory

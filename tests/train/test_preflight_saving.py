@@ -17,7 +17,7 @@ import torch
 from dstrain.choices import Interval
 from dstrain.errors import EnvironmentProblem
 from dstrain.job.schema import Job
-from dstrain.preflight import Check, CheckName, Preflight
+from dstrain.monitor.outcomes import Check, CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train.checkpoints.checkpoints import Disk

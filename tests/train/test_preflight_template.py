@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dstrain.choices import LossOn
 from dstrain.job.schema import Job
-from dstrain.preflight import Check, CheckName, Preflight
+from dstrain.monitor.outcomes import Check, CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train.data.collate import Collator, shift

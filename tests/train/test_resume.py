@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.metrics import read_jsonl
 from tests.train.engine import Engine
 from tests.train.launching import copy_half, lines, losses, make_run, require_resumed, said, tensors, truncate_newest
 

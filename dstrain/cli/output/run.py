@@ -11,8 +11,8 @@ from dstrain.errors import RunFailed
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.ds_config import zero_stage
 from dstrain.launch.prepare.prepare import PreparedRun
-from dstrain.monitor.mode import upload_command
 from dstrain.monitor.outcomes import best_model
+from dstrain.monitor.sinks.sink import upload_command
 from dstrain.paths import shown
 from dstrain.plan.labels import arithmetic
 from dstrain.rundir import RunDir

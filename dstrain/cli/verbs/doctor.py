@@ -28,7 +28,7 @@ from dstrain.facts.network import environment_of
 from dstrain.facts.this_machine import is_this_machine
 from dstrain.findings import Finding, errors, signs_text
 from dstrain.job.file import JobFile, read_job
-from dstrain.launch.again import run_line
+from dstrain.rundir import run_line
 
 JOB = Path("job.yaml")
 

@@ -27,17 +27,16 @@ from dstrain.facts.cluster.hostfile import Hosts, expand
 from dstrain.findings import Severity, errors, lines
 from dstrain.heartbeat import NO_RESUME_CHECK, NO_VERIFY
 from dstrain.job.file import JobFile, read_job
-from dstrain.launch.again import words_of
 from dstrain.launch.environment import refuse_secrets
-from dstrain.launch.launch import Launch, plan_launch
+from dstrain.launch.launch import Launch, Recorded, plan_launch
 from dstrain.launch.prepare import inputs
 from dstrain.launch.prepare.lint_job import check_rules
 from dstrain.launch.prepare.prepare import prepare
 from dstrain.launch.run import state
 from dstrain.launch.run.control import detach, noting_signals
-from dstrain.launch.run.recorded import Recorded
 from dstrain.launch.run.supervisor import Policy, Reporter, Supervisor
 from dstrain.launch.timeouts import TIMEOUTS, VARIABLE, Timeouts
+from dstrain.rundir import words_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

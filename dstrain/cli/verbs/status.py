@@ -9,12 +9,11 @@ from typing import Any
 import click
 
 from dstrain.cli.console import answer, answer_json
-from dstrain.launch.again import resumed
 from dstrain.launch.failure.logs import agents_words, last_metrics, metrics_words
 from dstrain.launch.run import state
 from dstrain.monitor.health.nonfinite import stop_of
 from dstrain.paths import shown
-from dstrain.rundir import GONE, LIVING, RunDir, Stage, State, cause_of
+from dstrain.rundir import GONE, LIVING, RunDir, Stage, State, cause_of, resumed
 from dstrain.units import format_seconds
 from dstrain.wrapping import aligned
 

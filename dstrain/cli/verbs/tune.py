@@ -45,7 +45,6 @@ from dstrain.facts.cluster.machines import hosts_of
 from dstrain.facts.this_machine import busy_share
 from dstrain.facts.workload import Workload
 from dstrain.job.file import read_job
-from dstrain.launch.again import run_line
 from dstrain.launch.prepare.job_context import open_request
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.launch.run import state
@@ -54,6 +53,7 @@ from dstrain.paths import shown
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.named_parts import unplanned_parts
 from dstrain.plan.search.alternatives import contenders
+from dstrain.rundir import run_line
 from dstrain.units import counted
 
 BUSY = 0.1

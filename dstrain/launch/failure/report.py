@@ -15,7 +15,6 @@ from typing import Any
 
 from dstrain.errors import DstrainError, Interrupted, RunFailed
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.launch.again import line_of, resumed
 from dstrain.launch.failure.logs import agents_words, last_metrics, metrics_words, tail_of
 from dstrain.launch.failure.outcome import (
     FULL_DISK,
@@ -33,7 +32,7 @@ from dstrain.launch.failure.outcome import (
 )
 from dstrain.monitor.health.nonfinite import Stop, stop_of, usable_checkpoint
 from dstrain.paths import shown
-from dstrain.rundir import RUN, RunDir
+from dstrain.rundir import RUN, RunDir, line_of, resumed
 from dstrain.units import MIB
 
 

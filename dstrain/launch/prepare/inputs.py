@@ -27,7 +27,7 @@ from dstrain.job.file import JobFile, is_local, looks_local
 from dstrain.job.model_changes import read_adapter
 from dstrain.job.schema import Job
 from dstrain.job.task_limits import require_for_media
-from dstrain.monitor.mode import decide_mode
+from dstrain.monitor.sinks.sink import decide_mode
 from dstrain.paths import existing, shown
 from dstrain.records import Keys
 from dstrain.rundir import RunDir

@@ -13,7 +13,6 @@ from dstrain.config.remedy import remedy
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.workload import Workload
-from dstrain.launch.again import line_of
 from dstrain.launch.prepare.lint_job import read_text
 from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.oom import Allocator, NamedTensors, OutOfMemory, Part, PartBytes, Phase, Predicted, ProposedChange
@@ -26,7 +25,7 @@ from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.memory.zero import sharing_ranks
 from dstrain.plan.search.out_of_memory import Shortage, evaluated_at_once, fixes, shortage
 from dstrain.records import load_json, to_data, to_json
-from dstrain.rundir import RUN, RunDir, read_record
+from dstrain.rundir import RUN, RunDir, line_of, read_record
 from dstrain.units import GIB, counted, format_bytes
 
 _UNEXPLAINED_BYTES = GIB

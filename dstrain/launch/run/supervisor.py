@@ -16,7 +16,6 @@ from dstrain.facts.attention_kernels import AttentionKernels
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.deepspeed_ops import needed_ops
 from dstrain.heartbeat import Phase
-from dstrain.launch.again import line_of, resumed
 from dstrain.launch.command import master
 from dstrain.launch.failure.logs import HeldOutput
 from dstrain.launch.failure.outcome import Outcome, start_line
@@ -38,7 +37,7 @@ from dstrain.launch.timeouts import TIMEOUTS, Timeouts
 from dstrain.oom import ProposedChange
 from dstrain.paths import shown
 from dstrain.records import to_json
-from dstrain.rundir import RUN, RunDir, Stage, damage, put_aside, unusable_checkpoint
+from dstrain.rundir import RUN, RunDir, Stage, damage, line_of, put_aside, resumed, unusable_checkpoint
 
 
 def launch_spec(launch: Launch, *, timeouts: Timeouts = TIMEOUTS) -> LaunchSpec:

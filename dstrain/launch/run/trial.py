@@ -27,7 +27,7 @@ from dstrain.launch.run import state
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.run.supervisor import Policy, Reporter, Supervisor
 from dstrain.launch.timeouts import Timeouts
-from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
+from dstrain.monitor.metrics import current_steps, read_jsonl
 from dstrain.monitor.windows import Measurement, is_slower, measurement
 from dstrain.paths import write_atomic
 from dstrain.plan.configuration import Configuration

@@ -11,7 +11,7 @@ from typing import Any
 
 from dstrain.errors import RunFailed
 from dstrain.job.monitor import HealthAction
-from dstrain.monitor.sinks.jsonl import read_jsonl
+from dstrain.monitor.metrics import read_jsonl
 from dstrain.rundir import RunDir, lacks_states
 
 STOP_RULE = "stop_on_nonfinite"

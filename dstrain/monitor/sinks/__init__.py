@@ -1,1 +1,1 @@
-"""Where metrics go: SwanLab, TensorBoard, Weights & Biases and JSON lines."""
+"""Where metrics go besides `metrics.jsonl`: SwanLab, TensorBoard and Weights & Biases."""

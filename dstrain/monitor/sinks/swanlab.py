@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from dstrain.choices import SwanLabMode
 from dstrain.errors import not_installed, type_and_line
-from dstrain.monitor.mode import upload_command
+from dstrain.monitor.sinks.sink import upload_command
 from dstrain.paths import write_atomic
 
 if TYPE_CHECKING:

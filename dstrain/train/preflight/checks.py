@@ -16,8 +16,8 @@ from dstrain.job.monitor import HealthRule
 from dstrain.job.schema import Job
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.rules import Watch
+from dstrain.monitor.outcomes import Check, CheckName, Preflight, finite
 from dstrain.paths import write_atomic
-from dstrain.preflight import Check, CheckName, Preflight, finite
 from dstrain.records import to_json
 from dstrain.rundir import RunDir
 from dstrain.train.loss import trial

@@ -17,7 +17,7 @@ from dstrain.errors import type_and_line
 from dstrain.facts.data.messages import marked
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
-from dstrain.preflight import Check, CheckName
+from dstrain.monitor.outcomes import Check, CheckName
 from dstrain.train.data.packing import PackedRows, Packing, row_of
 from dstrain.train.data.rendering import IGNORED
 from dstrain.train.data.show import pieces

@@ -17,8 +17,8 @@ from dstrain.choices import Interval
 from dstrain.errors import EnvironmentProblem
 from dstrain.findings import LARGER_DISK, OTHER_FOLDER, too_full
 from dstrain.job.schema import Job
+from dstrain.monitor.outcomes import Check, CheckName
 from dstrain.paths import flush
-from dstrain.preflight import Check, CheckName
 from dstrain.train.memory import numel
 from dstrain.train.parts.training import Training
 from dstrain.train.preflight.worst_batch import can_discard

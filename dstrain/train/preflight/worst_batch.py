@@ -24,7 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import (  # type: ignore[import-untype
 )
 
 from dstrain.choices import Optimizer
-from dstrain.preflight import Check, CheckName, Figures
+from dstrain.monitor.outcomes import Check, CheckName, Figures
 from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.stream import Stream
 from dstrain.train.loss import trial

@@ -14,10 +14,9 @@ import pytest
 from dstrain.errors import RunFailed
 from dstrain.facts.cluster.hostfile import Host, Hosts
 from dstrain.facts.kernel_messages import OUT_OF_MEMORY
-from dstrain.launch.again import words_of
 from dstrain.launch.failure.outcome import Death, Lost, Outcome, advice, failing_order, traceback_of
 from dstrain.launch.failure.report import decode, explain, signal_of
-from dstrain.rundir import COMPLETE, RunDir
+from dstrain.rundir import COMPLETE, RunDir, words_of
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    f()\nValueError: no'
 

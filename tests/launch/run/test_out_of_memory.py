@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from dstrain.monitor.metrics import current_steps, read_jsonl
 from dstrain.monitor.run_record import read
-from dstrain.monitor.sinks.jsonl import current_steps, read_jsonl
 from dstrain.report.report import report
 from dstrain.rundir import RunDir
 from tests.train import memory_limit

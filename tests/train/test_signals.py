@@ -13,13 +13,13 @@ import pytest
 
 START = """
 import os, sys, threading, time
-from dstrain.monitor import signals
-signals.leave_on_sigterm(lambda: print("finished", flush=True))
+from dstrain.train import rank
+rank.leave_on_sigterm(lambda: print("finished", flush=True))
 """
 BLOCKED = START + "print('ready', flush=True)\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()\n"
 SLOW = (
-    "import time\nfrom dstrain.monitor import signals\nsignals.FINISH_S = 0.5\n"
-    "signals.leave_on_sigterm(lambda: time.sleep(60))\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    "import time\nfrom dstrain.train import rank\nrank.FINISH_S = 0.5\n"
+    "rank.leave_on_sigterm(lambda: time.sleep(60))\nprint('ready', flush=True)\ntime.sleep(60)\n"
 )
 FORKS = START + (
     "child = os.fork()\n"

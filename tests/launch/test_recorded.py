@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dstrain.job.file import read_job
-from dstrain.launch.run.recorded import Recorded
+from dstrain.launch.launch import Recorded
 from dstrain.rundir import RunDir
 
 JOB = """

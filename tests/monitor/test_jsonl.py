@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dstrain.monitor.sinks.jsonl import JsonlFile, current_steps, read_jsonl
+from dstrain.monitor.metrics import JsonlFile, current_steps, read_jsonl
 
 
 def test_every_line_is_on_disk_when_append_returns(tmp_path: Path) -> None:
