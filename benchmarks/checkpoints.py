@@ -22,7 +22,7 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (  # typ
     TorchCheckpointEngine,
 )
 
-from dstrain.checksums import checksum
+from dstrain.train.checkpoints.checkpoints import checksum
 from dstrain.train.checkpoints.tensor_files import nonfinite_weights, reading_back
 from dstrain.units import GIB
 
@@ -42,7 +42,7 @@ def seconds(do: Callable[[], object]) -> tuple[float, float]:
 
 
 def read(path: Path, update: Callable[[Any], object]) -> None:
-    """Reads a file in blocks, as `dstrain.checksums` does."""
+    """Reads a file in blocks, as `dstrain.train.checkpoints.tensor_files` does."""
     block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(block):

@@ -66,7 +66,7 @@ def by_stream(folder: Path, tokenizer: Any, processes: int, samples: int) -> int
     from torch.utils.data import DataLoader
 
     from dstrain.train.data.stream import StreamCollator, StreamProgress
-    from dstrain.train.data.streamed import streamed
+    from dstrain.train.job_data import streamed
 
     options: dict[str, Any] = {"seq_len": SEQ_LEN, "streaming": True, "max_steps": 1}
     data, _ = streamed(Job(model="model", output_dir="out", data=str(folder / "train.jsonl"), **options), tokenizer)
@@ -103,7 +103,7 @@ def measure(side: str, folder: Path, processes: int) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     import dstrain.train.data.prepare
-    import dstrain.train.data.streamed  # noqa: F401
+    import dstrain.train.job_data  # noqa: F401
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     if side == "dstrain":

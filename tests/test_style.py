@@ -12,7 +12,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 CLEAN = (
     "dstrain/_data",
-    "dstrain/checksums.py",
     "dstrain/child_process.py",
     "dstrain/choices.py",
     "dstrain/cli",

@@ -21,10 +21,9 @@ from dstrain.monitor.sinks.sink import End, Setup, decide_mode, has_login
 from dstrain.paths import ignore_empty, prefer_own_programs, write_atomic
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
+from dstrain.train import adapters
 from dstrain.train import rank as ranks
-from dstrain.train import rope_scaling
-from dstrain.train.checkpoints.checkpoints import Resume, choose, number_of, start_of
-from dstrain.train.checkpoints.verify import Verification
+from dstrain.train.checkpoints.checkpoints import Resume, Verification, choose, number_of, start_of
 from dstrain.train.rank import Inputs, Leaving, Rank, leave_on_sigterm, read
 
 if TYPE_CHECKING:
@@ -204,8 +203,8 @@ def _train(
         for sink in monitoring.sinks:
             summary |= sink.sink.facts
         write_atomic(inputs.run_dir.summary, json.dumps(without_nonfinite(summary), indent=2) + "\n")
-        if final is not None and rope_scaling.read_beside_adapter(final) is not None:
-            rank.say(rope_scaling.BESIDE_ADAPTER)
+        if final is not None and adapters.read_beside_adapter(final) is not None:
+            rank.say(adapters.BESIDE_ADAPTER)
         rank.say(f"done: {final or inputs.run_dir.path}")
     heartbeat.send(trainer.state.global_step, Phase.DONE)
     return False

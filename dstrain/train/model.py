@@ -23,7 +23,7 @@ from dstrain.facts.ds_config import zero_stage
 from dstrain.facts.model.families import LIGER
 from dstrain.facts.model.traits import ALIGNER, VISION, has_tower
 from dstrain.job.schema import Job
-from dstrain.train import adapters, rope_scaling
+from dstrain.train import adapters
 from dstrain.train.arguments import is_deepcompile
 from dstrain.train.checkpoints.saved_model import DTYPES, family_of, shape_of
 from dstrain.train.data.collate import without_adapter
@@ -172,7 +172,7 @@ def load_model(
         config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
         if job.method is Method.QLORA:
             options["quantization_config"] = _quantization(job, config)
-        rope_scaling.scale(config, job.rope_scaling)
+        adapters.stretch(config, job.rope_scaling)
         _unpack_mxfp4(config)
         with _counting(report), _shapes_before_partitioning(), _whole_while_loading():
             _require_logits(config, job)

@@ -43,17 +43,17 @@ from dstrain.train.checkpoints.saved_model import DTYPES, base_config
 from dstrain.train.checkpoints.tensor_files import load_only_tensors
 from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
 from dstrain.train.data.media import MediaCollator, MediaReader
+from dstrain.train.data.pairs import PairCollator
 from dstrain.train.data.prepare import PreparedData
 from dstrain.train.data.stream import StreamCollator
-from dstrain.train.data.streamed import StreamedData
 from dstrain.train.generate import SamplesCallback
+from dstrain.train.job_data import StreamedData
 from dstrain.train.memory import MeasureCallback
 from dstrain.train.model import load_model
+from dstrain.train.parts.dpo import DpoObjective, PairLoss
 from dstrain.train.parts.objective import Objective, TokenLoss
 from dstrain.train.parts.parallel import Alone, SequenceParallel, TensorParallel
 from dstrain.train.parts.saving import require_weights
-from dstrain.train.preferences.dpo import DpoObjective, PairLoss
-from dstrain.train.preferences.pairs import PairCollator
 from dstrain.train.preflight.checks import Checks
 from dstrain.train.rank import Inputs, Rank
 from dstrain.train.tokenizer import source_of

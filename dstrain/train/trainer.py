@@ -25,8 +25,8 @@ from dstrain.oom import Batch
 from dstrain.rundir import RunDir
 from dstrain.train.checkpoints import checkpoints, resume_check, universal_checkpoint
 from dstrain.train.checkpoints.checkpoints import Disk
+from dstrain.train.data.collate import PackedRows
 from dstrain.train.data.isolation import Trial, packed_masks, sees_padding
-from dstrain.train.data.packing import PackedRows
 from dstrain.train.data.stream import Stream, StreamProgress
 from dstrain.train.loss import Share, trial
 from dstrain.train.memory import allocate_states

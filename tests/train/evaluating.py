@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from dstrain.train import demo
-from dstrain.train.data.collate import Collator, shift
-from dstrain.train.data.packing import PackedRows, packed
+from dstrain.train.data.collate import Collator, PackedRows, packed, shift
 from dstrain.train.loss import Share, loss_of, mean_loss
 from dstrain.train.rank import Rank
 

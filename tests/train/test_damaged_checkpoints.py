@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from dstrain.checksums import checksum
 from dstrain.errors import InvalidConfig
 from dstrain.rundir import damage, file_sizes
-from dstrain.train.checkpoints.verify import recorded
+from dstrain.train.checkpoints.checkpoints import checksum, recorded
 from tests.train.checkpoints.damage import HARMS
 from tests.train.checkpoints.test_verify import verify
 from tests.train.engine import Engine

@@ -22,8 +22,7 @@ from dstrain.monitor.outcomes import Check, CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train import memory
-from dstrain.train.data.collate import Collator, shift
-from dstrain.train.data.packing import PackedRows, Packing
+from dstrain.train.data.collate import Collator, PackedRows, Packing, shift
 from dstrain.train.loss import loss_of
 from dstrain.train.preflight import samples
 from dstrain.train.preflight.checks import LIMIT_S, Checks, Row

@@ -21,7 +21,7 @@ from dstrain.monitor.outcomes import Check, CheckName, Preflight
 from dstrain.records import load_json
 from dstrain.rundir import RunDir
 from dstrain.train.checkpoints.checkpoints import Disk
-from dstrain.train.preflight.saving import no_room, try_saving
+from dstrain.train.preflight.checks import no_room, try_saving
 from dstrain.train.rank import Rank
 from dstrain.units import GIB, TIB
 from tests.cli.test_doctor import Need

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dstrain.choices import RopeType
 from dstrain.errors import InvalidConfig
 from dstrain.job.model_changes import RopeScaling
+from dstrain.train.adapters import stretch
 from dstrain.train.checkpoints.export import export
-from dstrain.train.rope_scaling import scale
 from tests.train.engine import Engine
 from tests.train.launching import codes, losses, make_run, said
 from tests.train.tiny import sizes
@@ -42,7 +42,7 @@ def config(model_type: str, **values: Any) -> Any:
 def scaled(model_type: str, rope_type: RopeType = RopeType.YARN, **values: Any) -> Any:
     """Returns a configuration after it was stretched, saved and read again."""
     made = config(model_type, **values)
-    scale(made, RopeScaling(rope_type=rope_type, factor=4.0))
+    stretch(made, RopeScaling(rope_type=rope_type, factor=4.0))
     return type(made).from_dict(made.to_dict()).get_text_config()
 
 

@@ -28,7 +28,7 @@ from dstrain.train.adapters import freeze_parts, require_input_grads
 from dstrain.train.arguments import recompute
 from dstrain.train.loss import replace_loss
 from dstrain.train.model import tile_mlps
-from dstrain.train.preferences.dpo import DpoObjective
+from dstrain.train.parts.dpo import DpoObjective
 from dstrain.train.tracing.kernels import token_losses
 from tests.train.tracking import DEVICE, HOST, Ledger, TwoPlaceAccelerator, two_places, use_private_buffers
 

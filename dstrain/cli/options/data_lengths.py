@@ -30,7 +30,7 @@ from dstrain.plan.run_time import RunTime
 from dstrain.plan.search.decide import choice
 from dstrain.plan.search.infeasible import Way, ways_that_fit
 from dstrain.plan.search.search_space import row_tokens
-from dstrain.train.data.measured_rows import measure_of
+from dstrain.train.data.rendering import measure_of
 
 _FEWEST_ROWS = 200
 """Rows that are read of a data set, however many there are: a share of them is known to 7 points, 19 times of 20."""

@@ -22,12 +22,11 @@ from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import Conflict, DstrainError, EnvironmentProblem, InvalidConfig, RunFailed
 from dstrain.facts.model.model_files import ADAPTER, PROCESSOR_FILES, read
 from dstrain.rundir import RunDir, read_record
-from dstrain.train import rope_scaling
+from dstrain.train import adapters
 from dstrain.train.adapters import untie
-from dstrain.train.checkpoints.checkpoints import refuse_damaged
+from dstrain.train.checkpoints.checkpoints import content_damage, recorded, refuse_altered, refuse_damaged
 from dstrain.train.checkpoints.saved_model import DTYPES, converted, family_of, require_whole_model
 from dstrain.train.checkpoints.tensor_files import load_only_tensors, naming_pickles, nonfinite_weights, reading_back
-from dstrain.train.checkpoints.verify import content_damage, recorded, refuse_altered
 from dstrain.train.rank import quieten
 
 _UNTIED = "the exported model has a head of its own, because the adapter changes the embedding or the head alone"
@@ -111,7 +110,7 @@ def _merged(folder: Path, precision: Precision | None) -> Any:
     adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     base = adapter["base_model_name_or_path"]
     config = _config(base)
-    rope_scaling.scale(config, rope_scaling.read_beside_adapter(folder))
+    adapters.stretch(config, adapters.read_beside_adapter(folder))
     model = family_of(config).from_pretrained(base, config=config, dtype=DTYPES[precision] if precision else "auto")
     rows = [tensor.shape[0] for name, tensor in read(folder, ADAPTER).items() if name.endswith("embed_tokens.weight")]
     if rows and rows[0] != model.config.get_text_config().vocab_size:  # with new tokens

@@ -20,7 +20,7 @@ from dstrain.choices import Precision
 from dstrain.errors import InvalidConfig, RunFailed
 from dstrain.facts.model.model_files import ADAPTER, Tensor, read
 from dstrain.paths import write_atomic
-from dstrain.train.checkpoints.verify import content_damage
+from dstrain.train.checkpoints.checkpoints import content_damage
 
 DTYPES = {Precision.BF16: torch.bfloat16, Precision.FP16: torch.float16, Precision.FP32: torch.float32}
 _SAFETENSORS_NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}

@@ -25,8 +25,8 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import (  # typ
     TorchCheckpointEngine,
 )
 
-from dstrain.checksums import HashingFile, checksum, of_next
 from dstrain.errors import InvalidConfig, RunFailed
+from dstrain.train.checkpoints.checkpoints import HashingFile, checksum, of_next
 
 _TYPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

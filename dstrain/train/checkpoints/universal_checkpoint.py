@@ -22,15 +22,13 @@ from zipfile import is_zipfile
 import psutil
 import torch
 
-from dstrain.checksums import checksum
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts.ds_config import ZERO, section
 from dstrain.heartbeat import NO_VERIFY
 from dstrain.paths import flush, write_atomic
 from dstrain.rundir import UNIVERSAL, UNIVERSAL_PART, UNIVERSAL_SUMS, file_sizes
-from dstrain.train.checkpoints.checkpoints import is_converted, refuse_damaged
+from dstrain.train.checkpoints.checkpoints import checksum, is_converted, refuse_altered, refuse_damaged
 from dstrain.train.checkpoints.tensor_files import load_only_tensors, naming_pickles
-from dstrain.train.checkpoints.verify import refuse_altered
 from dstrain.train.rank import quieten
 
 _WORKERS = 4

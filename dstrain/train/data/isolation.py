@@ -19,8 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dstrain.errors import InvalidConfig
 from dstrain.plan.memory.layers.attention import AT_ONCE_TOKENS, MOST_APART, WIDEST_AT_ONCE
-from dstrain.train.data.collate import text_positions, without_adapter
-from dstrain.train.data.packing import Row, row_of
+from dstrain.train.data.collate import Row, row_of, text_positions, without_adapter
 from dstrain.train.loss import trial
 
 Attend = Callable[..., tuple[torch.Tensor, Any]]

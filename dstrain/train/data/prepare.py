@@ -21,12 +21,10 @@ from dstrain.facts.data.mixture import epoch_counts, held_out_counts
 from dstrain.job import task_limits
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.schema import Job
-from dstrain.train.data import packing
-from dstrain.train.data.packing import PackedRows
+from dstrain.train.data.collate import PackedRows, Packing, packed
 from dstrain.train.data.sources import Rows, rows_of
-from dstrain.train.data.token_cache import Report, Said, cache_folder, tokenized
-from dstrain.train.data.token_rows import SEQUENCES, Form, counted
-from dstrain.train.data.tokenize import Encoder
+from dstrain.train.data.token_cache import Report, Said, alone, cache_folder, made_beside, tokenized
+from dstrain.train.data.tokenize import SEQUENCES, Encoder, Form, counted
 
 Indices = np.ndarray[Any, np.dtype[np.integer[Any]]]
 """Numbers of samples, (samples,)."""
@@ -269,7 +267,7 @@ def _figure(dataset: datasets.Dataset, name: str) -> Any:
 
 def _packed(dataset: Any, lengths: Any, job: Job, name: str, digest: str) -> tuple[PackedRows, str]:
     """Returns rows of whole samples, made by the first rank that asks, and a line for the log."""
-    rows = packing.kept(cache_folder() / f"packed-{digest}", lengths, job.seq_len, seed=job.seed)
+    rows = kept_rows(cache_folder() / f"packed-{digest}", lengths, job.seq_len, seed=job.seed)
     filled = int(lengths.sum(dtype=np.int64)) / (len(rows) * job.seq_len)
     note = f"{name}: packed into {units.counted(len(rows), 'row')} of {job.seq_len:,} tokens, {filled:.1%} filled"
     return PackedRows(samples=dataset.with_format("arrow"), rows=rows), note
@@ -325,3 +323,21 @@ def _remarks(name: str, said: Said, job: Job) -> list[str]:
     if said.skipped:
         notes.append(f"{unusable(said.tally['skipped'])} skipped (on_bad_row: skip); the first:")
     return [f"{name}: {note}" for note in notes] + [f"  {problem}" for problem in said.skipped]
+
+
+_PACKING_FILES = ("members.npy", "starts.npy")
+
+
+def kept_rows(folder: Path, lengths: Any, capacity: int, *, seed: int) -> Packing:
+    """Returns rows mapped into memory from a folder, after making them there if no other rank did."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / name for name in _PACKING_FILES]
+    if not all(path.exists() for path in paths):
+        with alone(folder):
+            if not all(path.exists() for path in paths):
+                made = packed(lengths, capacity, seed=seed)
+                for path, values in zip(paths, (made.members, made.starts), strict=True):
+                    with made_beside(path) as beside:
+                        np.save(beside, values)
+    members, starts = (np.load(path, mmap_mode="r") for path in paths)
+    return Packing(members=members, starts=starts)

@@ -1,4 +1,4 @@
-"""Renders conversations as training has them, with any tokenizer that applies a chat template.
+"""Renders conversations as training has them, with any tokenizer that applies a chat template, and measures them.
 
 It imports no heavy package: plans render a few rows too.
 """
@@ -10,11 +10,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from dstrain.choices import LossOn, Thinking
+from dstrain.choices import Hub, LossOn, Task, Thinking
+from dstrain.config.templates.chat_template import ChatTemplate
 from dstrain.errors import InvalidConfig
+from dstrain.facts.data.lengths import Measure, encoder_of
 from dstrain.facts.data.turns import Conversation
+from dstrain.facts.model.hub_config import read_chat_files
+from dstrain.job.schema import Job
 from dstrain.train.data.chat import Follower, Span, Text, Written, as_written, lacks_tools, learn
 from dstrain.train.data.spans import OTHER_TEMPLATE, Messages, takes_only_parts, with_arguments, with_parts
 
@@ -121,3 +126,36 @@ def learned_tokens(offsets: Sequence[Span], spans: Sequence[Span]) -> Iterator[s
     tokens = range(len(offsets))
     for start, end in spans:
         yield slice(bisect_left(tokens, start, key=begin), bisect_left(tokens, end, key=begin))
+
+
+def measure_of(job: Job, source: str, hub: Hub, tokenizer: Path) -> Measure | None:
+    """Returns the function that measures conversations of a job; None if the model has no chat template here."""
+    files = read_chat_files(source, hub)
+    text = job.chat_template or files.template
+    if text is None:
+        return None
+    encoder = encoder_of(tokenizer)
+    template = ChatTemplate(
+        chat_template=text, special_tokens=files.special_tokens, token_id=lambda token: encoder.token_to_id(token)
+    )
+    loss_on = LossOn.LAST if job.task is Task.DPO else job.loss_on
+    renderer = Renderer(tokenizer=template, loss_on=loss_on, thinking=job.thinking, tagged=template.tagged)
+
+    def measure(conversations: Sequence[Conversation]) -> list[tuple[int, int] | None]:
+        try:
+            write = renderer.writer()
+        except Exception:  # a template is a program of the model's author and may raise anything; dstrain run names it
+            return [None] * len(conversations)
+        found: list[tuple[int, int] | None] = []
+        for conversation in conversations:
+            try:
+                written = write(conversation)
+            except Exception:
+                found.append(None)
+                continue
+            encoding = encoder.encode(written.text, add_special_tokens=False)
+            learned = (range(len(encoding.ids))[part] for part in learned_tokens(encoding.offsets, written.spans))
+            found.append((len(encoding.ids), sum(map(len, learned))))
+        return found
+
+    return measure

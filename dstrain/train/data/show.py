@@ -25,11 +25,10 @@ from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
 from dstrain.train.data.media import load_media_reader
+from dstrain.train.data.pairs import encoded_pairs
 from dstrain.train.data.rendering import IGNORED
 from dstrain.train.data.sources import Rows, rows_of
-from dstrain.train.data.token_rows import counted, counts_of
-from dstrain.train.data.tokenize import Encoded, Encoder
-from dstrain.train.preferences.pairs import encoded_pairs
+from dstrain.train.data.tokenize import Encoded, Encoder, counted, counts_of
 from dstrain.train.tokenizer import load_tokenizer, source_of
 
 

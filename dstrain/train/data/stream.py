@@ -24,11 +24,10 @@ from dstrain.facts.data.turns import Conversation
 from dstrain.job import task_limits
 from dstrain.job.schema import Job
 from dstrain.paths import write_atomic
-from dstrain.train.data.packing import PackedRows, packed, row_of
+from dstrain.train.data.collate import PackedRows, packed, row_of
 from dstrain.train.data.rendering import IGNORED
 from dstrain.train.data.sources import EndlessRows, Reader, RowPlace, Text
-from dstrain.train.data.token_rows import MEDIA_TYPES, NUMBERS, counted, counts_of
-from dstrain.train.data.tokenize import Encoded, Encoder
+from dstrain.train.data.tokenize import MEDIA_TYPES, NUMBERS, Encoded, Encoder, counted, counts_of
 from dstrain.train.rank import of_all_ranks
 
 STREAM = "dstrain_stream"

@@ -45,8 +45,7 @@ from dstrain.facts.data.rows import Part
 from dstrain.job.schema import Job
 from dstrain.paths import write_atomic
 from dstrain.train.data.sources import Rows
-from dstrain.train.data.token_rows import FIGURES, NUMBERS, Form
-from dstrain.train.data.tokenize import Encoder
+from dstrain.train.data.tokenize import FIGURES, NUMBERS, Encoder, Form
 
 _SHOWN_PROBLEMS = 5
 _TICK_S = 0.5

@@ -11,8 +11,7 @@ import torch
 
 from dstrain.choices import LossKernel
 from dstrain.errors import InvalidConfig
-from dstrain.train.data.collate import without_adapter
-from dstrain.train.data.packing import row_of
+from dstrain.train.data.collate import row_of, without_adapter
 from dstrain.train.data.rendering import IGNORED
 from dstrain.train.loss import (
     RouterLoss,

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from dstrain.checksums import checksum
 from dstrain.choices import Method
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.errors import InvalidConfig, RunFailed
@@ -26,11 +25,10 @@ from dstrain.monitor.health.nonfinite import AGAIN
 from dstrain.monitor.outcomes import BestModel
 from dstrain.paths import flush
 from dstrain.rundir import file_sizes, is_whole, rotate
-from dstrain.train import rope_scaling
+from dstrain.train import adapters
 from dstrain.train.checkpoints import checkpoints, saved_model
-from dstrain.train.checkpoints.checkpoints import Written
+from dstrain.train.checkpoints.checkpoints import Written, checksum, recorded
 from dstrain.train.checkpoints.tensor_files import nonfinite_states, nonfinite_weights, reading_back
-from dstrain.train.checkpoints.verify import recorded
 from dstrain.train.parts.training import Training
 from dstrain.train.rank import Leaving, of_all_ranks
 
@@ -258,7 +256,7 @@ class Saver:
         model.save_pretrained(folder, state_dict=weights)
         trainer.processing_class.save_pretrained(folder)
         self._complete_model(folder)
-        rope_scaling.write_beside_adapter(folder, trainer.job)
+        adapters.write_beside_adapter(folder, trainer.job)
 
     def _complete_model(self, folder: Path) -> None:
         """Gives a saved model the configuration of the base model, and the files of its processor."""

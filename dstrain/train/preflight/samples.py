@@ -18,7 +18,8 @@ from dstrain.facts.data.messages import marked
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.monitor.outcomes import Check, CheckName
-from dstrain.train.data.packing import PackedRows, Packing, row_of
+from dstrain.train.data.collate import PackedRows, Packing, row_of
+from dstrain.train.data.pairs import PairData
 from dstrain.train.data.rendering import IGNORED
 from dstrain.train.data.show import pieces
 from dstrain.train.data.sources import rows_of
@@ -26,7 +27,6 @@ from dstrain.train.data.tokenize import Encoder
 from dstrain.train.generate import SamplesCallback
 from dstrain.train.loss import mean_loss, trial
 from dstrain.train.parts.training import Training
-from dstrain.train.preferences.pairs import PairData
 from dstrain.train.rank import of_all_ranks
 from dstrain.train.tokenizer import load_tokenizer, source_of
 from dstrain.units import counted

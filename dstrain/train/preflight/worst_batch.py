@@ -25,12 +25,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import (  # type: ignore[import-untype
 
 from dstrain.choices import Optimizer
 from dstrain.monitor.outcomes import Check, CheckName, Figures
-from dstrain.train.data.packing import PackedRows
+from dstrain.train.data.collate import PackedRows
+from dstrain.train.data.pairs import PairData, column
 from dstrain.train.data.stream import Stream
 from dstrain.train.loss import trial
 from dstrain.train.memory import reserved_for_first_step
 from dstrain.train.parts.training import Training
-from dstrain.train.preferences.pairs import PairData, column
 from dstrain.train.rank import of_all_ranks
 from dstrain.units import format_bytes
 

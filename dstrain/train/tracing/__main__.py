@@ -29,7 +29,7 @@ from dstrain.records import from_data, to_data
 
 def answer(question: Question) -> Answer:
     """Returns the answer to one question; errors are answers too."""
-    from dstrain.train.tracing.describing import describe
+    from dstrain.train.tracing.building import describe
     from dstrain.train.tracing.passes import trace
 
     try:
@@ -50,7 +50,7 @@ def profile(question: Question) -> ActivationProfile:
 
     With the chunked loss where a sample does not fill a tile of the fused one, whose bytes then grow by steps.
     """
-    from dstrain.train.tracing.describing import describe
+    from dstrain.train.tracing.building import describe
     from dstrain.train.tracing.passes import trace
 
     description = describe(question.subject)

@@ -13,8 +13,8 @@ import torch
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dstrain.checksums import checksum
 from dstrain.errors import RunFailed
+from dstrain.train.checkpoints.checkpoints import checksum
 from dstrain.train.checkpoints.tensor_files import nonfinite_states, nonfinite_weights, reading_back
 from tests.train.checkpoints.damage import HARMS
 

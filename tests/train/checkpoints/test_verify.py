@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.checksums import checksum
 from dstrain.errors import InvalidConfig
 from dstrain.heartbeat import NO_VERIFY, Sender
 from dstrain.rundir import RunDir, file_sizes, mark_whole, put_aside, unusable_checkpoint
-from dstrain.train.checkpoints.checkpoints import choose
-from dstrain.train.checkpoints.verify import Verification
+from dstrain.train.checkpoints.checkpoints import Verification, checksum, choose
 from dstrain.train.rank import Rank
 from tests.train.checkpoints.damage import HARMS
 

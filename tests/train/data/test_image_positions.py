@@ -15,10 +15,9 @@ from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dstrain.facts.model.traits import TRAITS, traits
-from dstrain.train.data.collate import Collator, joins_rows, taken_by
+from dstrain.train.data.collate import Collator, joins_rows, row_of, taken_by
 from dstrain.train.data.isolation import attend_by_sample
 from dstrain.train.data.media import positions_of
-from dstrain.train.data.packing import row_of
 from dstrain.train.data.rendering import IGNORED
 from tests.train.data.test_packing_families import of_each_sample, of_one_row
 from tests.train.tiny import experts, sizes

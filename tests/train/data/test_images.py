@@ -20,14 +20,13 @@ from dstrain.job.schema import Job
 from dstrain.monitor.meter import COUNTS, CountingCollator
 from dstrain.train.data.collate import Collator
 from dstrain.train.data.media import MediaCollator, MediaReader, load_media_reader
+from dstrain.train.data.pairs import PAIRS
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.data.rendering import IGNORED
 from dstrain.train.data.show import shown
 from dstrain.train.data.stream import StreamCollator, StreamProgress
-from dstrain.train.data.streamed import streamed
-from dstrain.train.data.token_rows import SEQUENCES, with_media
-from dstrain.train.data.tokenize import Encoder
-from dstrain.train.preferences.pairs import PAIRS
+from dstrain.train.data.tokenize import SEQUENCES, Encoder, with_media
+from dstrain.train.job_data import streamed
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.vision import make_images, make_model, row, rows, write
 
@@ -305,7 +304,7 @@ def test_a_stream_has_the_micro_batches_of_the_cached_path_and_goes_on_at_the_sa
 def test_a_kind_that_no_row_had_before_training_is_refused_in_a_stream(
     job: Job, folder: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dstrain.train.data.streamed.named_in", lambda row: [])
+    monkeypatch.setattr("dstrain.train.job_data.named_in", lambda row: [])
     with pytest.raises(InvalidConfig, match=r"train.jsonl: byte \d+: has images, which no row has that was"):
         Streaming(job, folder, tokenizer)
 

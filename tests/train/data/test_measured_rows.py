@@ -16,7 +16,7 @@ from dstrain.facts.data.lengths import RENDERED, Lengths, read_lengths
 from dstrain.facts.data.rows import Sample, entries
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
-from dstrain.train.data.measured_rows import measure_of
+from dstrain.train.data.rendering import measure_of
 from dstrain.train.data.tokenize import Encoded, Encoder
 from tests.train.data.test_labels import make_tokenizer
 

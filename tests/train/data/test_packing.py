@@ -18,15 +18,15 @@ from dstrain.job.schema import Job
 from dstrain.launch.scripts.exports import ExportEngine, export
 from dstrain.train import demo
 from dstrain.train.arguments import recompute
-from dstrain.train.data import packing
-from dstrain.train.data.collate import Collator, taken_by
-from dstrain.train.data.packing import PackedRows, Packing
+from dstrain.train.data import collate
+from dstrain.train.data.collate import Collator, PackedRows, Packing, taken_by
+from dstrain.train.data.prepare import kept_rows
 
 pytestmark = pytest.mark.engine
 
 
 def members(lengths: list[int], *, capacity: int = 64, seed: int = 0) -> list[list[int]]:
-    return [row.tolist() for row in packing.packed(np.array(lengths), capacity, seed=seed)]
+    return [row.tolist() for row in collate.packed(np.array(lengths), capacity, seed=seed)]
 
 
 @given(lengths=st.lists(st.integers(1, 64), min_size=1), seed=st.integers(0, 9))
@@ -67,8 +67,8 @@ def test_rows_of_real_lengths_are_full() -> None:
 
 def test_the_second_rank_maps_the_rows_of_the_first(tmp_path: Path) -> None:
     lengths = np.array([30, 40, 20, 64])
-    first = packing.kept(tmp_path, lengths, 64, seed=0)
-    second = packing.kept(tmp_path, np.array([]), 64, seed=0)  # not even looked at
+    first = kept_rows(tmp_path, lengths, 64, seed=0)
+    second = kept_rows(tmp_path, np.array([]), 64, seed=0)  # not even looked at
     assert [row.tolist() for row in second] == [row.tolist() for row in first]
     assert isinstance(second.members, np.memmap)
     assert sorted(second.sums(lengths).tolist()) == [30, 60, 64]

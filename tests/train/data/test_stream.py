@@ -20,7 +20,7 @@ from dstrain.job.schema import Job
 from dstrain.train import demo
 from dstrain.train.data.sources import Reader, RowPlace, endless_rows
 from dstrain.train.data.stream import StreamCollator, StreamProgress, said
-from dstrain.train.data.streamed import StreamedData, streamed
+from dstrain.train.job_data import StreamedData, streamed
 from tests.facts.data.tables import write_table
 
 WORDS = [f"w{number}" for number in range(200)]

@@ -20,8 +20,7 @@ from dstrain.train.data.media import MediaCollator, MediaReader, load_media_read
 from dstrain.train.data.prepare import prepare
 from dstrain.train.data.rendering import IGNORED
 from dstrain.train.data.show import shown
-from dstrain.train.data.token_rows import SEQUENCES, with_media
-from dstrain.train.data.tokenize import Encoded, Encoder
+from dstrain.train.data.tokenize import SEQUENCES, Encoded, Encoder, with_media
 from dstrain.train.tokenizer import load_tokenizer
 from tests.train.vision import (
     FRAMES,

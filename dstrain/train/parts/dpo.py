@@ -29,14 +29,13 @@ from dstrain.paths import flush
 from dstrain.rundir import RunDir
 from dstrain.train import loss
 from dstrain.train.checkpoints.checkpoints import Disk
-from dstrain.train.data.collate import shift
-from dstrain.train.data.packing import row_of
+from dstrain.train.data.collate import row_of, shift
+from dstrain.train.data.pairs import REFERENCE, PairData, without_targets
 from dstrain.train.data.rendering import IGNORED
 from dstrain.train.loss import trial
 from dstrain.train.parts.objective import Objective
 from dstrain.train.parts.parallel import Alone
 from dstrain.train.parts.training import Training
-from dstrain.train.preferences.pairs import REFERENCE, PairData, without_targets
 from dstrain.train.rank import Rank
 from dstrain.units import counted
 

@@ -12,9 +12,9 @@ import pytest
 from dstrain.choices import OnBadRow, Task
 from dstrain.errors import InvalidConfig
 from dstrain.job.schema import Job
+from dstrain.train.data.pairs import PAIRS
 from dstrain.train.data.prepare import PreparedData, prepare
 from dstrain.train.demo import make_tokenizer
-from dstrain.train.preferences.pairs import PAIRS
 
 TALK = [
     {"role": "user", "content": "What is 2 + 2?"},

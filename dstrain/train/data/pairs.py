@@ -18,8 +18,7 @@ from dstrain.facts.data.datafile import Refuse
 from dstrain.facts.data.formats import Pair
 from dstrain.train.data.rendering import IGNORED
 from dstrain.train.data.sources import Rows
-from dstrain.train.data.token_rows import NUMBERS, Form, TokenRow, counts_of, with_files
-from dstrain.train.data.tokenize import Encoded, Encoder
+from dstrain.train.data.tokenize import NUMBERS, Encoded, Encoder, Form, TokenRow, counts_of, with_files
 
 REFERENCE = "reference"
 """Key of the reference log-probabilities in a pair and in a micro-batch."""

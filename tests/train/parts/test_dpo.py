@@ -9,7 +9,7 @@ import torch
 
 from dstrain.choices import DpoLoss, LossKernel, Task
 from dstrain.job.schema import Dpo, Job
-from dstrain.train.preferences.dpo import (
+from dstrain.train.parts.dpo import (
     Answers,
     DpoObjective,
     Figures,
