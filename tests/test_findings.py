@@ -15,8 +15,7 @@ ROOMS = ("config/lint", "doctor", "facts", "launch", "train", "monitor", "cli")
 """Packages that find faults, beside the modules at the top."""
 HOMES: dict[str, tuple[str, ...]] = {
     r"\b(needs?|takes?)\b.* free\b| free\b.*\b(needs?|needed|takes?|written)\b": (
-        "doctor/checks/network.py",  # a port
-        "doctor/checks.py",  # /dev/shm, which is no disk; and the facts of a machine that fits
+        "doctor/checks.py",  # a port; /dev/shm, which is no disk; and the facts of a machine that fits
     ),
     r" are free ": ("findings.py",),
     r"\blarger (disk|drive)\b": ("findings.py",),

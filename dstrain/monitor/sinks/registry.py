@@ -7,14 +7,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dstrain.errors import DstrainError, InvalidConfig, did_you_mean, not_installed, type_and_line
 from dstrain.monitor.sinks import swanlab
 from dstrain.monitor.sinks.sink import REPORT, End, Opener, Say, Setup, Sink, Table
-
-if TYPE_CHECKING:
-    from dstrain.monitor.sinks.sink import Setup, Table
 
 
 class TensorboardSink:
