@@ -141,16 +141,6 @@ def _differences(
             notes.warn(f"{what} {own}; most hosts have {common[what]}", "make them equal, or leave this host out")
 
 
-def _driver(facts: Facts) -> str | None:
-    return facts.gpus.driver if facts.gpus else None
-
-
-def _gpu_kinds(facts: Facts) -> str | None:
-    if facts.gpus is None or not facts.gpus.gpus:
-        return None
-    return facts.gpus.kinds
-
-
 def _mtu(facts: Facts) -> str | None:
     chosen = interface(facts.network) if facts.network else None
     return str(chosen.mtu) if chosen else None
@@ -164,8 +154,8 @@ def _rdma(facts: Facts) -> str | None:
 
 
 _ALIKE: Mapping[str, Callable[[Facts], str | None]] = {
-    "driver": _driver,
-    "GPUs:": _gpu_kinds,
+    "driver": lambda facts: facts.gpus.driver if facts.gpus else None,
+    "GPUs:": lambda facts: facts.gpus.kinds if facts.gpus and facts.gpus.gpus else None,
     "MTU": _mtu,
     "RDMA:": _rdma,
 }

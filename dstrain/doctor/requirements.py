@@ -169,6 +169,7 @@ def of_prepared(prepared: PreparedRun, environment: Mapping[str, str], host: Hos
 def question(needs: Needs, host: str | None = None) -> Question:
     """Returns the query to a host; None is this machine alone."""
     names = [other.name for other in needs.hosts.hosts] if needs.hosts and host is not None else []
+    asked = [*needs.hubs, *(["SwanLab"] if needs.wants_swanlab and needs.is_first else [])]  # SwanLab is rank 0's alone
     sent = {name: value for name, value in needs.environment.items() if is_forwarded(name) and not is_secret(name)}
     return Question(
         is_quick=needs.is_quick,
@@ -178,14 +179,8 @@ def question(needs: Needs, host: str | None = None) -> Question:
         port=needs.port if needs.is_first else None,
         folders=needs.folders,
         paths=needs.paths,
-        endpoints=_endpoints(needs),
+        endpoints={name: _url(needs.environment, *_URLS[name]) for name in asked},
     )
-
-
-def _endpoints(needs: Needs) -> dict[str, str]:
-    """Returns the addresses that a host tries: SwanLab is rank 0's alone."""
-    names = [*needs.hubs, *(["SwanLab"] if needs.wants_swanlab and needs.is_first else [])]
-    return {name: _url(needs.environment, *_URLS[name]) for name in names}
 
 
 def _url(environment: Mapping[str, str], variable: str, otherwise: str) -> str:

@@ -192,16 +192,13 @@ def _predicted(estimate: Estimate | None, cluster: Cluster | None) -> dict[str, 
     }
 
 
-def _short_names(sources: Sequence[DataSource]) -> str:
-    return ", ".join(Path(source.path).name for source in sources) or "no data"
-
-
 def _description(job: Job, config: Mapping[str, Any], machines: str) -> str:
     size = f" ({format_count(config['num_params'])} parameters)" if config["num_params"] else ""
     trained = config["num_trainable_params"]
     part = f", {format_count(trained)} of them trained" if trained and job.method is not Method.FULL else ""
+    data = ", ".join(Path(source.path).name for source in job.train_sources) or "no data"
     sentences = [
-        f"{config['model_name']}{size}, {job.method.value}{part}, on {_short_names(job.train_sources)}",
+        f"{config['model_name']}{size}, {job.method.value}{part}, on {data}",
         f"{machines}, ZeRO-{config['zero_stage']}, {config['global_batch']} samples of {job.seq_len} tokens per step",
     ]
     predicted = config["predicted"]

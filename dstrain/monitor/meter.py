@@ -17,7 +17,7 @@ from torch import nn
 from dstrain.monitor.collectives import Collectives, Span, StreamSpan
 from dstrain.monitor.expert_balance import EVENT, balance, load_map
 from dstrain.monitor.metrics import Reading
-from dstrain.monitor.traffic import NOTHING, Traffic
+from dstrain.monitor.traffic import NOTHING
 from dstrain.records import to_data
 
 UNKNOWN = float("nan")
@@ -264,10 +264,6 @@ class Meter:
         quarter = len(passes) // 4
         return sorted(s for s, _ in passes)[quarter], sorted(s / positions for s, positions in passes)[quarter]
 
-    def _own_s(self, window_s: float, traffic: Traffic) -> float:
-        """Returns the seconds of the window in which this rank waited for nobody."""
-        return max(0.0, window_s - self._wait_s - self._paused_s - sum(traffic.exposed_s))
-
     def _other_s(self) -> float:
         """Returns the seconds of the window between steps, without collectives."""
         pairs = ((span.seconds() or 0.0, stalls) for span, stalls in self._others)
@@ -291,7 +287,9 @@ class Meter:
         window_s = time.monotonic() - self._started
         traffic = self.collectives.close()
         stats = torch.cuda.memory_stats() if on_gpu else {}
-        peaks, own_s = self._peaks(), self._own_s(window_s, traffic)
+        # the time in which this rank waited for nobody
+        own_s = max(0.0, window_s - self._wait_s - self._paused_s - sum(traffic.exposed_s))
+        peaks = self._peaks()
         reading = Reading(
             tokens=self._tokens,
             padding=self._padding,

@@ -123,17 +123,14 @@ def verdict(report: Report) -> str:
     rule = report.stopped_by
     parts = [words.get(report.stage, report.stage) if rule is None else f"ended by the health rule {rule}", steps]
     if report.seconds is not None:
-        parts.append(f"{'for' if report.stage in {one.value for one in LIVING} else 'after'} {_spent(report)}")
+        word = "for" if report.stage in {one.value for one in LIVING} else "after"
+        parts.append(f"{word} {format_seconds(report.seconds)}")
     if (best := best_model(report.recorded.summary)) is not None and best.stopped_at is not None:
         parts.append("stopped early")
     run = report.recorded.state
     if run is not None and run.exit_code:
         parts.append(f"exit code {run.exit_code}")
     return ", ".join(parts)
-
-
-def _spent(report: Report) -> str:
-    return format_seconds(report.seconds or 0.0)
 
 
 def lines(report: Report) -> list[str]:

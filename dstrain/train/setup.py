@@ -175,7 +175,8 @@ class TrainingSetup:
         partition), then the data, whose errors show within seconds, and the model last.
         """
         job, ds_config = inputs.job, inputs.ds_config
-        _require_supported(job, ds_config)
+        task_limits.require(job)
+        require_weights(job, ds_config)
         on_gpu = torch.cuda.is_available()
         ranks.import_muon(ds_config)
         ranks.quieten(on_terminal=rank.is_first and sys.stderr.isatty())
@@ -358,12 +359,6 @@ class TrainingSetup:
             "measured": to_data(measurement(logged)),
             "ranks": self.rank.world_size,
         }
-
-
-def _require_supported(job: Job, ds_config: Mapping[str, Any]) -> None:
-    """Raises InvalidConfig for keys of a job that do not work together, or not with the configuration."""
-    task_limits.require(job)
-    require_weights(job, ds_config)
 
 
 def _announce(job: Job, rank: Rank, tokenizer: Any) -> None:

@@ -21,7 +21,6 @@ from dstrain.config.resolve_auto import JOB_KEYS, REPEATED_KEYS
 from dstrain.errors import DstrainError
 from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.estimate import unplanned_optimizer
-from dstrain.plan.estimate_records import Effect
 from dstrain.plan.labels import title
 from dstrain.units import format_bytes, format_seconds
 from dstrain.wrapping import aligned, wrapped
@@ -159,11 +158,10 @@ def _way_lines(explanation: Explanation, by: Scale) -> list[str]:
     text = [f"Memory and time if only {what} changes"]
     if path.startswith("optimizer") and explanation.here and (note := unplanned_optimizer(explanation.here.config)):
         text.append(f"  {note}")
-    return text + [f"  {line}" for line in aligned([(_label(way), _does(way)) for way in explanation.ways])]
-
-
-def _label(way: Way) -> str:
-    return "not written" if way.value is REMOVED else json.dumps(way.value, ensure_ascii=False)
+    labels = [
+        "not written" if w.value is REMOVED else json.dumps(w.value, ensure_ascii=False) for w in explanation.ways
+    ]
+    return text + [f"  {line}" for line in aligned(list(zip(labels, map(_does, explanation.ways), strict=True)))]
 
 
 def _does(way: Way) -> str:
@@ -172,13 +170,11 @@ def _does(way: Way) -> str:
     if way.effect is None or way.estimate is None:
         return f"cannot be estimated: {way.problem}{name}"
     if not way.is_here:
-        return (way.remark or "no difference" if _is_nothing(way.effect) else effect_text(way.effect)) + name
+        effect = way.effect
+        is_felt = effect.device_bytes_per_gpu or effect.host_bytes_per_node or effect.step_ratio
+        return (effect_text(effect) if is_felt else way.remark or "no difference") + name
     step = f", {format_seconds(way.estimate.speed.step_s)} a step" if way.estimate.speed else ""
     return f"{format_bytes(way.estimate.memory.device_bytes_per_gpu)} a GPU{step}{name}"
-
-
-def _is_nothing(effect: Effect) -> bool:
-    return not effect.device_bytes_per_gpu and not effect.host_bytes_per_node and not effect.step_ratio
 
 
 def document(explanation: Explanation) -> dict[str, Any]:

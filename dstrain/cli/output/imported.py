@@ -53,7 +53,9 @@ def report_lines(report: ImportReport) -> list[str]:
     source = report.imported.source
     head = [f"{source.path}: {source.tool.title}", *subject_lines(report.workload), ""]
     past = [line for fault in report.past_faults for line in _past_lines(fault)]
-    faults = [*_finding_lines(report.findings), *([*past, ""] if past else [])]
+    count = count_text(report.findings) if report.findings else "no problems"
+    findings = [line for finding in report.findings for line in lines(finding)]
+    faults = [f"lint: {count}", *findings, "", *([*past, ""] if past else [])]
     return [*head, *_cost_lines(report), "", *faults, *note_lines(report.imported.notes)]
 
 
@@ -73,7 +75,7 @@ def _cost_lines(report: ImportReport) -> list[str]:
         left = report.theirs.usable_bytes_per_gpu - report.theirs.memory.device_bytes_per_gpu
         verdict = f"as it is, it fits, with {format_bytes(max(0, left))} to spare on each GPU"
     end = [*_without_stage(report), verdict]
-    if not _is_other(report.theirs, ours.estimate):
+    if table_row(1, report.theirs) == table_row(1, ours.estimate):
         return [*table_lines(_survey(report, theirs)), *end, "dstrain would choose the same"]
     fits = (
         "" if report.ours.fits else f", which does not fit either: it needs {ours.estimate.shortage}{_assumed(report)}"
@@ -97,19 +99,8 @@ def _without_stage(report: ImportReport) -> list[str]:
     return [f"{source.tool.title} trains it without ZeRO; its stage and offload are those of dstrain"]
 
 
-def _is_other(one: Estimate, other: Estimate) -> bool:
-    """Returns whether two estimates differ in what a table shows."""
-    return table_row(1, one) != table_row(1, other)
-
-
 def _survey(report: ImportReport, *proposals: Proposal) -> Survey:
     return replace(report.ours, proposals=proposals)
-
-
-def _finding_lines(findings: Sequence[Finding]) -> list[str]:
-    if not findings:
-        return ["lint: no problems", ""]
-    return [f"lint: {count_text(findings)}", *(line for finding in findings for line in lines(finding)), ""]
 
 
 def _past_lines(fault: Advisory) -> list[str]:

@@ -110,7 +110,8 @@ def _fixed(path: Path, result: LintResult, *, dry_run: bool) -> str | None:
 
 def _files(config: Path | None, job: Path | None, hostfile: Path | None) -> tuple[Path, JobFile | None]:
     """Returns the configuration to lint, and its job if it has one."""
-    named = job or _beside(config)
+    beside = (config or Path("ds_config.json")).parent / JOB
+    named = job or (beside if beside.is_file() else None)
     if named is None:
         if hostfile is not None:
             raise click.UsageError("--hostfile needs a job; name one with --job.")
@@ -122,12 +123,6 @@ def _files(config: Path | None, job: Path | None, hostfile: Path | None) -> tupl
     if job is None and config is not None and config.resolve() != theirs:
         return config, None  # the job beside it uses another configuration
     return config or theirs, file
-
-
-def _beside(config: Path | None) -> Path | None:
-    """Returns the job file beside a configuration, if it exists."""
-    path = (config or Path("ds_config.json")).parent / JOB
-    return path if path.is_file() else None
 
 
 def _print(path: Path, result: LintResult, text: str | None) -> None:

@@ -273,16 +273,14 @@ def _planned(
         takes_another_port=named is None,
         by_srun=is_by_srun(options),
         saves_on_term=options.save_on_term,
-        unchecked=tuple(name for name, is_asked in _unchecked(options).items() if is_asked),
+        unchecked=(
+            *([NO_VERIFY] if options.no_verify else []),
+            *([NO_RESUME_CHECK] if options.no_resume_check else []),
+        ),
         syncs=options.sync,
         user_lines=user_lines,
     )
     return replace(launch, file=job)
-
-
-def _unchecked(options: Options) -> dict[str, bool]:
-    """Returns whether checks of the checkpoint are left out, by the variables that tell the ranks."""
-    return {NO_VERIFY: options.no_verify, NO_RESUME_CHECK: options.no_resume_check}
 
 
 def is_by_srun(options: Options) -> bool:

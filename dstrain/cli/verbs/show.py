@@ -75,18 +75,15 @@ def template(names: tuple[str, ...], folder: Path | None, dry_run: bool, as_json
         return
     # the files as they are, with their comments, which Jinja would drop
     shown = {name: (shipped("ds_templates") / name).read_text(encoding="utf-8") for name in names or legal}
-    purposes = {name: _purpose(text) for name, text in shown.items()}
+    purposes = {
+        name: text.splitlines()[0].removeprefix("{#").removesuffix("#}").strip() for name, text in shown.items()
+    }
     if as_json:
         answer_json({"schema": 1, "files": shown} if names else {"schema": 1, "templates": purposes})
     elif names:
         answer("\n".join(text.rstrip() for text in shown.values()))
     else:
         answer("\n".join(f"{name}\n    {purpose}" for name, purpose in purposes.items()))
-
-
-def _purpose(text: str) -> str:
-    """Returns the comment in the first line of a template."""
-    return text.splitlines()[0].removeprefix("{#").removesuffix("#}").strip()
 
 
 def _copy(texts: dict[str, str], folder: Path, *, dry_run: bool) -> None:

@@ -144,7 +144,7 @@ class PairData:
         """Returns both sides of a pair, without files."""
         row = self.dataset[index]
         return [
-            _sequence_of(ids, start, end)
+            {"input_ids": ids, "labels": [IGNORED] * start + list(ids[start:end]) + [IGNORED] * (len(ids) - end)}
             for ids, start, end in zip(row["input_ids"], row["starts"], row["ends"], strict=True)
         ]
 
@@ -153,11 +153,6 @@ def column(dataset: Any, name: str) -> Any:
     """Returns the numbers of a column of a `datasets.Dataset`, int64; lists of one length become rows."""
     values: Any = np.asarray(dataset.with_format("numpy")[name][:])
     return (np.stack(list(values)) if values.dtype == object else values).astype(np.int64)
-
-
-def _sequence_of(ids: Sequence[int], start: int, end: int) -> dict[str, Any]:
-    """Returns a sequence whose labels are the tokens of its answer, from `start` to before `end`."""
-    return {"input_ids": ids, "labels": [IGNORED] * start + list(ids[start:end]) + [IGNORED] * (len(ids) - end)}
 
 
 def without_targets(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -261,9 +261,6 @@ class Saver:
     def _complete_model(self, folder: Path) -> None:
         """Gives a saved model the configuration of the base model, and the files of its processor."""
         saved_model.restore_config(folder, self._base)
-        self._copy_extra_files(folder)
-
-    def _copy_extra_files(self, folder: Path) -> None:
         for file in self._extra_files:
             shutil.copyfile(file, folder / file.name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -226,10 +226,6 @@ def _finding(step: int, batch: MicroBatch, where: str) -> Finding:
         step=step,
         value=str(batch.loss),
         message=f"step {step}: gradients stopped being finite {where} {place} "
-        f"(loss {batch.loss:.4g}, {counted(batch.rows, 'row')}{masked}): {_quoted(batch.texts)}",
+        f"(loss {batch.loss:.4g}, {counted(batch.rows, 'row')}{masked}): {', '.join(map(repr, batch.texts))}",
         rank=batch.rank,
     )
-
-
-def _quoted(texts: Sequence[str]) -> str:
-    return ", ".join(repr(text) for text in texts)

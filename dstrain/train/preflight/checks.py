@@ -424,12 +424,9 @@ def _saved(trainer: Training, folder: Path) -> tuple[int, float]:
         raise EnvironmentProblem(f"no checkpoint can be written: {error}", hint=OTHER_FOLDER) from error
     seconds = max(of_all_ranks(time.monotonic() - began, trainer.group))
     is_first = trainer.rank.index == trainer.disk.ranks[0]
-    sizes: list[Any] = of_all_ranks(_bytes_in(folder) if is_first else 0, trainer.group)
+    files = folder.rglob("*") if is_first else ()
+    sizes: list[Any] = of_all_ranks(sum(file.stat().st_size for file in files if file.is_file()), trainer.group)
     return max(1, sum(sizes)), seconds
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 # fmt: off
