@@ -94,6 +94,7 @@ def run_reporting(
             else:
                 return child.returncode, output or ""
     except BaseException:
+        # Ctrl-C reaches the group of this process, and the child has one of its own
         end(child, term_s=_TERM_S, kill_s=_TERM_S)
         raise
 

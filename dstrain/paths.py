@@ -103,6 +103,7 @@ def write_together(
     written: dict[Path, Path] = {}
     path = Path()
     try:
+        # a full disk or a missing right shows while the temporary files are written, before any file is replaced
         for path, text in {**phases[0], **phases[1]}.items():
             if not _holds(path, text):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -113,7 +114,7 @@ def write_together(
             for path in [path for path in written if path in phase]:
                 writing.replace(_real(path), written[path])
             writing.settle()
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C between two renames, too
         stuck = writing.put_back()
         if isinstance(error, OSError):
             raise writing.problem(path, error, stuck) from error

@@ -119,6 +119,7 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
     """Makes, prints and returns the plan, and its page."""
     last = before.cluster if before and asked.is_repeated else None
     facts = plan_inputs(dict(asked.options), last=last)
+    # data sets with weights are a list in job.yaml, which no option can say: it holds until --data is typed anew
     keeps_list = asked.is_repeated and "data" not in typed(asked.options)
     data = data_lengths.read(asked.options, facts.workload.model, job=out / "job.yaml", keeps_list=keeps_list)
     facts = data.decide(facts)
@@ -128,6 +129,7 @@ def _planned(asked: ResolvedOptions, before: Lock | None, out: Path, *, verbose:
     question = plan_page.Question(verb="gen-config", typed=asked.inputs, inputs=facts)
     if not surveyed.fits:
         ways = data_lengths.ways(asked.options, facts, data, last=last)
+        # the page is of most use here: its sliders show what would fit
         if html is not None:
             write_page(html, plan_page.page(surveyed, question, ways, name=html.name))
         raise does_not_fit(facts.workload, facts.request, surveyed.first, ways)
@@ -269,6 +271,7 @@ def _show_conflicts(
             say(f"open since an earlier conflict, yours stands: {keys} ({out / name})")
         return
     say()
+    # options that differ from the last time are why dstrain's values changed
     was = before.inputs if before else {}
     changed = {name: value for name, value in asked.inputs.items() if was.get(name) != value}
     gone = [name for name in was if name not in asked.inputs]
@@ -280,6 +283,7 @@ def _show_conflicts(
     if not merged.open:
         return
     keys = ", ".join(dotted(conflict.clash.pointer) for conflict in merged.open)
+    # nothing was written without a base, so the names are those that a writing command gives
     written = new_files(out, {conflict.file: base[conflict.file] for conflict in merged.open}) if base else ()
     files = ", ".join(map(str, written)) or ", ".join(
         f"{out / name}.new" for name in dict.fromkeys(conflict.file for conflict in merged.open)

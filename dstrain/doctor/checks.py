@@ -270,6 +270,7 @@ def _rdma(net: Network, chosen: Interface | None, needs: Needs, notes: Notes) ->
         notes.warn(f"no RDMA device is up{idle}: NCCL goes over TCP{speed}", "rdma link; ibstat; sudo modprobe mlx5_ib")
         return
     notes.ok(f"RDMA: {_ports(up)}")
+    # a port of another kind may be unused on purpose, such as one for storage
     alike = {(port.gbits_per_s, port.link_layer) for port in up}
     down = [port.device for port in net.rdma if port not in up and (port.gbits_per_s, port.link_layer) in alike]
     if down:

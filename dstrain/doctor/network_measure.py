@@ -118,11 +118,13 @@ def measure(site: Site, tell: Callable[[str], None]) -> Answer:
         until = time.monotonic() + LIMIT_S
 
         def tick(phase: Phase, done: int | None, total: int) -> None:
+            # a rank that is stuck in a collective neither prints nor ends
             if time.monotonic() > until and not stop_requests.stop:
                 stop_requests.stop.append(TIME_IS_UP)
 
         def check(replies: Mapping[Node, Hello]) -> tuple[LaunchSpec, dict[int, dict[str, str]]]:
             hellos.update(replies)
+            # rank 0's host takes another port if the wanted one is in use there, and every command names it
             port = next((hello.port for node, hello in replies.items() if node.number == 0), None)
             nodes = per_node(site.hosts, commands(site, here, run_dir, port or spec.master_port), here)
             final = replace(spec, nodes=nodes, master_port=port or spec.master_port)

@@ -126,6 +126,7 @@ def of_job(
     """Returns the needs of a job, without RAM and disk if its hosts are not known yet; `estimate` belongs to its
     configuration, if it has one."""
     on_cpu, has_hosts = trains_on_cpu(environment, job.env), hosts is not None or job.hostfile is None
+    # an estimate without the hosts is one for another number of ranks
     estimate = estimate if has_hosts else None
     memory = estimate.memory if estimate else None
     folders = {"output": job.output_dir, "nvme": nvme_path(ds_config)}

@@ -112,8 +112,10 @@ def plan_launch(
     makes a new mark, and reads the environment files."""
     nodes, note = _nodes(prepared, master_port, by_srun=by_srun)
     job_env = _job_environment(prepared, (*([SAVE_ON_TERM] if saves_on_term else []), *unchecked))
+    # a restart brings the lines of the first start: the user may be editing the files
     user = _user_lines(is_local=prepared.is_local) if user_lines is None else user_lines
     path = environment.python_path(os.environ)
+    # nodes without the checkout import from the copy in the run directory
     path = environment.synced_python_path(prepared.run_dir, path) if syncs else path
     exported = environment.exports(job_env, path)
     return Launch(

@@ -216,6 +216,7 @@ def _overlapped(run: RunRecord, cause: Difference, estimate: Estimate) -> tuple[
     after = assess(workload, changed(estimate.configuration, overlap_comm=True))
     if not after.fits:
         return None, f"overlap_comm needs {format_bytes(after.memory.device_bytes_per_gpu)} of a GPU and does not fit"
+    # times of the plan may be off, so only their ratio is taken, and applied to the time that was measured
     hidden = 0.0 if after.speed is None else 1 - communication_s(after.speed) / communication_s(before)
     saved = min(hidden * cause.measured, step_s)
     if saved <= 0:

@@ -79,6 +79,7 @@ def next_lines(
     `with_edits` or have no plan."""
     where = "" if out == Path() else f"{out}/"
     steps = []
+    # a hostfile of the user's own, given by --hostfile in this folder, is not among the generated files
     hosts = hostfile.parse(files["hostfile"], "hostfile") if "hostfile" in files else asked.hosts
     if hosts.placeholder_lines:
         steps.append(f"put the names of your nodes into {where}hostfile")
@@ -90,6 +91,7 @@ def next_lines(
         steps.append("pip install 'dstrain[kernels]'")
     if parse_yaml(files["job.yaml"], "job.yaml")[0].get("data") is None:
         steps.append(f"name your training data in {where}job.yaml")
+    # `run` would refuse files with errors, and run out of memory with edits that do not fit
     command, path = ("dstrain run", f"{where}job.yaml") if with_edits["fits"] else ("dstrain explain --edits", f"{out}")
     if has_errors:
         command, path = "dstrain lint", f"{where}ds_config.json"

@@ -173,6 +173,7 @@ def prepare(job: Path, overrides: tuple[str, ...], as_json: bool) -> None:
       dstrain data prepare job.yaml --set seq_len=8192
     """
     read = read_job(job, overrides)
+    # the checks ask the hub and read the cache that the ranks would, and the job may name others
     os.environ.update(hub_variables(read.job.env))
     require((*EVALUATION, *DATA_FILES), JobContext(job=read))
     prepared = _prepared(read.job)

@@ -85,6 +85,7 @@ def command(
         _print(path, result, text if dry_run else None)
     failing = (Severity.ERROR, Severity.WARNING) if strict else (Severity.ERROR,)
     if any(finding.severity in failing for finding in result.findings):
+        # the findings are printed: an error raised here would be printed after them
         sys.exit(InvalidConfig.exit_code)
 
 

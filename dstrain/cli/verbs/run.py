@@ -221,6 +221,7 @@ def _train(options: Options, launch: Launch) -> None:
         recorded = Recorded(launch, options.job)
 
         def plan_again(changed: Hosts | None, resumes: bool, adaptation: Adaptation) -> Launch:
+            # a restart has the inputs of the first start, so edits made meanwhile are only reported
             for line in recorded.edited():
                 screen.say(line)
             return launch_again(options, recorded, launch, changed, adaptation, resumes=resumes)
@@ -266,6 +267,7 @@ def _planned(
     prepared = prepare(
         job, os.environ, ignored=options.ignored, hosts=hosts, changes=adaptation.changes, opens_images=opens_images
     )
+    # runs of one machine may start together, so each takes a free port; several hosts must agree on one beforehand
     port, named = (network.local_port if prepared.is_local else network.wanted_port)(options.master_port, os.environ)
     launch = plan_launch(
         prepared,

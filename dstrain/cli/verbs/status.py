@@ -97,6 +97,7 @@ def document(run_dir: RunDir, run: State) -> dict[str, Any]:
 def _lines(status: dict[str, Any]) -> list[str]:
     """Returns the status as rows of a name and a value."""
     is_alive = status["stage"] in {stage.value for stage in LIVING}
+    # a run that ended wrote its state a last time then
     took = format_seconds((time.time() if is_alive else status["beat"]) - status["began"])
     stage = f"{status['stage']}, {'for' if is_alive else 'after'} {took}"
     if status["stage"] == GONE:

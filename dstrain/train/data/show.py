@@ -155,6 +155,7 @@ def pieces(
         )
         for index, (token, label, image) in enumerate(zip(input_ids, labels, media_of, strict=True))
     ]
+    # the number keeps two special tokens in a row apart, which groupby would join
     end, before = 0, ""
     for (is_learned, is_special, image, _), group in groupby(kinds):
         num_tokens = len(list(group))
