@@ -31,8 +31,7 @@ if __package__ in (None, ""):
 
 from dstrain.facts.model import aliases
 from dstrain.paths import python
-from dstrain.train.demo import make_tokenizer, write_rows
-from dstrain.train.demo_images import make_vision_tokenizer, save_model
+from dstrain.train.demo import make_tokenizer, make_vision_tokenizer, save_model, write_rows
 
 HERE = Path(__file__).resolve().parent
 SEQ_LEN = 4096

@@ -14,7 +14,7 @@ from dstrain.choices import DataFormat, Task
 from dstrain.facts.data.datafile import check, samples
 from dstrain.facts.data.formats import PLAIN
 from dstrain.train import demo
-from dstrain.train.demo import ROWS, conversation
+from dstrain.train.demo import ROWS, conversation, loss_without_pictures
 
 pytestmark = pytest.mark.engine
 
@@ -114,13 +114,11 @@ def test_entropy_of_equally_frequent_tokens_is_the_log_of_their_number() -> None
 
 
 def test_no_question_about_a_picture_tells_its_answer(tmp_path: Path) -> None:
-    from dstrain.train import demo_images
-
-    made = demo_images.build(tmp_path)
+    made = demo.build_pictures(tmp_path)
     found = check(made.train, PLAIN)
     assert (found.rows_checked, found.media) == (made.train_samples, ("images",))
     rows = [sample.row for sample in samples(made.train)]
-    answers: dict[str, set[str]] = {question: set() for question in demo_images.QUESTIONS}
+    answers: dict[str, set[str]] = {question: set() for question in demo.QUESTIONS}
     for row in rows:
         question, answer = (turn["content"] for turn in row["messages"])
         answers[question].add(answer)
@@ -131,8 +129,6 @@ def test_no_question_about_a_picture_tells_its_answer(tmp_path: Path) -> None:
 
 
 def test_a_model_that_knows_the_questions_alone_has_the_loss_without_pictures() -> None:
-    from dstrain.train.demo_images import loss_without_pictures
-
     class Words:
         eos_token_id = 0
 

@@ -15,8 +15,7 @@ from transformers import Qwen3VLConfig, Qwen3VLMoeConfig, Qwen3VLMoeForCondition
 from transformers.video_utils import load_video
 
 from dstrain.train.data.rendering import IGNORED
-from dstrain.train.demo import SEED
-from dstrain.train.demo_images import make_vision_tokenizer, save_model
+from dstrain.train.demo import SEED, make_vision_tokenizer, save_model
 from tests.train.tiny import sizes
 
 COLORS = ("red", "green", "blue", "white")

@@ -150,7 +150,7 @@ def _build(folder: Path, options: list[str], *, images: bool) -> dict[str, Any]:
         say(f"building a tiny Qwen3-VL model and pictures of shapes with questions in {folder}")
     else:
         say(f"building a tiny Qwen3 model and data from Python's standard library in {folder}")
-    words = python("-m", "dstrain.train.demo_images" if images else "dstrain.train.demo", str(folder), *options)
+    words = python("-m", "dstrain.train.demo", str(folder), *options, *(["--images"] if images else []))
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise EnvironmentProblem(f"the demo's model cannot be built:\n{done.stderr.strip()[-2000:]}")
