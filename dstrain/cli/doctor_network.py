@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -29,8 +27,8 @@ def examine(file: JobFile | None, hostfile: Path | None, *, saves: bool, as_json
     if site.hosts.num_slots < 2:
         _say_nothing_to_measure(site, as_json=as_json)
         return
-    with _telling() as tell:
-        measurement = measure(site, tell)
+    with talk.status("starting a rank on each GPU") as status:
+        measurement = measure(site, status.update)
     link = expected(measurement.network, _planned(file))
     network_findings = findings(measurement.network, link)
     kept = _keep(measurement, gpu_of(measurement.network).name) if saves else None
@@ -61,16 +59,6 @@ def _planned(file: JobFile | None) -> Cluster | None:
     with suppress(DstrainError):
         return planned_cluster(Path(file.job.ds_config).parent) if file is not None else None
     return None
-
-
-@contextlib.contextmanager
-def _telling() -> Iterator[Callable[[str], None]]:
-    """Yields a function that shows progress on a terminal."""
-    if not talk.is_terminal:
-        yield lambda text: None
-        return
-    with talk.status("starting a rank on each GPU") as status:
-        yield lambda text: status.update(text)
 
 
 def _say_nothing_to_measure(site: Site, *, as_json: bool) -> None:

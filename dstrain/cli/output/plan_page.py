@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from signal import SIG_DFL, SIGINT, signal
@@ -60,8 +59,7 @@ def page(survey: Survey, question: Question, ways: Sequence[Way] = (), *, name: 
     parts = [replace(near, clusters=(cluster,)) for cluster in near.clusters]
     with ProcessPoolExecutor(min(len(parts), os.cpu_count() or 1), None, signal, (SIGINT, SIG_DFL)) as pool:
         lists = pool.map(partial(points, workload, request, survey.first), parts)
-        telling = talk.status(f"{name}: planning near questions for its sliders") if talk.is_terminal else nullcontext()
-        with telling:
+        with talk.status(f"{name}: planning near questions for its sliders"):
             grid = [point for part in lists for point in part]
     return render("plan", _data(survey, question, ways, near, grid))
 

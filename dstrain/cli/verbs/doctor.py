@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +70,8 @@ def command(
     hosts, before = _hosts(file, hostfile)
     names = hosts_.own_names() if hosts is not None else frozenset()
     is_local = hosts is None or (len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, names))
-    with _telling(hosts):
+    where = "this machine" if hosts is None else f"{len(hosts.hosts)} hosts"
+    with talk.status(f"looking at {where}"):
         by_host, variables = _answers(file, hosts, names, is_local=is_local)
     host = next(iter(by_host))
     by_host[host] = before + by_host[host]
@@ -96,17 +96,6 @@ def _hosts(file: JobFile | None, hostfile: Path | None) -> tuple[Hosts | None, l
     if hostfile is not None:
         return resolve_hosts(hostfile), []
     return requirements.queried_hosts(file) if file is not None else (None, [])
-
-
-@contextlib.contextmanager
-def _telling(hosts: Hosts | None) -> Iterator[None]:
-    """Shows a status line on a terminal."""
-    if not talk.is_terminal:
-        yield
-        return
-    where = "this machine" if hosts is None else f"{len(hosts.hosts)} hosts"
-    with talk.status(f"looking at {where}"):
-        yield
 
 
 def _answers(

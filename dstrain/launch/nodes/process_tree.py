@@ -145,14 +145,16 @@ def _descends_from(ancestor: int, pid: int, parents: dict[int, int]) -> bool:
     return False
 
 
+_SCAN_S = 0.5
+
+
 class RankWatch:
     """Notices when ranks end and with which code, in the moment before the launcher collects them."""
 
-    def __init__(self, family: ProcessTree, num_ranks: int, *, scan_s: float = 0.5) -> None:
-        """Looks for ranks every `scan_s` seconds until `num_ranks` were seen; each `poll` looks at those only."""
+    def __init__(self, family: ProcessTree, num_ranks: int) -> None:
+        """Looks for ranks every `_SCAN_S` seconds until `num_ranks` were seen; each `poll` looks at those only."""
         self._family = family
         self._num_ranks = num_ranks
-        self._scan_s = scan_s
         self._next_scan = 0.0
         self._living: dict[int, Process] = {}
         self._handles: dict[int, int] = {}
@@ -181,7 +183,7 @@ class RankWatch:
             return
         now = time.time()
         if len(self._seen) < self._num_ranks and now >= self._next_scan:
-            self._next_scan = now + self._scan_s
+            self._next_scan = now + _SCAN_S
             for rank, process in self._family.ranks().items():
                 if rank not in self._seen:
                     self._seen[rank] = process.pid

@@ -135,10 +135,10 @@ def _stage(run_dir: RunDir, pid: int) -> Stage | None:
     return written.stage if (written.pid, written.host) == (pid, socket.gethostname()) else None
 
 
-def _is_killed_at_logout(file: Path = Path("/etc/systemd/logind.conf")) -> bool:
+def _is_killed_at_logout() -> bool:
     """Returns whether systemd's KillUserProcesses is on."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = Path("/etc/systemd/logind.conf").read_text(encoding="utf-8").splitlines()
     except OSError:
         return False
     return any(line.replace(" ", "").lower() == "killuserprocesses=yes" for line in lines)
