@@ -21,7 +21,6 @@ from dstrain.monitor.sinks.sink import End, Setup, decide_mode, has_login
 from dstrain.paths import ignore_empty, prefer_own_programs, write_atomic
 from dstrain.records import to_data
 from dstrain.rundir import RunDir
-from dstrain.train import adapters
 from dstrain.train import rank as ranks
 from dstrain.train.checkpoints.checkpoints import Resume, Verification, choose, number_of, start_of
 from dstrain.train.rank import Inputs, Leaving, Rank, leave_on_sigterm, read
@@ -173,6 +172,7 @@ def _train(
 ) -> bool:
     """Imports everything slow and trains; returns whether it saved a checkpoint and left early, as requested."""
     with without_garbage_collection():
+        from dstrain.train import adapters
         from dstrain.train.parts.saving import LeavingCallback
         from dstrain.train.setup import TrainingSetup
 
