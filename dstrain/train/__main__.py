@@ -172,7 +172,6 @@ def _train(
 ) -> bool:
     """Imports everything slow and trains; returns whether it saved a checkpoint and left early, as requested."""
     with without_garbage_collection():
-        from dstrain.train import adapters
         from dstrain.train.parts.saving import LeavingCallback
         from dstrain.train.setup import TrainingSetup
 
@@ -203,8 +202,6 @@ def _train(
         for sink in monitoring.sinks:
             summary |= sink.sink.facts
         write_atomic(inputs.run_dir.summary, json.dumps(without_nonfinite(summary), indent=2) + "\n")
-        if final is not None and adapters.read_beside_adapter(final) is not None:
-            rank.say(adapters.BESIDE_ADAPTER)
         rank.say(f"done: {final or inputs.run_dir.path}")
     heartbeat.send(trainer.state.global_step, Phase.DONE)
     return False

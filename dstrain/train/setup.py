@@ -185,11 +185,7 @@ class TrainingSetup:
         transformers.set_seed(job.seed)  # adapters are drawn before the Trainer seeds
         arguments = training_arguments(job, ds_config, num_ranks=rank.world_size, on_gpu=on_gpu)
         source = source_of(job)
-
-        def report(_: str, done: int, total: int) -> None:
-            heartbeat.count(Phase.TOKENIZING, done, total)
-
-        data = job_data.load(job, source, report)
+        data = job_data.load(job, source, lambda _, done, total: heartbeat.count(Phase.TOKENIZING, done, total))
         for note in data.notes:
             rank.say(note)
         _announce(job, rank, data.tokenizer)

@@ -70,8 +70,7 @@ def command(
     hosts, before = _hosts(file, hostfile)
     names = hosts_.own_names() if hosts is not None else frozenset()
     is_local = hosts is None or (len(hosts.hosts) == 1 and is_this_machine(hosts.hosts[0].name, names))
-    where = "this machine" if hosts is None else f"{len(hosts.hosts)} hosts"
-    with talk.status(f"looking at {where}"):
+    with talk.status(f"looking at {'this machine' if hosts is None else f'{len(hosts.hosts)} hosts'}"):
         by_host, variables = _answers(file, hosts, names, is_local=is_local)
     host = next(iter(by_host))
     by_host[host] = before + by_host[host]

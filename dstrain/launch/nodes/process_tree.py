@@ -16,6 +16,7 @@ from dstrain.heartbeat import MARK
 from dstrain.launch.failure.outcome import Death
 
 _PROC = Path("/proc")
+_SCAN_S = 0.5
 _SET_CHILD_SUBREAPER, _GET_CHILD_SUBREAPER = 36, 37
 
 
@@ -143,9 +144,6 @@ def _descends_from(ancestor: int, pid: int, parents: dict[int, int]) -> bool:
         if pid == ancestor:
             return True
     return False
-
-
-_SCAN_S = 0.5
 
 
 class RankWatch:

@@ -301,6 +301,8 @@ class Saver:
         self._trainer.wait()
         if self._trainer.rank.is_first and self._trainer.is_adapter:
             saved_model.require_whole_adapter(final, self._trainer.model)
+            if self._trainer.job.rope_scaling is not None:
+                self._trainer.rank.say(adapters.BESIDE_ADAPTER)
         elif self._trainer.rank.is_first:
             saved_model.require_whole_model(final, trust_remote_code=self._trainer.job.trust_remote_code)
         return final
