@@ -37,7 +37,7 @@ from dstrain.cli.output import explain_file, explain_key
 from dstrain.config import jsonc
 from dstrain.config.edits.lock import LOCK, Lock
 from dstrain.config.edits.regenerate import Decision, Standing, edits_in, regenerate, replaced
-from dstrain.config.keys.table import KEYS
+from dstrain.config.keys import KEYS
 from dstrain.config.lint import engine
 from dstrain.config.lint.rule import Subject
 from dstrain.errors import DstrainError

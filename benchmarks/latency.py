@@ -97,7 +97,7 @@ def run(words: tuple[str, ...], cache: Path) -> tuple[float, float, subprocess.C
 
 def long_config(folder: Path) -> Path:
     """Writes a configuration of 200 keys of DeepSpeed with their defaults, and returns its path."""
-    from dstrain.config.keys.table import KEYS
+    from dstrain.config.keys import KEYS
 
     config: dict[str, Any] = {}
     wanted = [(path, row) for path, row in KEYS.items() if row.default is not None and "*" not in path]

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dstrain.config.keys.table import KEYS
+from dstrain.config.keys import KEYS
 
 JUNK: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 16, 0.5, 1e-8, 1e14, 1e308, -1e308, 10**30, 10**400, "", "auto", "cpu", "nvme",

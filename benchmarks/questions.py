@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dstrain.cli.main import cli
 from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.cli.verbs.plan import command
-from dstrain.config.templates.files import generated
+from dstrain.config.files import generated
 from dstrain.errors import DoesNotFit
 from dstrain.plan.labels import label
 from dstrain.plan.search.decide import decide

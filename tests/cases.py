@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from dstrain.cli.options.question import PlanInputs, plan_inputs
-from dstrain.config.templates.files import generated
+from dstrain.config.files import generated
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.search.decide import decide
 

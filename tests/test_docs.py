@@ -22,7 +22,7 @@ from benchmarks.published.answers import Answer
 from benchmarks.questions import asked
 from docs import model_matrix, pictures
 from dstrain.cli.main import cli
-from dstrain.config.explain.job_key import job_keys
+from dstrain.config.explain import job_keys
 from dstrain.config.imports import accelerate, read, trainer
 from dstrain.config.imports.source import Fate, Row
 from dstrain.config.imports.tables import TRAINING_ARGUMENTS

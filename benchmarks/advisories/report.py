@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from benchmarks.advisories.run import Shown
-from dstrain.config.lint.advisories import ADVISORIES
+from dstrain.config.lint.rules.releases import ADVISORIES
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "advisories.json"
 """The stored answers, written by `run.py --json`."""

@@ -13,10 +13,10 @@ import click
 
 from dstrain.cli.console import answer, answer_json, say, say_unread_links
 from dstrain.cli.types import OnConflict
-from dstrain.config.document import REMOVED, dotted, same
 from dstrain.config.edits.lock import LOCK, read_lock, standing
 from dstrain.config.edits.regenerate import Clash, Conflicting, Decide, Decision, manual_edits, values
 from dstrain.config.edits.regenerate import document as manual_document
+from dstrain.config.jsonc import REMOVED, dotted, same
 from dstrain.config.key_bytes import Cost
 from dstrain.errors import InvalidConfig
 from dstrain.plan.estimate_records import Effect

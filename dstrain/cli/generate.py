@@ -23,12 +23,12 @@ from dstrain.cli.output import plan_page
 from dstrain.cli.output.generated import diff, edited_lines, next_lines, other_lines
 from dstrain.cli.output.plan import data_lines, estimate_document, plan_document, plan_lines
 from dstrain.cli.types import OnConflict
-from dstrain.config.document import dotted
 from dstrain.config.edits import edit
 from dstrain.config.edits.lock import GENERATED, LOCK, Lock, new_files, read_lock, standing, write_files
 from dstrain.config.edits.regenerate import Regenerated, Standing, regenerate, replaced
-from dstrain.config.templates.files import generated, template_of
-from dstrain.config.templates.templates import template_hash
+from dstrain.config.files import generated, template_of
+from dstrain.config.jsonc import dotted
+from dstrain.config.templates import template_hash
 from dstrain.errors import Conflict, DstrainError, InvalidConfig
 from dstrain.facts.releases import installed
 from dstrain.job.task_limits import PARTS

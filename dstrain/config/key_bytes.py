@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dstrain.choices import Method, Offload, Precision
-from dstrain.config.document import lookup
+from dstrain.config.jsonc import lookup
 from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.configuration import Configuration, TrainedModel, Zero
 from dstrain.plan.memory.params import trained

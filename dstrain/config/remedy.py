@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.choices import Offload
-from dstrain.config.document import REMOVED, Change, lookup
+from dstrain.config.jsonc import REMOVED, Change, lookup
 from dstrain.config.resolve_auto import BATCH_KEYS, GATHERS
 from dstrain.oom import ProposedChange
 from dstrain.plan.configuration import Configuration, choices, flat

@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dstrain.config.keys.key import Key, Kind, Names
-from dstrain.config.keys.table import children, description
+from dstrain.config.keys import Key, Kind, Names, children, description
 from dstrain.job.schema import Job
 from dstrain.records import json_schema
 

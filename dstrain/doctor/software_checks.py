@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from dstrain.config.lint.advisories import ADVISORIES, Effect
+from dstrain.config.lint.rules.releases import ADVISORIES, Effect
 from dstrain.doctor.facts import Facts, Gpus, Software, Toolchain
 from dstrain.doctor.requirements import Needs
 from dstrain.errors import EnvironmentProblem, not_installed, other_version

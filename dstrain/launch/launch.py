@@ -14,7 +14,7 @@ from pathlib import Path
 from dstrain.config.edits import regenerate
 from dstrain.config.edits.lock import LOCK
 from dstrain.config.edits.regenerate import Edit
-from dstrain.config.templates.templates import render_script
+from dstrain.config.templates import render_script
 from dstrain.facts.data.datafile import found
 from dstrain.facts.this_machine import is_this_machine
 from dstrain.facts.this_machine import names as machine_names

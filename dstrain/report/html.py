@@ -25,6 +25,6 @@ def signature(kind: str) -> str:
 
 def render(kind: str, data: Mapping[str, Any]) -> str:
     """Returns the page that the template of a kind makes from its data."""
-    from dstrain.config.templates.templates import render_page  # Jinja is needed only where a page is written
+    from dstrain.config.templates import render_page  # Jinja is needed only where a page is written
 
     return render_page(Path(__file__).with_name(f"page.{kind}.html.j2"), {"data": data, "kind": kind})

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.config.keys.key import ROWS, Key, Kind
-from dstrain.config.keys.table import default_text, summary
+from dstrain.config.keys import ROWS, Key, Kind, default_text, summary
 
 PAGE = Path(__file__).parents[2] / "docs" / "ds_config.md"
 START = "<!-- generated: keys -->\n"

@@ -13,8 +13,7 @@ from jsonschema import Draft7Validator
 from ruamel.yaml import YAML
 
 from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.key import ROWS, Kind
-from dstrain.config.keys.table import KEYS, key_of
+from dstrain.config.keys import KEYS, ROWS, Kind, key_of
 from dstrain.config.lint.engine import read
 from dstrain.config.schema import CONFIG_SCHEMA, JOB_SCHEMA, SCHEMA_KEY, config_schema, job_schema, schema_files
 from dstrain.job.file import synonyms

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoConfig
 
 from dstrain.choices import Method, Precision
-from dstrain.config.document import Change
-from dstrain.config.templates.files import generated
+from dstrain.config.files import generated
+from dstrain.config.jsonc import Change
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, hostfile

@@ -15,11 +15,11 @@ from dstrain.cli.options.remembered import ResolvedOptions, as_input, relative
 from dstrain.cli.options.typed import spelled
 from dstrain.cli.verbs import gen_config
 from dstrain.config import jsonc
-from dstrain.config.document import REMOVED, lookup
+from dstrain.config.files import config_text
 from dstrain.config.imports.converters import HYBRID
 from dstrain.config.imports.source import Fate
 from dstrain.config.imports.walk import Imported, Note, Value, is_full
-from dstrain.config.templates.files import config_text
+from dstrain.config.jsonc import REMOVED, lookup
 from dstrain.errors import EnvironmentProblem, InvalidConfig, Place
 from dstrain.facts.model.families import LIGER
 from dstrain.job.model_changes import ALL_LINEAR

@@ -10,8 +10,7 @@ from typing import Any
 
 from dstrain.cli.edits import cost_text
 from dstrain.cli.output.plan import LIMITS, subject_lines
-from dstrain.config.document import dotted
-from dstrain.config.explain.file import (
+from dstrain.config.explain import (
     BATCH,
     OTHER,
     PRECISION,
@@ -23,9 +22,9 @@ from dstrain.config.explain.file import (
     rest_bytes,
     sections,
 )
-from dstrain.config.jsonc import json_pointer
+from dstrain.config.jsonc import dotted, json_pointer
 from dstrain.config.key_bytes import scale
-from dstrain.config.keys.table import meaning, summary
+from dstrain.config.keys import meaning, summary
 from dstrain.config.lint.rule import ABSENT, JobContext
 from dstrain.config.resolve_auto import filled
 from dstrain.facts.ds_config import offload_device, written_device, zero_stage

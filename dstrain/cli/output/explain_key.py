@@ -9,13 +9,10 @@ from typing import Any
 
 from dstrain.cli.edits import cost_text, effect_text
 from dstrain.cli.output.plan import subject_lines
-from dstrain.config.document import REMOVED, lookup
-from dstrain.config.explain.file import Chosen, Here, Way, choose, counted, ways, why
-from dstrain.config.explain.job_key import JobKey
-from dstrain.config.jsonc import Pointer, json_pointer
+from dstrain.config.explain import Chosen, Here, JobKey, Way, choose, counted, ways, why
+from dstrain.config.jsonc import REMOVED, Pointer, json_pointer, lookup
 from dstrain.config.key_bytes import Scale, cost, scale
-from dstrain.config.keys.key import Key, Kind
-from dstrain.config.keys.table import children, default_text, is_read, kind_text, meaning
+from dstrain.config.keys import Key, Kind, children, default_text, is_read, kind_text, meaning
 from dstrain.config.lint.rule import ABSENT
 from dstrain.config.resolve_auto import JOB_KEYS, REPEATED_KEYS
 from dstrain.errors import DstrainError

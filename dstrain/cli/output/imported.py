@@ -10,7 +10,7 @@ from dstrain.cli.output.plan import subject_lines, table_lines, table_row
 from dstrain.config.imports.converters import runs_deepspeed
 from dstrain.config.imports.source import Fate
 from dstrain.config.imports.walk import Imported, Note, Value
-from dstrain.config.lint.advisories import Advisory
+from dstrain.config.lint.rules.releases import Advisory
 from dstrain.facts.cluster.cluster import Origin
 from dstrain.facts.workload import Workload
 from dstrain.findings import Finding, count_text, lines, printable

@@ -17,8 +17,8 @@ from dstrain.choices import Task
 from dstrain.cli.console import answer_json, say
 from dstrain.cli.output.run import summary, summary_rows
 from dstrain.cli.types import Choice
-from dstrain.config.document import Change
-from dstrain.config.edits import edit_yaml
+from dstrain.config.edits import edit
+from dstrain.config.jsonc import Change
 from dstrain.errors import EnvironmentProblem, RunFailed
 from dstrain.facts import probe
 from dstrain.facts.data.media_files import require_pillow
@@ -123,7 +123,7 @@ def _sizes(task: Task, *, images: bool) -> list[str]:
 def _set_rate(path: Path, rate: float) -> None:
     """Writes the learning rate into the job, as its user would, so that the next run in the folder has it too."""
     change = Change(pointer=("learning_rate",), value=rate, comment="set by dstrain demo: of a tiny, untrained model")
-    write_atomic(path, edit_yaml.apply(path.read_text(encoding="utf-8"), path.name, [change]))
+    write_atomic(path, edit.apply_yaml(path.read_text(encoding="utf-8"), path.name, [change]))
     say(f"{path.name}: learning_rate: {rate:g}, at which a tiny model learns something in a minute")
 
 

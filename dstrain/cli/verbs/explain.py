@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dstrain.cli.console import answer, answer_json, say_unread_links
-from dstrain.config.keys.table import NoKey, named
+from dstrain.config.keys import NoKey, named
 from dstrain.errors import DstrainError, InvalidConfig, nearest
 
 if TYPE_CHECKING:
-    from dstrain.config.explain.file import Here
+    from dstrain.config.explain import Here
     from dstrain.config.lint.rule import JobContext
 
 CONFIG, JOB = "ds_config.json", "job.yaml"
@@ -59,16 +59,16 @@ def command(subject: str, edits: bool, job: Path | None, as_json: bool) -> None:
 
 
 def _is_file(subject: str) -> bool:
-    from dstrain.config.explain.job_key import job_keys
+    from dstrain.config.explain import job_keys
 
     return subject.endswith((".json", ".jsonc", ".hjson")) or (Path(subject).is_file() and subject not in job_keys())
 
 
 def _explain_key(subject: str, job: Path | None, *, as_json: bool) -> None:
     from dstrain.cli.output import explain_key as text
-    from dstrain.config.explain.job_key import find
+    from dstrain.config.explain import find_job_keys
 
-    of_job = find(subject)
+    of_job = find_job_keys(subject)
     is_exact = [key.path for key in of_job] == [subject]
     try:
         pointer, key = named(subject)
@@ -90,7 +90,7 @@ def _explain_key(subject: str, job: Path | None, *, as_json: bool) -> None:
 
 def _no_key(error: InvalidConfig, subject: str) -> InvalidConfig:
     """Returns the error with the key of job.yaml that is meant, if one is near."""
-    from dstrain.config.explain.job_key import job_keys
+    from dstrain.config.explain import job_keys
     from dstrain.config.lint.rules.key_names import NEAR_ENOUGH, likeness
 
     near = nearest(subject, job_keys()) if isinstance(error, NoKey) else None
@@ -153,7 +153,7 @@ def _here(job: Path | None) -> tuple[Here | None, str | None]:
     """Returns the job here with its configuration, or None and what is missing for an estimate."""
     from dstrain.cli.output.explain_file import unknown_model
     from dstrain.config import jsonc
-    from dstrain.config.explain.file import Here
+    from dstrain.config.explain import Here
     from dstrain.launch.prepare.job_context import request_of, workload_of
     from dstrain.launch.prepare.lint_job import read_text
 

@@ -12,8 +12,8 @@ from dstrain.cli.console import answer, answer_json, say
 from dstrain.cli.group import Group
 from dstrain.cli.options.typed import TRUST
 from dstrain.cli.types import Named
-from dstrain.config.document import REMOVED, Change
 from dstrain.config.edits import edit
+from dstrain.config.jsonc import REMOVED, Change
 from dstrain.errors import EnvironmentProblem, InvalidConfig, did_you_mean
 from dstrain.facts import probe
 from dstrain.facts.cluster import host_sources, hostfile

@@ -64,7 +64,7 @@ def template(names: tuple[str, ...], folder: Path | None, dry_run: bool, as_json
       dstrain show template zero3.json.j2 --dir my_templates
       dstrain gen-config --gpus 16 --model qwen3-32b --template-dir my_templates
     """
-    from dstrain.config.templates.templates import template_names, template_texts
+    from dstrain.config.templates import template_names, template_texts
 
     legal = template_names()
     for name in names:

@@ -7,8 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from dstrain.config.document import REMOVED, UNCHANGED, Change
-from dstrain.config.jsonc import SPACE, STRING, Document, Pointer, Span, newline_of, read
+from dstrain.config.jsonc import REMOVED, SPACE, STRING, UNCHANGED, Change, Document, Pointer, Span, newline_of, read
 
 _REST_OF_LINE = re.compile(r"(?:[ \t]+|//[^\n]*|\#[^\n]*|/\*.*?\*/)*", re.DOTALL)
 _BLANK = " \t\ufeff"

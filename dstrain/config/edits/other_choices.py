@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.config.document import Change, dotted
 from dstrain.config.edits import edit
 from dstrain.config.edits.lock import LOCK, Lock, backups, read_lock, standing, write_files
 from dstrain.config.edits.regenerate import Decision, Regenerated, Standing, edits_in, merge, regenerate
+from dstrain.config.files import config_values, template_of
+from dstrain.config.jsonc import Change, dotted
 from dstrain.config.resolve_auto import BATCH_KEYS
-from dstrain.config.templates.files import config_values, template_of
-from dstrain.config.templates.templates import render_json, template_hash
+from dstrain.config.templates import render_json, template_hash
 from dstrain.errors import Conflict
 from dstrain.facts.workload import Workload
 from dstrain.job.schema import Job

@@ -8,10 +8,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from dstrain.config.document import REMOVED, Change, applied, dotted, lookup, same
-from dstrain.config.edits import edit, edit_yaml
+from dstrain.config.edits import edit
 from dstrain.config.edits.lock import Lock, Unsettled, read_lock, standing
-from dstrain.config.jsonc import Pointer
+from dstrain.config.jsonc import REMOVED, Change, Pointer, applied, dotted, lookup, same
 from dstrain.facts.cluster.hostfile import PLACEHOLDER
 
 
@@ -297,7 +296,7 @@ def _of_hosts(merged: Merged, base: Mapping[str, Any], yours: Mapping[str, int],
 def _with_comments(changes: list[Change], texts: tuple[str, str, str], value: Any, gets: Any) -> list[Change]:
     """Returns the changes of a YAML text and of its line-end comments that you did not edit: a comment follows the new
     text if the value does (`grad_accum: 8  # micro-batches`), and is removed with its key."""
-    base, yours, new = (edit_yaml.comments(text.removeprefix("\ufeff")) for text in texts)
+    base, yours, new = (edit.comments(text.removeprefix("\ufeff")) for text in texts)
     removed = [change.pointer for change in changes if change.value is REMOVED]
     before, after = [], []
     for pointer in dict.fromkeys((*base, *new)):

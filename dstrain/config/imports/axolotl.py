@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import jsonc
-from dstrain.config.document import lookup
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports import preferences
 from dstrain.config.imports.converters import ds_config
 from dstrain.config.imports.source import ABSENT, READ, Converted, OtherTraining, Source, Tool, Unmatched
 from dstrain.config.imports.tables import RANKS, TRAINING_ARGUMENTS, rows_of
+from dstrain.config.jsonc import lookup
 from dstrain.job.model_changes import ALL_LINEAR
 
 
@@ -31,7 +30,7 @@ def _method(value: Any, source: Source) -> Any:
 
 def _task(value: Any, source: Source) -> Any:
     """Returns the task of `rl`, or of `reward_model: true`."""
-    return preferences.task(value, source) if value else ABSENT
+    return convert.task(value, source) if value else ABSENT
 
 
 def _targets(value: Any, source: Source) -> Any:

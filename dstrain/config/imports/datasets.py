@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.config import jsonc
-from dstrain.config.imports.converters import listed, names
-from dstrain.config.imports.preferences import is_dpo
+from dstrain.config.imports.converters import is_dpo, listed, names
 from dstrain.config.imports.source import ABSENT, READ, Convert, Converted, OtherTraining, Source, Unmatched
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.formats import SIDES

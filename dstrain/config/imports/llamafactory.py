@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports import preferences
 from dstrain.config.imports.source import (
     ABSENT,
     READ,
@@ -22,7 +21,7 @@ from dstrain.config.imports.tables import RANKS, TRAINING_ARGUMENTS, rows_of
 def _stage(value: Any, source: Source) -> Any:
     if value == "pt":
         return Converted(values={"loss_on": "all", "data_format": "text"})
-    return ABSENT if value == "sft" else preferences.task(value, source)
+    return ABSENT if value == "sft" else convert.task(value, source)
 
 
 def _method(value: Any, source: Source) -> Any:

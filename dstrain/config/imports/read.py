@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.config import jsonc
-from dstrain.config.imports import accelerate, axolotl, llamafactory, preferences, shell, swift, trainer
+from dstrain.config.imports import accelerate, axolotl, converters, llamafactory, shell, swift, trainer
 from dstrain.config.imports.shell_words import Word
 from dstrain.config.imports.source import Computed, Setting, Source, Tool, settings_of
 from dstrain.config.imports.walk import Imported, walk
@@ -208,7 +208,7 @@ def _script_word(command: shell.Command) -> tuple[int, int] | None:
     """Returns the indices of a launcher in a command and of the Python script or module that it starts."""
     texts = command.texts
     names = [text.rpartition("/")[2] for text in texts]
-    if (at := names.index("trl") if "trl" in names[:-1] else -1) >= 0 and texts[at + 1] in preferences.TRL:
+    if (at := names.index("trl") if "trl" in names[:-1] else -1) >= 0 and texts[at + 1] in converters.TRL:
         return at, at + 1
     launchers = [at for at, name in enumerate(names) if name in _LAUNCHERS]
     behind = texts.index("--") if "--" in texts else 0

@@ -9,7 +9,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from dstrain.config.document import REMOVED
+from dstrain.config.jsonc import REMOVED
 from dstrain.errors import InvalidConfig, Place
 from dstrain.paths import shown
 from dstrain.records import Locator

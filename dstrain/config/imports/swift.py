@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports import preferences
 from dstrain.config.imports.source import (
     ABSENT,
     Converted,
@@ -77,15 +76,15 @@ def _frozen(_: Any, source: Source) -> Any:
     return [*patterns, *([str(pattern)] if pattern else [])] or ABSENT
 
 
-@preferences.of_dpo
+@convert.of_dpo
 def _sft_weight(value: Any, source: Source) -> Any:
     note = "the mean per token of each answer; ms-swift's is over all tokens of a micro-batch"
     return ABSENT if value is None else Converted(values={"dpo.sft_weight": convert.number(value, source)}, note=note)
 
 
 def _loss(value: Any, source: Source) -> Any:
-    if preferences.is_dpo(source):
-        return preferences.dpo_loss(value, source)
+    if convert.is_dpo(source):
+        return convert.dpo_loss(value, source)
     if value not in ("causal_lm", None):
         raise OtherTraining("not a causal language model's loss")
     return ABSENT

@@ -21,11 +21,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.config.imports import converters, datasets, preferences, source
 from dstrain.config.imports import converters as convert
+from dstrain.config.imports import datasets, source
 from dstrain.config.imports.source import ABSENT, READ, Convert, Converted, Fate, Row, Source
 
-_SHARED = (converters, preferences, datasets, source)
+_SHARED = (convert, datasets, source)
 _FATES = {"needless": Fate.NEEDLESS, "missing": Fate.MISSING, "stops": Fate.OTHER_TRAINING}
 _NONE: Mapping[str, Convert] = {}
 

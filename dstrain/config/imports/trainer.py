@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from dstrain.config.imports import converters as convert
-from dstrain.config.imports import preferences
 from dstrain.config.imports.accelerate import ROWS as ACCELERATE
 from dstrain.config.imports.source import (
     ABSENT,
@@ -53,7 +52,7 @@ def method(_: Any, source: Source) -> Any:
     """Returns the method. Raises OtherTraining for an adapter whose size stands in the code of the script."""
     bits = source.value("bits") or (4 if _is_on(source, *_FOUR_BITS) else 8 if _is_on(source, "load_in_8bit") else None)
     if not is_adapter(source):
-        if preferences.name_says(source, preferences.ADAPTERS):
+        if convert.name_says(source, convert.ADAPTERS):
             raise OtherTraining(f"its name says that it trains an adapter: {_SIZE}")
         return convert.method("full", bits=bits, source=source)
     has_rank = any(source.value(key) not in (None, ABSENT) for key in _RANKS)
@@ -95,21 +94,21 @@ def layers(value: Any, source: Source) -> Any:
 
 def _named(_: Any, source: Source) -> Any:
     """Returns the task that the names of a script and of its folders say. Raises OtherTraining for another one."""
-    word = preferences.named_task(source)
+    word = convert.named_task(source)
     if word in (None, "sft"):
         return READ
     note = f"its name says `{word}`"
     if word == "pt":
         values = {"loss_on": "all", "data_format": "text"}
         return Converted(values=values, note=f"{note}: the loss is on every token of plain text")
-    return Converted(values=preferences.task(word, source).values, note=note)
+    return Converted(values=convert.task(word, source).values, note=note)
 
 
 def _preference(convert_: Convert) -> Convert:
     """Returns a converter of a key of training on preferences, which is none of supervised training."""
 
     def converted(value: Any, source: Source) -> Any:
-        if not preferences.is_dpo(source) and value is not None:
+        if not convert.is_dpo(source) and value is not None:
             raise OtherTraining(f"`{value}`: it is for training on preferences, and no name here says that it is DPO")
         return convert_(value, source)
 
@@ -117,9 +116,9 @@ def _preference(convert_: Convert) -> Convert:
 
 
 def _loss_type(value: Any, source: Source) -> Any:
-    if value in ("nll", "causal_lm") and not preferences.is_dpo(source):
+    if value in ("nll", "causal_lm") and not convert.is_dpo(source):
         return READ
-    return _preference(preferences.loss_of_dpo)(value, source)
+    return _preference(convert.loss_of_dpo)(value, source)
 
 
 def _mixed(value: Any, source: Source) -> Any:
@@ -191,7 +190,7 @@ def _no_bias(value: Any, _: Source) -> Any:
 
 def _answers(value: Any, source: Source) -> Any:
     """Returns the tokens with loss; TRL's switch, off by default, means different things for chats and completions."""
-    if preferences.is_dpo(source):
+    if convert.is_dpo(source):
         return READ
     if convert.flag(value, source):
         return "answer"
@@ -225,7 +224,7 @@ def _qwen_lora(value: Any, source: Source) -> Any:
 
 
 _all_tokens = convert.always("all")
-_beta = _preference(preferences.dpo_number)
+_beta = _preference(convert.dpo_number)
 
 ROWS = rows_of("trainer", globals(), base={**ACCELERATE, **LAUNCHERS, **TRAINING_ARGUMENTS})
 """Options of launchers, of Transformers and of its usual scripts."""

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Method
-from dstrain.config.document import REMOVED, Change, lookup, same
-from dstrain.config.edits import edit_yaml
+from dstrain.config.edits import edit
 from dstrain.config.imports.source import ABSENT, READ, Computed, Converted, Fate, Row, Setting, Source, Unmatched
+from dstrain.config.jsonc import REMOVED, Change, lookup, same
 from dstrain.errors import InvalidConfig, Place, nearest
 from dstrain.job.model_changes import Lora
 from dstrain.job.monitor import Monitor, Samples
@@ -313,7 +313,7 @@ def edited(text: str, imported: Imported) -> str:
         for target, value in written(imported).items()
         if not same(_present(data, target), value.value)
     ]
-    return edit_yaml.apply(text, "job.yaml", changes)
+    return edit.apply_yaml(text, "job.yaml", changes)
 
 
 def written(imported: Imported) -> dict[str, Value]:

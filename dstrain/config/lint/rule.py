@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
-from dstrain.config.document import REMOVED, Change, lookup
-from dstrain.config.jsonc import Document, Pointer
-from dstrain.config.keys.key import ROWS
+from dstrain.config.jsonc import REMOVED, Change, Document, Pointer, lookup
+from dstrain.config.keys import ROWS
 from dstrain.errors import Place
 from dstrain.facts.ds_config import ZERO, offload_device, section, written_device, zero_stage
 from dstrain.findings import Severity

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Attention, Hub
-from dstrain.config.document import REMOVED, Change, applied
 from dstrain.config.edits.edit import read
 from dstrain.config.edits.lock import Lock
 from dstrain.config.edits.regenerate import Edit
-from dstrain.config.explain.file import remark_text
-from dstrain.config.jsonc import json_pointer
+from dstrain.config.explain import remark_text
+from dstrain.config.jsonc import REMOVED, Change, applied, json_pointer
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.cluster import hostfile

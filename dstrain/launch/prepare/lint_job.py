@@ -12,7 +12,7 @@ from typing import Any
 
 from dstrain.config.edits.lock import planned_cluster
 from dstrain.config.jsonc import Document, Pointer
-from dstrain.config.keys.table import key_of
+from dstrain.config.keys import key_of
 from dstrain.config.lint import engine
 from dstrain.config.lint.rule import JobContext, Subject
 from dstrain.config.lint.rules.key_names import NO_OBJECT, SYNTAX

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.config.document import Change
 from dstrain.config.edits import edit_json
 from dstrain.config.edits.lock import planned_cluster
+from dstrain.config.jsonc import Change
 from dstrain.config.lint import engine
 from dstrain.config.lint.rule import JobContext, Subject
 from dstrain.config.resolve_auto import for_trainer

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Attention, Interval, LossKernel, LossOn, Method, Optimizer, Precision, SinkName, Task
+from dstrain.config.files import config_text
 from dstrain.config.resolve_auto import with_bf16_states
 from dstrain.config.schema import SCHEMA_KEY
-from dstrain.config.templates.files import config_text
-from dstrain.config.templates.templates import render_script, render_yaml
+from dstrain.config.templates import render_script, render_yaml
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.data import best_fit

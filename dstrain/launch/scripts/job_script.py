@@ -12,7 +12,7 @@ from typing import Any
 
 from dstrain.choices import Attention
 from dstrain.config.edits.lock import planned_cluster
-from dstrain.config.templates.templates import render_script
+from dstrain.config.templates import render_script
 from dstrain.errors import InvalidConfig
 from dstrain.facts import probe
 from dstrain.facts.attention_kernels import of_this_machine

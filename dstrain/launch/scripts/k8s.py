@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from dstrain.config.templates.templates import render_yaml
+from dstrain.config.templates import render_yaml
 from dstrain.errors import InvalidConfig
 from dstrain.job.file import looks_local
 from dstrain.job.schema import Job

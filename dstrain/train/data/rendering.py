@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.choices import Hub, LossOn, Task, Thinking
-from dstrain.config.templates.chat_template import ChatTemplate
+from dstrain.config.templates import ChatTemplate
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.lengths import Measure, encoder_of
 from dstrain.facts.data.turns import Conversation

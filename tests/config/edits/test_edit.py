@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.config.document import REMOVED, Change, Mark, applied
 from dstrain.config.edits import edit
 from dstrain.config.edits.regenerate import merge
-from dstrain.config.jsonc import read
+from dstrain.config.jsonc import REMOVED, Change, Mark, applied, read
 from dstrain.errors import InvalidConfig
 
 _KEYS = st.sampled_from(["a", "b", "c", "d", "stage", 'q"x', "名"])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dstrain.config.document import REMOVED
 from dstrain.config.edits.lock import Lock, write_files
 from dstrain.config.edits.regenerate import document, edits_in, manual_edits, of_run, without_secrets
+from dstrain.config.jsonc import REMOVED
 
 
 def generate(folder: Path, **files: str) -> Lock:

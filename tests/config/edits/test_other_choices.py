@@ -12,7 +12,7 @@ import pytest
 from dstrain.choices import Offload
 from dstrain.config.edits.lock import LOCK, Lock, read_lock
 from dstrain.config.edits.other_choices import JobFiles, job_files, settled_choices, with_choices, write
-from dstrain.config.templates.files import generated
+from dstrain.config.files import generated
 from dstrain.errors import Conflict
 from dstrain.job.file import read_job
 from dstrain.paths import write_together

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.config.document import REMOVED, Change, applied, lookup, same
 from dstrain.config.edits.regenerate import merge, settled
+from dstrain.config.jsonc import REMOVED, Change, applied, lookup, same
 
 _KEYS = st.sampled_from("abcd")
 _LEAVES = st.one_of(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from dstrain.config import jsonc
-from dstrain.config.lint.advisories import ADVISORIES
 from dstrain.config.lint.engine import RULES, check, read
 from dstrain.config.lint.rule import Subject
+from dstrain.config.lint.rules.releases import ADVISORIES
 from dstrain.facts.ds_config import zero_stage
 from dstrain.findings import Finding, Severity
 from dstrain.launch.prepare.lint_job import OUTSIDE

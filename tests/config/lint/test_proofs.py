@@ -17,7 +17,7 @@ import pytest
 
 from dstrain.config import jsonc
 from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.key import ROWS, Key, Kind
+from dstrain.config.keys import ROWS, Key, Kind
 from dstrain.config.lint.engine import check, fixed, read
 from dstrain.config.lint.rule import Subject
 from dstrain.config.lint.rules.key_names import is_refused

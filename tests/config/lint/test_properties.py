@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dstrain.config.document import Change, applied
-from dstrain.config.keys.key import Kind
-from dstrain.config.keys.table import KEYS
+from dstrain.config.jsonc import Change, applied
+from dstrain.config.keys import KEYS, Kind
 from dstrain.config.lint.engine import check, fixed, read
 from dstrain.config.lint.rule import Subject
 from dstrain.findings import Finding, Severity, lines

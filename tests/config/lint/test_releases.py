@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks.advisories.report import results
 from benchmarks.advisories.run import CASES_IN_ORDER, Case
-from dstrain.config.lint.advisories import ADVISORIES, Advisory, Effect
 from dstrain.config.lint.engine import check, read
 from dstrain.config.lint.rule import Subject
+from dstrain.config.lint.rules.releases import ADVISORIES, Advisory, Effect
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.cluster import Origin

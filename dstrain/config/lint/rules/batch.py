@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
-from dstrain.config.document import dotted, lookup
-from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.table import key_of
+from dstrain.config.jsonc import Pointer, dotted, lookup
+from dstrain.config.keys import key_of
 from dstrain.config.lint.rule import (
     ABSENT,
     REFUSES,

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from dstrain.choices import Optimizer, Precision
-from dstrain.config.lint.advisories import accumulation, trains_in
 from dstrain.config.lint.rule import (
     REFUSES,
     STOPS,
@@ -24,6 +23,7 @@ from dstrain.config.lint.rule import (
     type_of,
     when,
 )
+from dstrain.config.lint.rules.releases import accumulation, trains_in
 from dstrain.facts.ds_config import OLD_OFFLOADS
 from dstrain.findings import Severity
 from dstrain.job.schema import Job

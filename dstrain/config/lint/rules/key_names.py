@@ -7,10 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from types import MappingProxyType
 
-from dstrain.config.document import REMOVED, Change, dotted, lookup
-from dstrain.config.jsonc import Pointer, place_of
-from dstrain.config.keys.key import Key, Kind, Names
-from dstrain.config.keys.table import KEYS, children, key_of
+from dstrain.config.jsonc import REMOVED, Change, Pointer, dotted, lookup, place_of
+from dstrain.config.keys import KEYS, Key, Kind, Names, children, key_of
 from dstrain.config.lint.rule import ABSENT, REFUSES, Fault, Rule, Subject, fault, shown, when
 from dstrain.errors import nearest
 from dstrain.findings import Severity
@@ -246,7 +244,7 @@ def _is_unknown_alias(s: Subject) -> bool:
     return "bfloat16" in s.config and "bf16" not in s.config and s.is_trainers
 
 
-_TABLE = "deepspeed 0.19.8, section by section: dstrain/config/keys"
+_TABLE = "deepspeed 0.19.8, section by section: dstrain/config/keys.toml"
 _E, _W = Severity.ERROR, Severity.WARNING
 
 

@@ -7,8 +7,8 @@ from math import prod
 from typing import Any
 
 from dstrain.choices import Method, Precision
-from dstrain.config.lint.advisories import trains_in
 from dstrain.config.lint.rule import STOPS, Broken, Fault, Rule, Subject, fault, in_job, together, when
+from dstrain.config.lint.rules.releases import trains_in
 from dstrain.facts.ds_config import nvme_path
 from dstrain.facts.model.model_facts import ModelFacts, TensorGroup
 from dstrain.findings import LARGER_DISK, LARGER_DRIVE, LESS_RAM, Severity, too_full, too_little_ram

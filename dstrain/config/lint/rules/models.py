@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from dstrain.choices import Method, Precision
 from dstrain.config.key_bytes import cost, scale
-from dstrain.config.lint.advisories import trains_in
 from dstrain.config.lint.rule import Broken, Fault, Rule, Subject, fault, in_job, shown, when
+from dstrain.config.lint.rules.releases import trains_in
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.facts.model.families import LIGER
 from dstrain.facts.model.traits import PLAIN

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dstrain.config.document import dotted, lookup
-from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.table import KEYS, is_read, key_of
+from dstrain.config.jsonc import Pointer, dotted, lookup
+from dstrain.config.keys import KEYS, is_read, key_of
 from dstrain.config.lint.rule import Breaks, Fault, Rule, Subject, each_of, fault, together, when
 from dstrain.config.resolve_auto import GATHERS
 from dstrain.facts.ds_config import OLD_OFFLOADS, offload_device
@@ -269,7 +268,7 @@ RULES = (
     Rule(id="DS219", severity=I, title="setting that another one makes unused", find=_unread,
          source=_DS + "runtime/zero/stage3.py, runtime/swap_tensor, runtime/fp16/loss_scaler.py, runtime/engine.py"),
     Rule(id="DS220", severity=W, title="section that is never enabled", find=_never_on,
-         source=_DS + "section by section: dstrain/config/keys"),
+         source=_DS + "section by section: dstrain/config/keys.toml"),
 )
 """Rules about settings without effect."""
 # fmt: on

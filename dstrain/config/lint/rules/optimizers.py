@@ -8,15 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.choices import Precision, Schedule
-from dstrain.config.document import Change
-from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.optimizers import (
+from dstrain.config.jsonc import Change, Pointer
+from dstrain.config.keys import (
     OWN_OPTIMIZERS,
     OWN_SCHEDULES,
     PYTHON_SCHEDULES,
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULES,
-    parameters,
+    optimizer_parameters,
 )
 from dstrain.config.lint.rule import (
     STOPS,
@@ -53,8 +52,10 @@ SHARED = ("betas", "eps", "weight_decay")
 def _legal_params(subject: Subject) -> Mapping[str, Any] | None:
     """Returns the optimizer's parameters with their defaults, or None if they are unknown."""
     name = type_of(subject, "optimizer")
+    if name is None:
+        return None
     is_offloaded = subject.device("offload_optimizer") != "none"
-    return None if name is None else parameters(name, params_of(subject, "optimizer"), is_offloaded=is_offloaded)
+    return optimizer_parameters(name, params_of(subject, "optimizer"), is_offloaded=is_offloaded)
 
 
 def _wrong_type(subject: Subject) -> Iterator[Fault]:

@@ -7,10 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dstrain.config.document import REMOVED, Change, dotted
-from dstrain.config.jsonc import Pointer
-from dstrain.config.keys.key import Key, Kind, Names
-from dstrain.config.keys.table import key_of
+from dstrain.config.jsonc import REMOVED, Change, Pointer, dotted
+from dstrain.config.keys import Key, Kind, Names, key_of
 from dstrain.config.lint.rule import STOPS, Fault, Rule, Subject, fault, is_number, shown
 from dstrain.config.lint.rules.key_names import PARAMS, elsewhere, is_parked, near_name, slip_of
 from dstrain.config.resolve_auto import GATHERS

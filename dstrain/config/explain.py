@@ -1,22 +1,23 @@
-"""Explains a key of ds_config.json by its possible values, and a whole configuration by section."""
+"""Explains a key of ds_config.json by its possible values, a whole configuration by section, and keys of job.yaml."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 from dstrain.choices import Precision
-from dstrain.config.document import REMOVED, Change, applied, lookup
-from dstrain.config.jsonc import Pointer
+from dstrain.config.files import config_values, template_of
+from dstrain.config.jsonc import REMOVED, Change, Pointer, applied, dotted, lookup
 from dstrain.config.key_bytes import Cost, Scale, cost
-from dstrain.config.keys.key import Key, Kind
-from dstrain.config.keys.table import KEYS, default_text, is_read, key_of, spoken_words, summary
+from dstrain.config.keys import KEYS, Key, Kind, default_text, is_read, key_of, listed, spoken_words, summary
 from dstrain.config.lint.engine import remarks
 from dstrain.config.lint.rule import ABSENT
-from dstrain.config.resolve_auto import BATCH_KEYS, REPEATED_KEYS
-from dstrain.config.templates.files import config_values, template_of
-from dstrain.config.templates.templates import reasons_in, render_json
+from dstrain.config.resolve_auto import BATCH_KEYS, JOB_KEYS, REPEATED_KEYS
+from dstrain.config.schema import job_schema
+from dstrain.config.templates import reasons_in, render_json
 from dstrain.errors import InvalidConfig
 from dstrain.facts.ds_config import zero_stage
 from dstrain.facts.workload import Workload
@@ -363,3 +364,108 @@ def _has(config: Mapping[str, Any], path: str) -> bool:
     """Returns whether a configuration has a key, under any of its names."""
     names = [path, *(key.path for key in KEYS.values() if key.alias_of == path)]
     return any(lookup(config, tuple(name.split("."))) is not ABSENT for name in names)
+
+
+_KINDS = {"boolean": "true or false", "integer": "whole number", "number": "number", "string": "text"}
+_BOUNDS = {"minimum": "at least", "maximum": "at most", "exclusiveMinimum": "above", "exclusiveMaximum": "below"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobKey:
+    """A key of job.yaml."""
+
+    path: str
+    """Dotted; `data[].weight` is a key of each data set, `health.RULE.warn` one of each rule."""
+    schema: Mapping[str, Any]
+    """Its JSON schema; the description is the docstring of its field."""
+    is_required: bool = False
+
+    @property
+    def meaning(self) -> str:
+        """Its sentence."""
+        return " ".join(str(self.schema.get("description", "")).split())
+
+    @property
+    def type_text(self) -> str:
+        """Its type in words, with its bounds and legal values."""
+        return _type_text(self.schema)
+
+    @property
+    def default_text(self) -> str | None:
+        """Its default as it is written; None for a section."""
+        if self.is_required:
+            return "none: it is required"
+        return json.dumps(self.schema["default"], ensure_ascii=False) if "default" in self.schema else None
+
+    @property
+    def inside(self) -> tuple[str, ...]:
+        """The names in a section."""
+        return tuple(name for _, part in _sections(self.schema) for name in part)
+
+    @property
+    def fills(self) -> tuple[str, ...]:
+        """The keys of ds_config.json whose "auto" it fills in."""
+        return tuple(dotted(pointer) for pointer, key in JOB_KEYS.items() if key == self.path)
+
+
+@cache
+def job_keys() -> Mapping[str, JobKey]:
+    """Returns every key by its path.
+
+    >>> job_keys()["lora.rank"].type_text, job_keys()["data[].weight"].default_text
+    ('whole number above 0', 'null')
+    """
+    schema = job_schema()
+    return {key.path: key for key in _keys(schema, "", frozenset(schema["required"]))}
+
+
+def find_job_keys(text: str) -> list[JobKey]:
+    """Returns the key with a path, or all keys whose path ends with it.
+
+    >>> [key.path for key in find_job_keys("rank")], find_job_keys("overlap_comm")
+    (['lora.rank'], [])
+    """
+    path, keys = text.strip("/. ").replace("/", "."), job_keys()
+    if path in keys:
+        return [keys[path]]
+    return [key for name, key in keys.items() if name.endswith(f".{path}")]
+
+
+def _keys(schema: Mapping[str, Any], prefix: str, required: frozenset[str] = frozenset()) -> Iterator[JobKey]:
+    for between, properties in _sections(schema):
+        for name, inner in properties.items():
+            path = f"{prefix}{between}{'.' if prefix else ''}{name}"
+            yield JobKey(path=path, schema=inner, is_required=name in required)
+            yield from _keys(inner, path)
+
+
+def _sections(schema: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the named keys in a value, with what is between its path and theirs; one in a list once."""
+    forms = list(schema.get("anyOf", [schema]))
+    lists = [form["items"] for form in forms if isinstance(form.get("items"), dict)]
+    forms = [inner for form in forms for inner in form.get("anyOf", [form])]
+    rows = [inner for item in lists for inner in item.get("anyOf", [item]) if "properties" in inner]
+    if rows:
+        yield "[]", rows[0]["properties"]
+        return
+    for form in forms:
+        if "properties" in form:
+            yield "", form["properties"]
+        elif isinstance(rule := form.get("additionalProperties"), dict) and "properties" in rule:
+            yield ".RULE", rule["properties"]
+
+
+def _type_text(schema: Mapping[str, Any]) -> str:
+    if "anyOf" in schema:
+        forms = [form for form in schema["anyOf"] if form.get("type") != "null"]
+        or_null = ", or null" if len(forms) < len(schema["anyOf"]) else ""
+        return listed(list(dict.fromkeys(map(_type_text, forms)))) + or_null
+    if "enum" in schema:
+        return listed([str(word) for word in schema["enum"]])
+    kind = schema.get("type")
+    if kind == "array":
+        return f"list of {_type_text(schema.get('items', {}))}"
+    if kind == "object":
+        return "section" if list(_sections(schema)) else "names with values"
+    bounds = [f"{words} {schema[key]}" for key, words in _BOUNDS.items() if key in schema]
+    return " ".join([_KINDS.get(str(kind), "any value"), " and ".join(bounds)]).strip()

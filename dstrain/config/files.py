@@ -11,7 +11,7 @@ from dstrain.choices import Offload
 from dstrain.config.lint import engine
 from dstrain.config.lint.rule import Subject
 from dstrain.config.schema import CONFIG_SCHEMA, SCHEMA_KEY
-from dstrain.config.templates.templates import render_json, render_yaml
+from dstrain.config.templates import render_json, render_yaml
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster import hostfile
 from dstrain.facts.cluster.cluster import Cluster

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from cases import CASES, Case, files, plan
 
-from dstrain.config.templates.files import template_of
-from dstrain.config.templates.templates import render_json, render_script, template_names
+from dstrain.config.files import template_of
+from dstrain.config.templates import render_json, render_script, template_names
 from dstrain.errors import InvalidConfig
 
 pytestmark = pytest.mark.commands

@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 
 from dstrain.choices import Precision
 from dstrain.cli.output import explain_file as file_text
-from dstrain.config.document import Change, applied
-from dstrain.config.explain.file import COUNTED, Chosen, Here, estimate_of, sections, ways, why
-from dstrain.config.explain.job_key import find, job_keys
+from dstrain.config.explain import COUNTED, Chosen, Here, estimate_of, find_job_keys, job_keys, sections, ways, why
+from dstrain.config.jsonc import Change, applied
 from dstrain.config.key_bytes import Scale, cost
-from dstrain.config.keys.key import ROWS, Kind
-from dstrain.config.keys.table import KEYS, named
+from dstrain.config.keys import KEYS, ROWS, Kind, named
 from dstrain.config.lint.rule import JobContext
 from dstrain.config.resolve_auto import REPEATED_KEYS
-from dstrain.config.templates.templates import reasons_in, template_names
+from dstrain.config.templates import reasons_in, template_names
 from dstrain.errors import InvalidConfig
 from dstrain.plan.configuration import BF16_STATES, DEFAULTS
 from dstrain.plan.estimate import effective
@@ -158,11 +156,11 @@ def test_no_configuration_that_is_json_breaks_an_explanation(config: dict[str, A
 
 
 def test_every_key_of_the_page_of_job_files_is_explained() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "job.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "job.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([^`]+)` \| .*? \| (.+) \|$", page, re.MULTILINE))
     assert len(rows) > 100
     for path, meaning in rows.items():
-        (key,) = find(path)
+        (key,) = find_job_keys(path)
         assert (key.path, key.meaning) == (path, meaning)
     assert {path for path, key in job_keys().items() if not key.inside} - rows.keys() - {"env"} == {
         path for path in job_keys() if path.startswith("eval_data[]")

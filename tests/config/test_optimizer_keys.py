@@ -13,17 +13,20 @@ from typing import Any
 
 import pytest
 
-from dstrain.config.keys.key import ROWS, Kind, Names
-from dstrain.config.keys.optimizers import (
+from dstrain.config.keys import (
     ENGINE_ADAM,
+    KEYS,
     OWN_OPTIMIZERS,
     OWN_SCHEDULES,
     PYTHON_SCHEDULES,
+    ROWS,
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULES,
-    parameters,
+    Kind,
+    Names,
+    children,
+    optimizer_parameters,
 )
-from dstrain.config.keys.table import KEYS, children
 from tests.config.reading import Engine, Spy, import_engine
 
 LIVE = {key.path: key for key in ROWS if key.removed is None}
@@ -129,7 +132,7 @@ def test_each_optimizer_of_deepspeed_takes_what_the_table_says(engine: Engine) -
     cpu["adagrad"] = engine.ops__adagrad.DeepSpeedCPUAdagrad
     for classes, is_offloaded in ((gpu, False), (cpu, True)):
         for name, cls in classes.items():
-            said, taken = parameters(name, {}, is_offloaded=is_offloaded), _takes(cls)
+            said, taken = optimizer_parameters(name, {}, is_offloaded=is_offloaded), _takes(cls)
             assert said is not None
             assert {key: said[key] for key in said if key not in read} == {
                 key: taken[key] for key in taken if key not in read

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dstrain.config.explain.file import sections
+from dstrain.config.explain import sections
 from dstrain.config.jsonc import Pointer, json_pointer
 from dstrain.config.key_bytes import scale
-from dstrain.config.keys.key import ROWS, Kind
+from dstrain.config.keys import ROWS, Kind
 from dstrain.config.lint import engine
 from dstrain.config.lint.rule import Subject
 from dstrain.facts.ds_config import ZERO

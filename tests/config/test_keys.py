@@ -15,8 +15,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.config.keys.key import ROWS, Key, Kind, Names
-from dstrain.config.keys.table import KEYS, children, key_of
+from dstrain.config.keys import KEYS, ROWS, Key, Kind, Names, children, key_of
 from tests.config.reading import Engine, Spy, import_engine
 
 LIVE = {key.path: key for key in ROWS if key.removed is None}

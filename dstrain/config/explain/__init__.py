@@ -1,1 +1,0 @@
-"""Explains a key or a whole ds_config.json."""

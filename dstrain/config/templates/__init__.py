@@ -1,1 +1,0 @@
-"""Renders Jinja templates to ds_config.json, job.yaml and hostfile."""
