@@ -26,8 +26,8 @@ from dstrain.config.explain import job_keys
 from dstrain.config.imports import accelerate, read, trainer
 from dstrain.config.imports.source import Fate, Row
 from dstrain.config.imports.tables import TRAINING_ARGUMENTS
-from dstrain.facts.cluster.cpu import CPU_LIMITS
 from dstrain.facts.model import families
+from dstrain.job.limits import CPU_LIMITS
 from dstrain.monitor.health.rules import RULES as HEALTH_RULES
 from dstrain.monitor.metrics import CURVES
 from dstrain.monitor.traffic import KINDS

@@ -20,7 +20,8 @@ from benchmarks import named_peaks
 from dstrain.config.lint import engine
 from dstrain.config.lint.rule import Rule, Subject
 from dstrain.config.lint.rules import no_effect
-from dstrain.facts.cluster import gpu_table, links
+from dstrain.facts.cluster import gpu_table
+from dstrain.facts.cluster.cluster import LINKS
 from dstrain.facts.model import families
 from dstrain.monitor.sinks.registry import Guarded
 from dstrain.monitor.sinks.sink import End, Table
@@ -86,7 +87,7 @@ def test_the_steps_name_files_and_symbols_that_exist(page: Path) -> None:
 def test_the_gpu_of_the_page_is_a_row() -> None:
     row = eval(example("gpu.md"), vars(gpu_table))
     assert isinstance(row, gpu_table.Row)
-    assert row.link in links.LINKS
+    assert row.link in LINKS
 
 
 def test_the_family_of_the_page_is_planned_like_the_one_that_it_resembles(monkeypatch: pytest.MonkeyPatch) -> None:

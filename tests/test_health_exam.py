@@ -12,7 +12,7 @@ from benchmarks.health_exam.score import FOLDER, WITHIN, Result, false_per_1000,
 from benchmarks.health_exam.traces import CAUSES, JOB, LATE, all_traces
 from benchmarks.health_exam.whole_runs import FOLDER as WHOLE
 from benchmarks.health_exam.whole_runs import WHOLE_RUNS, WholeRun
-from dstrain.job.monitor import HealthRule
+from dstrain.job.schema import HealthRule
 
 GALLERY = Path(__file__).parent.parent / "docs" / "gallery"
 TRACES = {trace.name: trace for trace in all_traces()}

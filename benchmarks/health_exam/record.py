@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.health_exam.rank import SETTINGS
 from benchmarks.health_exam.traces import JOB, Trace
-from dstrain.facts.cluster.cluster import Cluster, Origin, describe
+from dstrain.facts.cluster.cluster import Cluster, Link, Origin, describe
 from dstrain.facts.cluster.gpus import gpu
-from dstrain.facts.cluster.links import Link
 from dstrain.facts.probe import read_model
 from dstrain.monitor.metrics import read_jsonl
 from dstrain.records import to_data

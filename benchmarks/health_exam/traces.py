@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from dstrain.job.monitor import HealthRule as Rule
+from dstrain.job.schema import HealthRule as Rule
 
 JOB: Mapping[str, Any] = MappingProxyType(
     {

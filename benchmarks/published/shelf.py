@@ -14,9 +14,8 @@ from typing import Any
 from benchmarks.published.rows import Publisher, Row
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster import gpus
-from dstrain.facts.cluster.cluster import Cluster, Origin, describe
+from dstrain.facts.cluster.cluster import Cluster, Link, Origin, describe, link
 from dstrain.facts.cluster.gpus import Gpu
-from dstrain.facts.cluster.links import Link, link
 from dstrain.facts.model import aliases, families
 from dstrain.facts.model.model_facts import ModelFacts
 

@@ -31,7 +31,7 @@ from dstrain.config.jsonc import dotted
 from dstrain.config.templates import template_hash
 from dstrain.errors import Conflict, DstrainError, InvalidConfig
 from dstrain.facts.releases import installed
-from dstrain.job.task_limits import PARTS
+from dstrain.job.limits import PARTS
 from dstrain.paths import alone, leftovers
 from dstrain.plan.estimate_records import Plan
 from dstrain.plan.request import Request

@@ -19,7 +19,7 @@ from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.findings import errors
-from dstrain.job.task_limits import PARTS
+from dstrain.job.limits import PARTS
 from dstrain.plan.configuration import Configuration, choices, flat
 from dstrain.plan.estimate import effective
 from dstrain.plan.estimate_records import Plan

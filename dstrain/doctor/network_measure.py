@@ -17,10 +17,9 @@ from pathlib import Path
 from dstrain.doctor.hosts import own_names
 from dstrain.errors import DstrainError, EnvironmentProblem
 from dstrain.facts.cluster import gpus
-from dstrain.facts.cluster.cluster import Cluster, Origin, link_assumed_between_nodes
+from dstrain.facts.cluster.cluster import Cluster, Link, Origin, link, link_assumed_between_nodes
 from dstrain.facts.cluster.gpus import Gpu
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.cluster.links import Link, link
 from dstrain.facts.cluster.measured_links import Network
 from dstrain.facts.network import wanted_port
 from dstrain.facts.this_machine import is_this_machine, visible_devices

@@ -40,13 +40,12 @@ from dstrain.doctor.facts import (
     Toolchain,
 )
 from dstrain.facts import network
-from dstrain.facts.caches import hf_hub_cache, is_hub_offline
 from dstrain.facts.deepspeed_ops import OPS, extension_folder, missing_ops, torch_build, unheld_locks
 from dstrain.facts.model.traits import DISTRIBUTIONS
 from dstrain.facts.network import is_free
 from dstrain.facts.probe import host_memory_bytes
 from dstrain.facts.releases import installed
-from dstrain.facts.this_machine import versions
+from dstrain.facts.this_machine import hf_hub_cache, is_hub_offline, versions
 from dstrain.monitor.sinks.sink import has_login
 from dstrain.paths import existing
 

@@ -13,10 +13,10 @@ from types import MappingProxyType
 
 from dstrain.choices import Attention
 from dstrain.facts import probe
-from dstrain.facts.caches import hf_hub_cache, is_hub_offline
 from dstrain.facts.cluster.gpus import Gpu, from_nvml
 from dstrain.facts.deepspeed_ops import torch_build
 from dstrain.facts.releases import installed, is_in_range, release
+from dstrain.facts.this_machine import hf_hub_cache, is_hub_offline
 
 LOADER, LOADER_RANGE = "kernels", ">=0.18.2,<0.19"
 """The package that loads kernels of the hub. Source: Transformers 5.23 utils/import_utils.py: KERNELS_MIN_VERSION."""

@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import Any
 
 from dstrain.child_process import open_files
-from dstrain.facts.caches import user_cache
 from dstrain.facts.ds_config import ZERO, section
+from dstrain.facts.this_machine import user_cache
 from dstrain.units import format_seconds
 
 OPS: Mapping[str, str] = MappingProxyType(

@@ -14,7 +14,7 @@ from dstrain.errors import InvalidConfig, Place, nearest
 from dstrain.facts.cluster.gpus import Chip
 from dstrain.facts.model import aliases, families
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.trace_records import Question, Subject
+from dstrain.facts.model.traces import Question, Subject
 from dstrain.units import MIB
 
 _SLURM_S = 10.0

@@ -1,4 +1,4 @@
-"""The workload of a plan: the model, the machines, and what was measured on machines like them.
+"""The workload of a plan: the model, the machines, the rows, and measurements on machines like them.
 
 Every verb gets its measurements here, so that all of them say the same of one configuration.
 """
@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from dstrain.facts.cluster import calibration, measured_links
 from dstrain.facts.cluster.calibration import LINK_RATES, Calibration, Measured
-from dstrain.facts.cluster.cluster import Cluster, Origin, link_assumed_between_nodes
+from dstrain.facts.cluster.cluster import Cluster, Origin, link, link_assumed_between_nodes
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.cluster.links import link
 from dstrain.facts.cluster.measured_links import nominal_name
-from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model.model_facts import ModelFacts
+from dstrain.records import type_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +76,28 @@ def _unmeasured(cluster: Cluster) -> Cluster:
         inter = link_assumed_between_nodes(cluster.gpu)
         cluster = replace(cluster, inter_link=inter, inter_link_origin=Origin.ASSUMED)
     return cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowContents:
+    """Contents of training rows."""
+
+    __pydantic_config__ = type_config
+
+    sample_tokens: Annotated[float, Ge(1)]
+    """Mean tokens of a sample."""
+    attended_tokens: Annotated[float, Ge(1)]
+    """Mean tokens of the sample that a token is in: squared lengths over lengths. Attention costs as much as that."""
+    target_share: Annotated[float, Ge(0), Le(1)]
+    """Share of tokens with a label, 0…1."""
+
+
+def seen_samples(seq_len: int, image_patches: int, patches_per_token: int, *, is_packed: bool) -> int:
+    """Returns the samples whose images a row holds at most: one, in packed rows as many as fill it without any text.
+
+    `image_patches`: patches of all images of a sample.
+
+    >>> seen_samples(4096, 1024, 4, is_packed=True)
+    16
+    """
+    return max(1, seq_len * patches_per_token // image_patches) if is_packed and image_patches else 1

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from dstrain.job.monitor import HealthAction
+from dstrain.job.schema import HealthAction
 from dstrain.monitor.health import nonfinite
 from dstrain.monitor.health.nonfinite import Finding, check
 from dstrain.monitor.health.rules import Watch

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.workload import measured_workload
+from dstrain.facts.workload import RowContents, measured_workload
 from dstrain.job.schema import Job
 from dstrain.monitor.expert_balance import LoadMap
 from dstrain.monitor.expert_balance import newest as newest_loads

@@ -13,7 +13,7 @@ from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload, measured_workload
-from dstrain.job.monitor import HealthRule
+from dstrain.job.schema import HealthRule
 from dstrain.monitor.comparison import (
     TIME_NOTES,
     Comparison,

@@ -13,9 +13,9 @@ from dstrain.errors import InvalidConfig, nearest
 from dstrain.facts.model.model_facts import ModelFacts, TensorGroup
 from dstrain.facts.model.model_files import names_of
 from dstrain.facts.model.traits import FROZEN, Part, part_of
+from dstrain.job.limits import PARTS
 from dstrain.job.model_changes import ALL_EXPERTS, ALL_LINEAR, Lora
 from dstrain.job.schema import Job
-from dstrain.job.task_limits import PARTS
 from dstrain.plan.memory.params import (
     adapted,
     adapted_experts,

@@ -15,8 +15,8 @@ from dstrain.facts.data.lengths import Lengths
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.traits import traits
 from dstrain.facts.workload import Workload
+from dstrain.job.limits import limits_of_media
 from dstrain.job.schema import Job
-from dstrain.job.task_limits import limits_of_media
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.memory.layers.activations import has_layer_code

@@ -11,7 +11,7 @@ from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster import measured_links
 from dstrain.facts.cluster.calibration import Calibration
 from dstrain.facts.workload import Workload
-from dstrain.job.monitor import HealthRule
+from dstrain.job.schema import HealthRule
 from dstrain.monitor.run_record import RunRecord, trained_contents
 from dstrain.monitor.windows import Measurement, measurement
 from dstrain.paths import shown

@@ -15,7 +15,7 @@ from dstrain.config.lint.rule import Subject
 from dstrain.config.lint.rules import releases
 from dstrain.errors import DstrainError, Place
 from dstrain.job.file import JobFile
-from dstrain.job.monitor import HealthAction
+from dstrain.job.schema import HealthAction
 from dstrain.launch.run import state
 from dstrain.monitor.comparison import (
     Comparison,

@@ -13,12 +13,10 @@ from typing import Any
 from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.cluster import gpus, measured_links
 from dstrain.facts.cluster.calibration import Calibration
-from dstrain.facts.cluster.cluster import Cluster, Origin, describe
-from dstrain.facts.cluster.links import Link
-from dstrain.facts.data.row_contents import RowContents
+from dstrain.facts.cluster.cluster import Cluster, Link, Origin, describe
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.workload import Workload
+from dstrain.facts.workload import RowContents, Workload
 from dstrain.monitor.comparison import Quantity
 from dstrain.monitor.run_record import RunRecord
 from dstrain.monitor.windows import counted

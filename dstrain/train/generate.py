@@ -16,8 +16,7 @@ from dstrain.choices import Task, Thinking
 from dstrain.errors import InvalidConfig
 from dstrain.facts.ds_config import zero_stage
 from dstrain.heartbeat import Phase
-from dstrain.job.monitor import Samples
-from dstrain.job.schema import Job
+from dstrain.job.schema import Job, Samples
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.metrics import JsonlFile
 from dstrain.monitor.outcomes import GeneratedText

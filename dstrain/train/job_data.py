@@ -20,8 +20,8 @@ from dstrain.errors import DstrainError, InvalidConfig
 from dstrain.facts.data.columns import MEDIA
 from dstrain.facts.data.media import named_in
 from dstrain.facts.data.messages import Prepared, PrepareMessage, Progress
-from dstrain.facts.data.mixture import held_out_counts
-from dstrain.job import task_limits
+from dstrain.job import limits
+from dstrain.job.data_source import held_out_counts
 from dstrain.job.schema import Job
 from dstrain.records import from_data, to_data
 from dstrain.train.data.media import MediaReader, load_media_reader
@@ -86,7 +86,7 @@ def fill(job: Job, out: TextIO) -> Prepared:
         except BrokenPipeError:  # the command was killed
             os._exit(1)
 
-    task_limits.require(job)
+    limits.require(job)
     if job.streaming:
         raise InvalidConfig("streaming is true: nothing is tokenized ahead of the run", hint="streaming: false")
     data = load(job, source_of(job), report)
@@ -158,7 +158,7 @@ def streamed(
     data, held_out = endless_rows(job), None
     digest, media = _digest(job, encoder, data), _media(data) if media_reader is not None else frozenset()
     if media_reader is not None and media:
-        task_limits.require_for_media(job, sorted(media), packs=media_reader.positions is not None)
+        limits.require_for_media(job, sorted(media), packs=media_reader.positions is not None)
     usable = partial(_usable, job, encoder, media)
     if job.val_split is not None:
         data, samples = _without_held_out(job, usable, data)

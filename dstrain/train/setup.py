@@ -22,7 +22,7 @@ from dstrain.errors import EnvironmentProblem
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.heartbeat import MARK, Phase, Sender, run_of
-from dstrain.job import task_limits
+from dstrain.job import limits
 from dstrain.job.schema import Job
 from dstrain.monitor.callback import MetricsCallback
 from dstrain.monitor.collectives import Collectives
@@ -175,7 +175,7 @@ class TrainingSetup:
         partition), then the data, whose errors show within seconds, and the model last.
         """
         job, ds_config = inputs.job, inputs.ds_config
-        task_limits.require(job)
+        limits.require(job)
         require_weights(job, ds_config)
         on_gpu = torch.cuda.is_available()
         ranks.import_muon(ds_config)

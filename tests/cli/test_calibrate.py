@@ -17,8 +17,7 @@ from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.calibration import Measured, parse
 from dstrain.facts.cluster.cluster import Origin
-from dstrain.facts.data.row_contents import RowContents
-from dstrain.facts.workload import Workload
+from dstrain.facts.workload import RowContents, Workload
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate import assess
 from dstrain.records import to_data, to_json

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.job.monitor import HealthRule
+from dstrain.job.schema import HealthRule
 from dstrain.monitor.comparison import Part, Quantity
 from dstrain.monitor.expert_balance import EVENT, load_map
 from dstrain.oom import Part as Held

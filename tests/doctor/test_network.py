@@ -7,16 +7,15 @@ from typing import Any
 
 from dstrain.cli.output.doctor import grouped
 from dstrain.doctor.network_measure import Expected, expected, findings, gpu_of, table
-from dstrain.facts.cluster import links
-from dstrain.facts.cluster.cluster import Origin, describe
+from dstrain.facts.cluster.cluster import Origin, describe, link
 from dstrain.facts.cluster.measured_links import Network, Timing
 from dstrain.wrapping import COLUMNS
 from tests.doctor.samples import said
 from tests.facts.cluster.test_measured_links import network
 
 H100: dict[str, Any] = {"backend": "nccl", "gpu": "NVIDIA H100 80GB HBM3", "gpu_memory_mib": 81559}
-IB400 = Expected(link=links.link("ib400"), is_assumed=False)
-NVLINK = Expected(link=links.link("nvlink4"), is_assumed=False)
+IB400 = Expected(link=link("ib400"), is_assumed=False)
+NVLINK = Expected(link=link("nvlink4"), is_assumed=False)
 
 
 def dgx(rate: float = 340e9, count: int = 2) -> Network:
@@ -67,8 +66,8 @@ def test_all_but_commands_fits_80_columns() -> None:
 
 def test_the_link_between_hosts_is_the_one_that_the_plan_was_given() -> None:
     h100 = gpu_of(dgx())
-    given = describe(gpu=h100, gpu_origin=Origin.GIVEN, gpus=16, inter_link=links.link("roce100"))
-    assert expected(dgx(), given) == Expected(link=links.link("roce100"), is_assumed=False)
+    given = describe(gpu=h100, gpu_origin=Origin.GIVEN, gpus=16, inter_link=link("roce100"))
+    assert expected(dgx(), given) == Expected(link=link("roce100"), is_assumed=False)
     assumed = describe(gpu=h100, gpu_origin=Origin.GIVEN, gpus=16)
     assert expected(dgx(), assumed) == expected(dgx(), None) == replace(IB400, is_assumed=True)
     assert expected(dgx(count=1), given) == NVLINK

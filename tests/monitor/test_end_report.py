@@ -10,8 +10,7 @@ import pytest
 from cases import ask
 
 from dstrain.choices import Method
-from dstrain.job.monitor import Monitor
-from dstrain.job.schema import Job
+from dstrain.job.schema import Job, Monitor
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.monitor.end_report import end_report, run_card, without_secrets
 from dstrain.monitor.run_record import RunRecord, read

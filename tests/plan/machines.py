@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from dstrain.facts.cluster import cluster as clusters
-from dstrain.facts.cluster import gpus, links
-from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.cluster import gpus
+from dstrain.facts.cluster.cluster import Cluster, Origin, link
 
 
 def cluster(num_gpus: int = 8, gpu: str = "h100-sxm", inter: str | None = None, **more: Any) -> Cluster:
     """Returns so many GPUs of a name, on nodes that a link of a name joins."""
-    link = None if inter is None else links.link(inter)
-    return clusters.describe(gpu=gpus.gpu(gpu), gpu_origin=Origin.GIVEN, gpus=num_gpus, inter_link=link, **more)
+    inter_link = None if inter is None else link(inter)
+    return clusters.describe(gpu=gpus.gpu(gpu), gpu_origin=Origin.GIVEN, gpus=num_gpus, inter_link=inter_link, **more)

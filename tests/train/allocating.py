@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from dstrain.facts.model.trace_records import Question
 from dstrain.facts.model.tracer import Questions
+from dstrain.facts.model.traces import Question
 from dstrain.records import from_data
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.tracing.building import make_inputs, prepare

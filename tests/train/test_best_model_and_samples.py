@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from dstrain.choices import Interval, Method, Task
-from dstrain.job.monitor import Samples
-from dstrain.job.schema import Job
+from dstrain.job.schema import Job, Samples
 from dstrain.monitor.metrics import read_jsonl
 from dstrain.monitor.outcomes import BestModel, best_model
 from dstrain.rundir import RunDir

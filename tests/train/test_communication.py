@@ -12,8 +12,7 @@ from torch import distributed as dist
 from benchmarks.health_exam.rank import SETTINGS
 from benchmarks.health_exam.record import measured_links
 from dstrain.facts.probe import read_model
-from dstrain.job.monitor import Monitor
-from dstrain.job.schema import Job
+from dstrain.job.schema import Job, Monitor
 from dstrain.monitor.metrics import read_jsonl
 from dstrain.train.rank import Rank
 from dstrain.train.setup import observed

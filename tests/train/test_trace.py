@@ -14,8 +14,8 @@ import pytest
 
 from dstrain.choices import Attention, Method, Precision
 from dstrain.facts.model.model_facts import Kind
-from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
 from dstrain.facts.model.tracer import Answer, Failure, Questions, ask, from_description
+from dstrain.facts.model.traces import Description, Question, Subject, Trace, Wanted
 from dstrain.facts.model.traits import FROZEN
 from dstrain.job.model_changes import Lora
 from dstrain.records import to_data

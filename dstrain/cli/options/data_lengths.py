@@ -12,15 +12,13 @@ from dstrain.cli.options.question import PlanInputs, plan_inputs
 from dstrain.errors import DstrainError
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.facts.data.datafile import files_of, is_file_name, reading_for
-from dstrain.facts.data.image_patches import eye_of
-from dstrain.facts.data.lengths import SAMPLED_ROWS, Lengths, media_in, mixed, read_lengths
-from dstrain.facts.data.mixture import epoch_counts, held_out_counts
+from dstrain.facts.data.lengths import SAMPLED_ROWS, Lengths, eye_of, media_in, mixed, read_lengths
 from dstrain.facts.data.rows import count_rows
 from dstrain.facts.model import model_files
 from dstrain.facts.model.hub_config import tokenizer_file
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
-from dstrain.job.data_source import weights_of
+from dstrain.job.data_source import epoch_counts, held_out_counts, weights_of
 from dstrain.job.file import is_local, read_job
 from dstrain.job.schema import Job
 from dstrain.paths import shown

@@ -15,7 +15,8 @@ from annotated_types import Ge, Le
 
 from dstrain.cli.group import F, options
 from dstrain.cli.types import SIZE, Choice, Named
-from dstrain.facts.cluster import gpus, links
+from dstrain.facts.cluster import gpus
+from dstrain.facts.cluster.cluster import LINKS
 from dstrain.facts.model import aliases
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
@@ -122,7 +123,7 @@ _MACHINES = (
     click.option("--nvme", metavar="FOLDER", help="Folder on a local NVMe drive of each node; allows NVMe offload."),
     click.option(
         "--interconnect",
-        type=Named(lambda: links.LINKS),
+        type=Named(lambda: LINKS),
         metavar="LINK",
         help="Link between nodes, per GPU, such as ib400 or roce100.",
     ),

@@ -13,22 +13,21 @@ from dstrain.cli.options.typed import spelled
 from dstrain.errors import DstrainError, InvalidConfig, Place
 from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
-from dstrain.facts.cluster import gpus, hostfile, links, machines
-from dstrain.facts.cluster.cluster import Cluster, Origin
+from dstrain.facts.cluster import gpus, hostfile, machines
+from dstrain.facts.cluster.cluster import Cluster, Origin, link
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.data.datafile import files_of, is_file_name, reading_for
-from dstrain.facts.data.image_patches import Eye, eye_of
-from dstrain.facts.data.lengths import usable_rows
+from dstrain.facts.data.lengths import Eye, eye_of, usable_rows
 from dstrain.facts.data.rows import spread
 from dstrain.facts.data.turns import Conversation
-from dstrain.facts.model import aliases, trace_records
+from dstrain.facts.model import aliases, traces
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.traits import Part
 from dstrain.facts.workload import Workload, measured_cluster, measured_workload
 from dstrain.job.file import read_job
+from dstrain.job.limits import PARTS, broken
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
-from dstrain.job.task_limits import PARTS, broken
 from dstrain.plan.named_parts import frozen_parts, images_beyond, traced_without, unplanned_parts, with_frozen
 from dstrain.plan.request import Request
 from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN
@@ -150,11 +149,11 @@ def _changed_parts(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options[name] for name, default in PARTS.items() if options.get(name, default) is not default}
 
 
-def _trace_question(options: Mapping[str, Any], request: Request) -> trace_records.Question:
+def _trace_question(options: Mapping[str, Any], request: Request) -> traces.Question:
     """Returns how a model of an unknown family is traced."""
     job = Job(model="", output_dir="", image_patches=request.image_patches, **_changed_parts(options))
-    return trace_records.Question(
-        subject=trace_records.Subject(config={}),
+    return traces.Question(
+        subject=traces.Subject(config={}),
         seq_len=request.seq_len or DEFAULT_SEQ_LEN,
         method=request.method,
         lora=request.lora,
@@ -233,7 +232,7 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
         gpus=count,
         gpus_per_node=per_node,
         hosts=hosts,
-        inter_link=links.link(options["interconnect"]) if options["interconnect"] else None,
+        inter_link=link(options["interconnect"]) if options["interconnect"] else None,
         host_memory_bytes=memory,
         host_memory_origin=memory_origin,
         nvme_path=options["nvme"],

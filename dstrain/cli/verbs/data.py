@@ -19,7 +19,6 @@ from dstrain.cli.options.typed import TRUST
 from dstrain.cli.output.progress import Screen
 from dstrain.config.lint.rule import JobContext
 from dstrain.errors import Place
-from dstrain.facts.caches import hub_variables
 from dstrain.facts.data.messages import (
     Piece,
     Prepared,
@@ -32,6 +31,7 @@ from dstrain.facts.data.messages import (
     printable,
 )
 from dstrain.facts.model import hub_config
+from dstrain.facts.this_machine import hub_variables
 from dstrain.heartbeat import Phase
 from dstrain.job.data_source import DataSource
 from dstrain.job.file import is_local, job_of, read_job

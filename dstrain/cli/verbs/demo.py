@@ -21,7 +21,7 @@ from dstrain.config.edits import edit
 from dstrain.config.jsonc import Change
 from dstrain.errors import EnvironmentProblem, RunFailed
 from dstrain.facts import probe
-from dstrain.facts.data.media_files import require_pillow
+from dstrain.facts.data.media import require_pillow
 from dstrain.paths import python, write_atomic
 from dstrain.rundir import RunDir
 from dstrain.wrapping import aligned

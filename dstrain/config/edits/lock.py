@@ -12,7 +12,7 @@ from dstrain.config.jsonc import Pointer
 from dstrain.config.schema import schema_files
 from dstrain.errors import Conflict, InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.data.row_contents import RowContents
+from dstrain.facts.workload import RowContents
 from dstrain.paths import write_together
 from dstrain.records import load_json, to_json, type_config
 

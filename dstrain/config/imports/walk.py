@@ -15,8 +15,7 @@ from dstrain.config.imports.source import ABSENT, READ, Computed, Converted, Fat
 from dstrain.config.jsonc import REMOVED, Change, lookup, same
 from dstrain.errors import InvalidConfig, Place, nearest
 from dstrain.job.model_changes import Lora
-from dstrain.job.monitor import Monitor, Samples
-from dstrain.job.schema import Dpo, Job
+from dstrain.job.schema import Dpo, Job, Monitor, Samples
 from dstrain.job.yaml_source import parse_yaml
 from dstrain.records import Keys, Locator
 

@@ -18,7 +18,7 @@ from dstrain.config.keys import ROWS
 from dstrain.errors import Place
 from dstrain.facts.ds_config import ZERO, offload_device, section, written_device, zero_stage
 from dstrain.findings import Severity
-from dstrain.job import task_limits
+from dstrain.job import limits
 from dstrain.job.schema import Job
 
 if TYPE_CHECKING:
@@ -287,7 +287,7 @@ def in_job(key: str, breaks: Callable[[Subject, Job], Broken], *, problem: str, 
         job = subject.asked
         for given in _cases(breaks(subject, job)) if job is not None else ():
             place = key.format_map(given)
-            value = task_limits.shown(reduce(getattr, place.split("."), job))
+            value = limits.shown(reduce(getattr, place.split("."), job))
             words = {"key": place, "value": value, "stage": subject.stage, "job": job, "model": subject.model, **given}
             texts = (text.format_map(words) for text in (problem, effect, fix))
             yield job_fault(subject, place, *texts, severity=given.get("severity"))

@@ -19,8 +19,7 @@ from annotated_types import Ge, Gt
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.calibration import Calibration
-from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.facts.cluster.links import Link
+from dstrain.facts.cluster.cluster import Cluster, Link, Origin
 from dstrain.paths import write_together
 from dstrain.records import from_data, to_data, type_config
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from dstrain.choices import DataFormat, Task
 from dstrain.errors import InvalidConfig, located
-from dstrain.facts.data import media, media_files
+from dstrain.facts.data import media
 from dstrain.facts.data.columns import KINDS, unused_text
 from dstrain.facts.data.formats import Pair, Reading, require, to_pair, to_sample, unused
 from dstrain.facts.data.rows import SUFFIXES, Part, Sample, entries
 from dstrain.facts.data.turns import Conversation, Message
-from dstrain.job import task_limits
+from dstrain.job import limits
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 
@@ -283,9 +283,9 @@ class _Seen:
 def _require_whole_sample(sample: Conversation, where: str) -> None:
     with located(where):
         for path in sample.images:
-            media_files.opened(path)
+            media.opened(path)
         for video in sample.videos:
-            media_files.require_whole(video)
+            media.require_whole(video)
 
 
 def _problems(source: Path, errors: list[InvalidConfig]) -> InvalidConfig:
@@ -369,7 +369,7 @@ FORMATS = {Task.PRETRAIN: DataFormat.TEXT, Task.DPO: DataFormat.PREFERENCE}
 def reading_for(source: DataSource, job: Job) -> Reading:
     """Returns how rows of a data set of a job become samples. Raises InvalidConfig for a format not of the task."""
     data_format = source.format or job.data_format
-    task_limits.require_format(job.task, data_format)
+    limits.require_format(job.task, data_format)
     if data_format is DataFormat.AUTO:
         data_format = FORMATS.get(job.task, data_format)
     columns = {str(name): column for name, column in (source.columns or {}).items()}

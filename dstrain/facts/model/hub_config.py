@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from dstrain.choices import Hub
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
-from dstrain.facts.caches import hf_home, hf_hub_cache, is_hub_offline
+from dstrain.facts.this_machine import hf_home, hf_hub_cache, is_hub_offline
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
 """Files of a model."""

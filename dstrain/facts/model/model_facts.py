@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from dstrain.facts.model.traced_activations import Traced
+from dstrain.facts.model.traces import Traced
 from dstrain.records import type_config
 
 

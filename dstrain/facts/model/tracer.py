@@ -17,13 +17,21 @@ from pathlib import Path
 
 from dstrain.choices import Hub, Method
 from dstrain.errors import EnvironmentProblem, InvalidConfig, not_installed
-from dstrain.facts.caches import user_cache
 from dstrain.facts.model import hub_config
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe, TensorGroup, Vision
-from dstrain.facts.model.trace_records import Description, Parameter, Question, Subject, Trace, Wanted
-from dstrain.facts.model.traced_activations import ActivationProfile, Traced
+from dstrain.facts.model.traces import (
+    ActivationProfile,
+    Description,
+    Parameter,
+    Question,
+    Subject,
+    Trace,
+    Traced,
+    Wanted,
+)
 from dstrain.facts.model.vision_towers import frozen
 from dstrain.facts.releases import installed
+from dstrain.facts.this_machine import user_cache
 from dstrain.paths import python, write_atomic
 from dstrain.records import from_data, load_json, to_data, to_json, type_config
 

@@ -11,9 +11,9 @@ from dstrain.config.lint.rule import JobContext
 from dstrain.errors import EnvironmentProblem
 from dstrain.facts.attention_kernels import KERNELS, LOADER, OF, AttentionKernels, of_this_machine, repo_version
 from dstrain.facts.cluster import machines
-from dstrain.facts.cluster.cpu import limits_of
 from dstrain.facts.model.traits import traits
 from dstrain.facts.workload import Workload
+from dstrain.job.limits import cpu_limits_of
 from dstrain.launch.prepare.job_context import request_of
 from dstrain.plan.search.rules import unsuitable
 
@@ -96,7 +96,7 @@ def wish_of(context: JobContext, *, kept: str | None = None) -> Wish:
     configuration = request_of(job).of_model(model) if model is not None else None
     wrong: Mapping[Attention, str] = dict.fromkeys(OF, "the model is unknown to the planner")
     if cluster.gpu.is_cpu:
-        wrong = {attn: limit.why for attn in OF for limit in limits_of({"attn": attn})}
+        wrong = {attn: limit.why for attn in OF for limit in cpu_limits_of({"attn": attn})}
     elif model is not None and configuration is not None:
         wrong = unsuitable(Workload(model=model, cluster=cluster), configuration)
     return Wish(

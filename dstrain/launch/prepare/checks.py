@@ -20,14 +20,14 @@ from dstrain.facts.attention_kernels import runs_on
 from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.data.mixture import held_out_counts
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.this_machine import trains_on_cpu
 from dstrain.facts.workload import Workload
 from dstrain.findings import Finding, Severity
+from dstrain.job.data_source import held_out_counts
 from dstrain.job.file import JobFile
+from dstrain.job.limits import shown as written
 from dstrain.job.schema import Job
-from dstrain.job.task_limits import shown as written
 from dstrain.launch.prepare.inputs import (
     check_adapter,
     check_contents,

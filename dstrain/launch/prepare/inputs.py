@@ -14,7 +14,7 @@ from types import MappingProxyType
 from dstrain.choices import Hub, Method, OnBadRow, Optimizer, SinkName, SwanLabMode
 from dstrain.config.lint.rule import JobContext, Subject
 from dstrain.errors import Conflict, EnvironmentProblem, InvalidConfig, Place, located, not_installed, other_version
-from dstrain.facts.data import datafile, media_files
+from dstrain.facts.data import datafile, media
 from dstrain.facts.data.datafile import reading_for
 from dstrain.facts.data.rows import require_there
 from dstrain.facts.model import hub_config, model_files
@@ -24,9 +24,9 @@ from dstrain.facts.releases import is_in_range
 from dstrain.findings import OTHER_FOLDER, UNWRITABLE
 from dstrain.job.data_source import DataSource, weights_of
 from dstrain.job.file import JobFile, is_local, looks_local
+from dstrain.job.limits import require_for_media
 from dstrain.job.model_changes import read_adapter
 from dstrain.job.schema import Job
-from dstrain.job.task_limits import require_for_media
 from dstrain.monitor.sinks.sink import decide_mode
 from dstrain.paths import existing, shown
 from dstrain.records import Keys
@@ -158,7 +158,7 @@ def _check_data_file(
 
 
 _FOR_MEDIA: Mapping[str, Callable[[], None]] = MappingProxyType(
-    {"images": media_files.require_pillow, "videos": media_files.require_packages}
+    {"images": media.require_pillow, "videos": media.require_packages}
 )
 """Column → raises EnvironmentProblem without what it needs."""
 

@@ -20,13 +20,12 @@ from dstrain.facts.cluster.gpus import CPU
 from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.facts.cluster.machines import hosts_of, is_local, resolve_gpu
 from dstrain.facts.data import datafile
-from dstrain.facts.data.mixture import held_out_counts
-from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.data.rows import count_rows
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.trace_records import Question, Subject
+from dstrain.facts.model.traces import Question, Subject
 from dstrain.facts.this_machine import trains_on_cpu
-from dstrain.facts.workload import Workload, measured_cluster, measured_workload
+from dstrain.facts.workload import RowContents, Workload, measured_cluster, measured_workload
+from dstrain.job.data_source import held_out_counts
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job
 from dstrain.plan.configuration import Configuration, choices, flat

@@ -17,15 +17,13 @@ from dstrain.config.lint import engine
 from dstrain.config.lint.rule import JobContext, Subject
 from dstrain.config.resolve_auto import for_trainer
 from dstrain.errors import DstrainError
-from dstrain.facts.caches import hub_variables
 from dstrain.facts.cluster import machines
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.cluster.hostfile import Hosts
-from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model import hub_config
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.this_machine import trains_on_cpu, versions, visible_devices
-from dstrain.facts.workload import Workload, measured_workload
+from dstrain.facts.this_machine import hub_variables, trains_on_cpu, versions, visible_devices
+from dstrain.facts.workload import RowContents, Workload, measured_workload
 from dstrain.findings import Finding, Severity, errors
 from dstrain.job.file import JobFile
 from dstrain.job.schema import Job

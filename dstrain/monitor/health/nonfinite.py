@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.errors import RunFailed
-from dstrain.job.monitor import HealthAction
+from dstrain.job.schema import HealthAction
 from dstrain.monitor.metrics import read_jsonl
 from dstrain.rundir import RunDir, lacks_states
 

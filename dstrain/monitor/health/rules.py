@@ -9,7 +9,7 @@ from enum import IntEnum
 from types import MappingProxyType
 from typing import Any
 
-from dstrain.job.monitor import HealthAction, HealthLimits, HealthRule
+from dstrain.job.schema import HealthAction, HealthLimits, HealthRule
 from dstrain.monitor.health import signals
 from dstrain.monitor.health.history import Facts, History
 from dstrain.monitor.health.nonfinite import Finding

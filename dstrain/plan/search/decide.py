@@ -10,9 +10,9 @@ from dstrain.choices import Method, Offload, Precision
 from dstrain.errors import InvalidConfig
 from dstrain.facts.attention_kernels import runs_on
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.cluster.cpu import QWZ, limits_of
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
+from dstrain.job.limits import QWZ, cpu_limits_of
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.estimate import assess, moved
 from dstrain.plan.estimate_records import Estimate, Plan, Reason
@@ -207,7 +207,7 @@ def check(workload: Workload, request: Request) -> None:
         QWZ: request.qwz,
         "activation_offload": request.activation_offload,
     }
-    for limit in limits_of(asked) if gpu.is_cpu else ():
+    for limit in cpu_limits_of(asked) if gpu.is_cpu else ():
         if not limit.unless:
             raise InvalidConfig(f"{limit.asked}: {limit.why}", hint=f"Write {limit.answer}.")
     if request.attn is not None and not runs_on(gpu, request.attn):

@@ -9,11 +9,10 @@ from dataclasses import replace
 from dstrain.choices import Attention, Method, Optimizer, Precision, Task
 from dstrain.facts.attention_kernels import KERNELS, runs_on
 from dstrain.facts.cluster.cluster import Origin
-from dstrain.facts.cluster.cpu import limits_of
-from dstrain.facts.data.row_contents import seen_samples
 from dstrain.facts.model.model_facts import Kind, ModelFacts, Moe
 from dstrain.facts.model.traits import COST, FLA, kernel_packages
-from dstrain.facts.workload import Workload
+from dstrain.facts.workload import Workload, seen_samples
+from dstrain.job.limits import cpu_limits_of
 from dstrain.plan import rope_scaling
 from dstrain.plan.configuration import Configuration, changed, flat
 from dstrain.plan.estimate import USABLE_GPU_RATIO
@@ -67,7 +66,7 @@ def notes(workload: Workload, request: Request, chosen: Estimate) -> tuple[str, 
     if chosen.fits and share > USABLE_GPU_RATIO:
         left = percent(1 - USABLE_GPU_RATIO)
         found.append(f"it fills {percent(share)} of the GPU; dstrain's own choices leave {left}")
-    for limit in limits_of(flat(chosen.configuration)) if cluster.gpu.is_cpu else ():
+    for limit in cpu_limits_of(flat(chosen.configuration)) if cluster.gpu.is_cpu else ():
         found.append(f"{limit.key} {limit.value} trains on a CPU only if {limit.unless}: {limit.why}")
     if request.task is Task.DPO:
         found += _reference_notes(workload, chosen)

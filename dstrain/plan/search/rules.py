@@ -14,7 +14,7 @@ from dstrain.facts.model.families import LIGER, SHARED_EXPERTS
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.traits import traits
 from dstrain.facts.workload import Workload
-from dstrain.job.task_limits import LIMITS, UNDROPPED, WITH_MEDIA, TaskLimit
+from dstrain.job.limits import LIMITS, UNDROPPED, WITH_MEDIA, TaskLimit
 from dstrain.plan.configuration import DEGREES, Configuration, changed, choices
 from dstrain.plan.memory.layers.families import LAYER_CODE
 

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from dstrain.choices import Attention, LossKernel, Precision
 from dstrain.facts.cluster.gpus import Gpu
-from dstrain.facts.data.row_contents import RowContents, seen_samples
+from dstrain.facts.workload import RowContents, seen_samples
 from dstrain.plan.configuration import (
     Checkpointing,
     Configuration,

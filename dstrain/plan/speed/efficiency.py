@@ -11,9 +11,8 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from dstrain.facts.cluster.calibration import NOTHING, Measured
-from dstrain.facts.cluster.cluster import Cluster
+from dstrain.facts.cluster.cluster import LINKS, Cluster, Link
 from dstrain.facts.cluster.gpus import Gpu
-from dstrain.facts.cluster.links import LINKS, Link
 from dstrain.units import MIB
 
 HALF_WAVE = 1_000_000.0

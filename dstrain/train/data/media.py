@@ -19,10 +19,9 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from transformers.utils.hub import PushToHubMixin, cached_file
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.data import media_files
+from dstrain.facts.data import media
 from dstrain.facts.data.columns import IMAGES, KINDS, MEDIA
-from dstrain.facts.data.media import Files, name_of
-from dstrain.facts.data.media_files import require_packages
+from dstrain.facts.data.media import Files, name_of, require_packages
 from dstrain.facts.model.model_files import PROCESSOR_FILES
 from dstrain.facts.model.traits import require_image_package, require_media, traits
 from dstrain.job.schema import Job
@@ -169,7 +168,7 @@ class MediaReader:
         return {key: value for key, value in made.items() if key not in unused}
 
     def _opened(self, path: str) -> Any:
-        return resized(media_files.opened(path), self.max_pixels, self.min_pixels)
+        return resized(media.opened(path), self.max_pixels, self.min_pixels)
 
 
 def _ids(out: Mapping[str, Any]) -> list[int]:
@@ -186,7 +185,7 @@ def _blank() -> Any:
 
 def image_text(path: str) -> str:
     """Returns the name of an image and its size, in words."""
-    image = media_files.opened(path)
+    image = media.opened(path)
     return f"{Path(name_of(path)).name}: {image.width} × {image.height} pixels"
 
 
@@ -259,7 +258,7 @@ def load_media_reader(job: Job, source: str, tokenizer: Any) -> MediaReader | No
     config = AutoConfig.from_pretrained(source, trust_remote_code=job.trust_remote_code)
     family, saved = config.model_type, tuple(Path(file) for file in files if file is not None)
     try:
-        media_files.require_pillow()
+        media.require_pillow()
         require_image_package(family)
     except EnvironmentProblem as lack:
         _take_template(ProcessorMixin.get_processor_dict(source)[0].get("chat_template"), job, tokenizer)

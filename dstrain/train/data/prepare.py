@@ -17,9 +17,8 @@ from dstrain import units
 from dstrain.choices import OnLongSample
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.columns import MEDIA, unusable, unused_text
-from dstrain.facts.data.mixture import epoch_counts, held_out_counts
-from dstrain.job import task_limits
-from dstrain.job.data_source import DataSource, weights_of
+from dstrain.job import limits
+from dstrain.job.data_source import DataSource, epoch_counts, held_out_counts, weights_of
 from dstrain.job.schema import Job
 from dstrain.train.data.collate import PackedRows, Packing, packed
 from dstrain.train.data.sources import Rows, rows_of
@@ -170,7 +169,7 @@ def _tokens(rows: Rows, encoder: Encoder, job: Job, report: Report, form: Form) 
     dataset, said = tokens.dataset, tokens.said
     if media := [name for name in MEDIA if _figure(dataset, f"num_{name}").any()]:
         packs = form.media_reader is not None and form.media_reader.positions is not None
-        task_limits.require_for_media(job, media, packs=packs)
+        limits.require_for_media(job, media, packs=packs)
     lengths, is_long = _figure(dataset, "length"), _figure(dataset, "num_cut") > 0
     # both kinds stay in the cache, so that another on_long_sample costs no tokenization
     drops_long = job.on_long_sample is OnLongSample.DROP

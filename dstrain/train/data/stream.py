@@ -21,7 +21,7 @@ from dstrain.choices import OnBadRow, OnLongSample
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.facts.data.columns import IMAGES, VIDEOS, unusable
 from dstrain.facts.data.turns import Conversation
-from dstrain.job import task_limits
+from dstrain.job import limits
 from dstrain.job.schema import Job
 from dstrain.paths import write_atomic
 from dstrain.train.data.collate import PackedRows, packed, row_of
@@ -112,7 +112,7 @@ class Window:
             return True
         media_reader = self._encoder.media_reader
         packs = media_reader is not None and media_reader.positions is not None
-        task_limits.require_for_media(self._job, sample.media, packs=packs)
+        limits.require_for_media(self._job, sample.media, packs=packs)
         others = [name for name in sample.media if name not in self._media]
         if others and media_reader is not None:
             problem = f"{where}: has {' and '.join(others)}, which no row has that was read before training"

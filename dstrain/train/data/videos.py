@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from transformers.video_utils import VideoMetadata
 
-from dstrain.facts.data import media_files
+from dstrain.facts.data import media
 from dstrain.facts.data.media import Files, name_of
 from dstrain.job.schema import Job
 
@@ -75,19 +75,19 @@ class Videos:
     def _read(self, video: Files) -> tuple[Any, VideoMetadata]:
         """Returns the chosen frames of a video, (frames, height, width, channels), and which these are."""
         header, indices = self._sampled(video)
-        frames = [np.asarray(resized(frame, self.max_pixels)) for frame in media_files.frames_of(video, indices)]
+        frames = [np.asarray(resized(frame, self.max_pixels)) for frame in media.frames_of(video, indices)]
         metadata = VideoMetadata(
             total_num_frames=header.num_frames, fps=header.fps or self.processor.fps, frames_indices=indices
         )
         return np.stack(frames), metadata
 
-    def _sampled(self, video: Files) -> tuple[media_files.Header, list[int]]:
+    def _sampled(self, video: Files) -> tuple[media.Header, list[int]]:
         """Returns the header of a video, and the numbers of the frames that the processor chooses.
 
         Frames in image files have been chosen already, at as many per second as the processor takes; more than its
         maximum are thinned out. Source: transformers 5.23 video_processing_utils.py: preprocess.
         """
-        header, reader = media_files.header_of(video), self.processor
+        header, reader = media.header_of(video), self.processor
         settings = {name: getattr(reader, name, None) for name in reader.valid_kwargs.__annotations__}
         if header.fps is None:
             if header.num_frames <= reader.max_frames:

@@ -18,8 +18,7 @@ import torch
 from dstrain.choices import Interval
 from dstrain.errors import DstrainError, EnvironmentProblem, InvalidConfig
 from dstrain.findings import LARGER_DISK, OTHER_FOLDER, too_full
-from dstrain.job.monitor import HealthRule
-from dstrain.job.schema import Job
+from dstrain.job.schema import HealthRule, Job
 from dstrain.monitor.health.history import Facts
 from dstrain.monitor.health.rules import Watch
 from dstrain.monitor.outcomes import Check, CheckName, Preflight, finite

@@ -20,9 +20,8 @@ from typing import Any
 
 from dstrain.choices import LOGITS_PER_TILE, LossKernel
 from dstrain.errors import DstrainError
-from dstrain.facts.model.trace_records import Question, Trace, Wanted
-from dstrain.facts.model.traced_activations import BATCHES, ActivationProfile, depths, fit
 from dstrain.facts.model.tracer import Answer, Answers, Failure, Questions
+from dstrain.facts.model.traces import BATCHES, ActivationProfile, Question, Trace, Wanted, depths, fit
 from dstrain.garbage import collect_seldom
 from dstrain.records import from_data, to_data
 

@@ -14,7 +14,7 @@ from transformers.initialization import no_init_weights
 
 from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.errors import InvalidConfig, first_line
-from dstrain.facts.model.trace_records import Description, Parameter, Question, Subject
+from dstrain.facts.model.traces import Description, Parameter, Question, Subject
 from dstrain.facts.model.traits import Part, part_of
 from dstrain.train.adapters import freeze_parts, with_adapter
 from dstrain.train.arguments import recompute

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.data.row_contents import seen_samples
-from dstrain.facts.model.trace_records import Question, Subject
+from dstrain.facts.model.traces import Question, Subject
+from dstrain.facts.workload import seen_samples
 from dstrain.train.checkpoints.saved_model import DTYPES
 from dstrain.train.data.collate import without_adapter
 from dstrain.train.tracing.tracker import StorageTracker

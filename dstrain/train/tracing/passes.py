@@ -13,7 +13,7 @@ import torch
 
 from dstrain.choices import Attention
 from dstrain.errors import DstrainError, InvalidConfig, first_line
-from dstrain.facts.model.trace_records import Moment, Question, Segment, Trace
+from dstrain.facts.model.traces import Moment, Question, Segment, Trace
 from dstrain.train.data.isolation import NoPositions, attend_by_sample, packed_masks
 from dstrain.train.tracing import images
 from dstrain.train.tracing.anatomy import Anatomy, dissect

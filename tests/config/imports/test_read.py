@@ -527,8 +527,7 @@ def test_a_target_is_a_key_of_a_job_or_a_choice_of_gen_config(tool: str) -> None
     from dataclasses import fields
 
     from dstrain.job.model_changes import Lora
-    from dstrain.job.monitor import Monitor, Samples
-    from dstrain.job.schema import Dpo, Job
+    from dstrain.job.schema import Dpo, Job, Monitor, Samples
 
     legal = {field.name for field in fields(Job)}
     sections = {"dpo": Dpo, "lora": Lora, "samples": Samples, "monitor": Monitor}

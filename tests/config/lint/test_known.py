@@ -18,13 +18,12 @@ from dstrain.facts import probe
 from dstrain.facts.cluster import cluster as clusters
 from dstrain.facts.cluster import gpus, hostfile
 from dstrain.facts.cluster.cluster import Cluster, Origin
-from dstrain.facts.cluster.cpu import CPU_LIMITS, OFFLOADED, CpuLimit
 from dstrain.facts.cluster.hostfile import parse
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.workload import Workload
 from dstrain.findings import Finding, Severity
 from dstrain.job.file import JobFile, read_job
-from dstrain.job.task_limits import LIMITS, WITH_ADAPTERS, TaskLimit
+from dstrain.job.limits import CPU_LIMITS, LIMITS, OFFLOADED, WITH_ADAPTERS, CpuLimit, TaskLimit
 from dstrain.launch.prepare.checks import OF_HOSTFILE, findings
 from dstrain.launch.prepare.job_context import counted_steps, job_context, request_of
 from dstrain.plan.estimate import estimate

@@ -7,10 +7,9 @@ from dataclasses import replace
 import pytest
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.cluster.cluster import ASSUMED_INTER_LINKS, Cluster, Origin, describe
+from dstrain.facts.cluster.cluster import ASSUMED_INTER_LINKS, Cluster, Origin, describe, link
 from dstrain.facts.cluster.gpus import GPUS, gpu
 from dstrain.facts.cluster.hostfile import Hosts, expand, parse
-from dstrain.facts.cluster.links import link
 from dstrain.records import from_data, to_data
 from dstrain.units import GIB
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from dstrain.errors import InvalidConfig
+from dstrain.facts.cluster.cluster import LINKS
 from dstrain.facts.cluster.gpu_table import ROWS, Row
 from dstrain.facts.cluster.gpus import GPUS, Chip, Gpu, from_nvml, gpu
-from dstrain.facts.cluster.links import LINKS
 from dstrain.records import from_data, to_data
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.cluster.links import LINKS, link
+from dstrain.facts.cluster.cluster import LINKS, link
 
 
 @pytest.mark.parametrize("name", LINKS)

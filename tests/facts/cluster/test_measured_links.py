@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.facts.cluster import links
 from dstrain.facts.cluster.calibration import Calibration, Measured
-from dstrain.facts.cluster.cluster import Cluster, Origin, describe
+from dstrain.facts.cluster.cluster import Cluster, Origin, describe, link
 from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.cluster.measured_links import (
     MeasuredLinks,
@@ -68,8 +67,8 @@ ENTRY = MeasuredLinks(
 )
 
 
-def cluster(link: str | None = None) -> Cluster:
-    given = links.link(link) if link else None
+def cluster(name: str | None = None) -> Cluster:
+    given = link(name) if name else None
     return describe(gpu=gpu("h100"), gpu_origin=Origin.GIVEN, gpus=16, inter_link=given)
 
 

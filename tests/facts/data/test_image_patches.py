@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.choices import Hub
-from dstrain.facts.data.image_patches import eye_of, smart_resize
+from dstrain.facts.data.lengths import eye_of, smart_resize
 from dstrain.facts.data.turns import Conversation
 
 SIZES = [(random.Random(seed).randint(8, 3000), random.Random(-seed).randint(8, 3000)) for seed in range(1, 60)]

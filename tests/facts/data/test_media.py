@@ -11,7 +11,7 @@ import pytest
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import check, parsed
 from dstrain.facts.data.formats import PLAIN, require, to_sample, unused
-from dstrain.facts.data.media_files import opened
+from dstrain.facts.data.media import opened
 from dstrain.facts.data.rows import Sample, entries
 from dstrain.facts.data.turns import Conversation
 

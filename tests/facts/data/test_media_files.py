@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.data import media_files
+from dstrain.facts.data import media
 from dstrain.facts.data.datafile import check
 from dstrain.facts.data.formats import PLAIN, require, unused
 from dstrain.facts.data.media import Files
@@ -117,24 +117,24 @@ def test_a_file_that_ends_too_early_or_frames_of_several_sizes_are_told(
     need_videos(need)
     make_videos(tmp_path / "good")
     clip = (str(tmp_path / "good" / "clip.mp4"),)
-    assert media_files.header_of(clip) == media_files.Header(num_frames=30, fps=10.0, width=40, height=24)
-    assert [frame.size for frame in media_files.frames_of(clip, [3, 29])] == [(40, 24)] * 2
+    assert media.header_of(clip) == media.Header(num_frames=30, fps=10.0, width=40, height=24)
+    assert [frame.size for frame in media.frames_of(clip, [3, 29])] == [(40, 24)] * 2
     with pytest.raises(InvalidConfig, match=r"clip.mp4\" ends after 30 of at least 41 frames"):
-        list(media_files.frames_of(clip, [3, 40]))
+        list(media.frames_of(clip, [3, 40]))
     turned = (str(tmp_path / "good" / "turned.mp4"),)
-    assert media_files.header_of(turned) == media_files.Header(num_frames=5, fps=10.0, width=24, height=40)
-    (frame,) = media_files.frames_of(turned, [0])
-    upright, lying = frame.load(), next(media_files.frames_of(clip, [0])).rotate(90, expand=True).load()
+    assert media.header_of(turned) == media.Header(num_frames=5, fps=10.0, width=24, height=40)
+    (frame,) = media.frames_of(turned, [0])
+    upright, lying = frame.load(), next(media.frames_of(clip, [0])).rotate(90, expand=True).load()
     assert all(abs(upright[at][0] - lying[at][0]) < 32 for at in ((2, 2), (8, 36), (20, 20)))
     image.new("RGB", (8, 8)).save(tmp_path / "small.png")
     with pytest.raises(InvalidConfig, match=r"small.png\" have 40 × 24 and 8 × 8 pixels"):
-        media_files.require_whole((str(tmp_path / "good" / "frame0.png"), str(tmp_path / "small.png")))
+        media.require_whole((str(tmp_path / "good" / "frame0.png"), str(tmp_path / "small.png")))
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL")
-    monkeypatch.setattr(media_files, "find_spec", lambda name: name == "PIL" or None)
+    monkeypatch.setattr(media, "find_spec", lambda name: name == "PIL" or None)
     with pytest.raises(EnvironmentProblem) as caught:
-        media_files.require_packages()
+        media.require_packages()
     assert caught.value.problem == "videos need torchvision and av, which are not installed"
     assert caught.value.hint == "pip install 'dstrain[videos]'"

@@ -8,8 +8,8 @@ from dstrain.facts import probe
 from dstrain.facts.model import aliases, families, tracer
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import Kind
-from dstrain.facts.model.trace_records import Description, Question, Subject, Wanted
 from dstrain.facts.model.tracer import from_description
+from dstrain.facts.model.traces import Description, Question, Subject, Wanted
 
 # Parameters in the safetensors of each hub page (`"parameters"` of its index, or "Model size" on the page).
 _PUBLISHED = {

@@ -8,9 +8,8 @@ import pytest
 
 from dstrain.errors import InvalidConfig
 from dstrain.facts.model.model_facts import Kind, Moe
-from dstrain.facts.model.trace_records import Description, Moment, Parameter, Segment, Trace
-from dstrain.facts.model.traced_activations import Depths, depths, fit
 from dstrain.facts.model.tracer import NO_LIMIT, from_description
+from dstrain.facts.model.traces import Depths, Description, Moment, Parameter, Segment, Trace, depths, fit
 
 
 def passed(layers: int, samples: int, *, moments: int = 1) -> Trace:

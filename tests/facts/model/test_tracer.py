@@ -17,9 +17,8 @@ from dstrain.facts.cluster.gpus import gpu
 from dstrain.facts.model import tracer
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_files import names_of
-from dstrain.facts.model.trace_records import Description, Question, Subject, Trace, Wanted
-from dstrain.facts.model.traced_activations import ActivationProfile
 from dstrain.facts.model.tracer import Answer, ask, from_description, trace_model
+from dstrain.facts.model.traces import ActivationProfile, Description, Question, Subject, Trace, Wanted
 from dstrain.facts.workload import Workload
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.request import Request
@@ -143,7 +142,7 @@ def test_a_model_is_traced_once_and_remembered(tmp_path: Path, monkeypatch: pyte
 
 def test_answers_depend_on_all_code_of_the_tracer() -> None:
     names = {path.name for path in tracer._sources()}
-    assert {"__main__.py", "model.py", "passes.py", "kernels.py", "traced_activations.py", "trace_records.py"} <= names
+    assert {"__main__.py", "model.py", "passes.py", "kernels.py", "traces.py"} <= names
 
 
 def test_a_damaged_answer_is_asked_again(tmp_path: Path) -> None:

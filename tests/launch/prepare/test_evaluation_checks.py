@@ -12,9 +12,8 @@ from dstrain.config.lint.rule import JobContext
 from dstrain.errors import InvalidConfig, Place
 from dstrain.job.data_source import DataSource
 from dstrain.job.file import JobFile
-from dstrain.job.monitor import Samples
-from dstrain.job.schema import Job
-from dstrain.job.task_limits import require_for_media
+from dstrain.job.limits import require_for_media
+from dstrain.job.schema import Job, Samples
 from dstrain.launch.prepare.checks import EVALUATION, findings, require
 from dstrain.launch.prepare.prepare import unplanned
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from dstrain.job.monitor import HealthAction, HealthLimits, HealthRule
+from dstrain.job.schema import HealthAction, HealthLimits, HealthRule
 from dstrain.monitor.expert_balance import balance
 from dstrain.monitor.health.history import Facts, History
 from dstrain.monitor.health.rules import RULES, Watch

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dstrain.job.monitor import HealthAction
+from dstrain.job.schema import HealthAction
 from dstrain.monitor.health.nonfinite import Finding, error_of
 from dstrain.rundir import COMPLETE, RunDir
 

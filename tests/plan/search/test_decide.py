@@ -13,8 +13,8 @@ from cases import ask, plan
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.calibration import Calibration, Measured
-from dstrain.facts.cluster.cpu import CPU_LIMITS, CpuLimit
-from dstrain.facts.data.row_contents import RowContents
+from dstrain.facts.workload import RowContents
+from dstrain.job.limits import CPU_LIMITS, CpuLimit
 from dstrain.plan.estimate import assess
 from dstrain.plan.labels import CHOICE_WORDS, label, short_label
 from dstrain.plan.search.alternatives import gain_ratio, neighbours

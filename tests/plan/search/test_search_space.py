@@ -10,7 +10,7 @@ from cases import ask
 
 from dstrain.choices import Attention, LossKernel, Method, Offload, Optimizer, Precision, RopeType, Task
 from dstrain.errors import InvalidConfig
-from dstrain.facts.model.traced_activations import ActivationProfile, Traced
+from dstrain.facts.model.traces import ActivationProfile, Traced
 from dstrain.facts.workload import Workload
 from dstrain.job.model_changes import Lora, RopeScaling
 from dstrain.plan.configuration import DEFAULTS, changed, flat

@@ -14,10 +14,9 @@ from dstrain.facts import probe
 from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.calibration import Calibration, Measured
 from dstrain.facts.cluster.cluster import Cluster
-from dstrain.facts.data.row_contents import RowContents
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import Kind
-from dstrain.facts.workload import Workload
+from dstrain.facts.workload import RowContents, Workload
 from dstrain.job.schema import Job
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate_records import Limit, Speed

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from dstrain.choices import LossOn, Task
 from dstrain.errors import EnvironmentProblem, InvalidConfig
-from dstrain.facts.data.media_files import opened
+from dstrain.facts.data.media import opened
 from dstrain.facts.data.turns import Conversation
 from dstrain.job.schema import Job
 from dstrain.monitor.meter import COUNTS, CountingCollator

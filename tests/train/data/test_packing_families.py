@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from dstrain.errors import InvalidConfig
-from dstrain.facts.model.trace_records import Subject
+from dstrain.facts.model.traces import Subject
 from dstrain.train.arguments import recompute
 from dstrain.train.data.collate import (
     Collator,

@@ -14,7 +14,7 @@ from dstrain.choices import Interval, OnBadRow, Task
 from dstrain.errors import InvalidConfig
 from dstrain.facts.data.datafile import stop
 from dstrain.facts.data.rows import entries, streamed_parts
-from dstrain.job import task_limits
+from dstrain.job import limits
 from dstrain.job.data_source import DataSource
 from dstrain.job.schema import Job
 from dstrain.train import demo
@@ -232,5 +232,5 @@ def test_a_list_cannot_be_streamed(tmp_path: Path, tokenizer: Any) -> None:
 )
 def test_what_cannot_be_combined_is_one_clear_error(options: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidConfig) as error:
-        task_limits.require(job("a.jsonl", **options))
+        limits.require(job("a.jsonl", **options))
     assert str(error.value).startswith(problem)

@@ -26,12 +26,12 @@ from dstrain.config.lint.rule import (
 )
 from dstrain.config.lint.rules.no_effect import above, has_pass, is_on
 from dstrain.config.resolve_auto import GATHERS
-from dstrain.facts.cluster.cpu import CPU_LIMITS, OFFLOADED, CpuLimit, limits_of
 from dstrain.facts.model.model_facts import ModelFacts
 from dstrain.facts.model.model_files import names_of
 from dstrain.facts.model.traits import traits
 from dstrain.findings import Severity
-from dstrain.job import task_limits
+from dstrain.job import limits
+from dstrain.job.limits import CPU_LIMITS, OFFLOADED, CpuLimit, cpu_limits_of
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.plan import rope_scaling
@@ -188,7 +188,7 @@ def _not_on_cpu(subject: Subject) -> Iterator[Fault]:
     job, cluster = subject.asked, subject.cluster
     if job is None or cluster is None or cluster.gpu_origin == "assumed" or not cluster.gpu.is_cpu:
         return
-    of_engine = limits_of({limit.key: subject.at(limit.key, None) for limit in CPU_LIMITS if limit.is_of_engine})
+    of_engine = cpu_limits_of({limit.key: subject.at(limit.key, None) for limit in CPU_LIMITS if limit.is_of_engine})
     for limit in (*limits_on_cpu(job), *of_engine):
         if limit.unless == OFFLOADED and subject.offloads_optimizer:
             continue  # DeepSpeed's CPU optimizer trains
@@ -205,8 +205,8 @@ def _not_on_cpu(subject: Subject) -> Iterator[Fault]:
 def limits_on_cpu(job: Job) -> list[CpuLimit]:
     """Returns the limits of a CPU that keys of a job meet; Triton's interpreter runs Liger's kernels."""
     is_interpreted = {**os.environ, **job.env}.get("TRITON_INTERPRET") == "1"
-    limits = limits_of({limit.key: getattr(job, limit.key, None) for limit in CPU_LIMITS if not limit.is_of_engine})
-    return [limit for limit in limits if not (limit.key == "liger" and is_interpreted)]
+    values = {limit.key: getattr(job, limit.key, None) for limit in CPU_LIMITS if not limit.is_of_engine}
+    return [limit for limit in cpu_limits_of(values) if not (limit.key == "liger" and is_interpreted)]
 
 
 def _saves_no_weights(s: Subject, job: Job) -> bool:
@@ -218,12 +218,12 @@ _STOPS = "the run stops before it loads the model"
 _STOPS_FIRST = "the run stops before the first step"
 _STOPS_LOADED = "the run stops once the model is loaded"
 _OF_VIDEOS = ("video_max_pixels", "video_fps", "video_maxlen")
-_OF_TOWERS = ("max_pixels", "min_pixels", "image_patches", *_OF_VIDEOS, *(row.key for row in task_limits.WITH_ADAPTERS))
+_OF_TOWERS = ("max_pixels", "min_pixels", "image_patches", *_OF_VIDEOS, *(row.key for row in limits.WITH_ADAPTERS))
 
 
 def _not_of_task(subject: Subject) -> Iterator[Fault]:
     """Reports keys of the job that its task or method does not support."""
-    for limit, problem in task_limits.broken(subject.job.job) if subject.job is not None else ():
+    for limit, problem in limits.broken(subject.job.job) if subject.job is not None else ():
         yield job_fault(subject, limit.key, problem, _STOPS, limit.fix)
 
 
@@ -362,7 +362,7 @@ RULES = (
                   fix="remove it")),
          source="dstrain/train/parts/parallel.py; a norm of 3.71 in place of 4.78 on CPU ranks, deepspeed 0.19.8"),
     Rule(id="DS226", severity=_E, title="key that the task or the method does not support", find=_not_of_task,
-         source="dstrain/job/task_limits.py"),
+         source="dstrain/job/limits.py"),
     Rule(id="DS227", severity=_E, title="name not found in the model", find=_named_in_vain,
          source="dstrain/train/adapters.py; peft 0.21 tuners/tuners_utils.py: check_target_module_exists"),
     Rule(id="DS901", severity=_W, title="interval longer than the run",
@@ -408,7 +408,7 @@ RULES = (
                      fix="remove it"),
          source="dstrain/config/lint/rules/jobs.py: READ_WITH"),
     Rule(id="DS908", severity=_W, title="label smoothing without effect on this loss",
-         find=in_job("dpo", lambda s, job: task_limits.is_smoothing_unused(job),
+         find=in_job("dpo", lambda s, job: limits.is_smoothing_unused(job),
                      problem="label_smoothing is {job.dpo.label_smoothing:g}, but loss_type is {job.dpo.loss_type}",
                      effect="it changes nothing", fix="write loss_type: robust, or remove it"),
          source="trl 1.16 trainer/dpo_trainer.py: DPOTrainer._compute_loss"),

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from operator import add
 
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.traced_activations import Peak
+from dstrain.facts.model.traces import Peak
 from dstrain.plan.memory.layers import ops, vision
 from dstrain.plan.memory.layers.activations import layer_kinds, play
 from dstrain.plan.memory.layers.context import Context, Variant

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dstrain.choices import Attention
-from dstrain.facts.data.row_contents import seen_samples
 from dstrain.facts.model.model_facts import ModelFacts, Vision
+from dstrain.facts.workload import seen_samples
 from dstrain.plan.memory.layers import attention, blocks, ops
 from dstrain.plan.memory.layers.context import Context, Variant
 from dstrain.plan.memory.layers.tape import Tensor, Tensors, View

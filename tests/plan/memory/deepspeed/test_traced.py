@@ -12,7 +12,7 @@ from benchmarks.named_peaks import of_variant, variant_of
 from dstrain.choices import Hub, Method, Offload, Optimizer, Precision
 from dstrain.facts import probe
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.traced_activations import ActivationProfile, Course, Plane, Traced
+from dstrain.facts.model.traces import ActivationProfile, Course, Plane, Traced
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.memory.deepspeed import engine
 from dstrain.plan.memory.layers.tape import GradRelease

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from benchmarks.named_peaks import Instant, of_variant, variant_of
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.trace_records import Trace
 from dstrain.facts.model.tracer import Failure, ask
+from dstrain.facts.model.traces import Trace
 from dstrain.plan.configuration import Configuration
 from dstrain.plan.labels import title
 from dstrain.plan.memory.layers.activations import has_layer_code

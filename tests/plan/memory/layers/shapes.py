@@ -13,7 +13,7 @@ from typing import Any
 from dstrain.choices import Attention, LossKernel, Method
 from dstrain.facts.model import families
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.trace_records import Question, Subject
+from dstrain.facts.model.traces import Question, Subject
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed

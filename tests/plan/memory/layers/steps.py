@@ -21,7 +21,7 @@ from benchmarks.named_peaks import variant_of
 from dstrain.choices import Attention, Method
 from dstrain.facts.model.families import from_config
 from dstrain.facts.model.model_facts import ModelFacts
-from dstrain.facts.model.trace_records import Question, Subject
+from dstrain.facts.model.traces import Question, Subject
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.layers.activations import layer_kinds, play

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.named_peaks import of_variant, variant_of
 from dstrain.choices import Attention, LossKernel, Method, Precision
 from dstrain.facts.model.families import from_config
-from dstrain.facts.model.trace_records import Question
+from dstrain.facts.model.traces import Question
 from dstrain.job.model_changes import Lora
 from dstrain.job.schema import Job
 from dstrain.launch.prepare.job_context import request_of

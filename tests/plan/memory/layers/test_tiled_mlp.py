@@ -10,7 +10,7 @@ import pytest
 from benchmarks.named_peaks import by_name, variant_of
 from dstrain.choices import Attention, Method
 from dstrain.facts.model.families import from_config
-from dstrain.facts.model.trace_records import Question
+from dstrain.facts.model.traces import Question
 from dstrain.facts.workload import Workload
 from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
