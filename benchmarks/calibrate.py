@@ -3,7 +3,7 @@
 `python benchmarks/calibrate.py [--machines 50] [--runs 5] [--seed 0] [--choice next|differ|any]`
 
 A machine is a GPU, a number of GPUs and constants of its own, drawn around the planner's priors as far as these may be
-off (`plan.calibration.times.WIDTHS`). It "runs" configurations: the planner's own model with the hidden constants, and
+off (`plan.calibration.WIDTHS`). It "runs" configurations: the planner's own model with the hidden constants, and
 noise (`--noise`, 1 %). The first two are drawn, of different models, and the others are those that `calibrate` names as
 the next run, each of one of these models (`--choice next`). For comparison, each has a model and a sequence length of
 its own, as far as there are others, and one offloads its optimizer (`differ`); or they are drawn without regard to each
@@ -31,13 +31,11 @@ from dstrain.facts.cluster import gpus
 from dstrain.facts.cluster.calibration import Calibration, Measured
 from dstrain.facts.cluster.cluster import Cluster, Origin
 from dstrain.facts.workload import Workload
-from dstrain.plan.calibration.fit import Fit, fit
-from dstrain.plan.calibration.next_run import next_run
-from dstrain.plan.calibration.observed import Observed
-from dstrain.plan.calibration.times import WIDTHS, rates_in_use
+from dstrain.plan.calibration import WIDTHS, Fit, Observed, fit, rates_in_use
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.next_run import next_run
 from dstrain.units import MIB
 
 NOISE = 0.01

@@ -16,11 +16,10 @@ from dstrain.facts.cluster.calibration import Calibration
 from dstrain.launch.run.state import folder_of
 from dstrain.monitor.run_record import read
 from dstrain.paths import shown
-from dstrain.plan.calibration.fit import Compared, Fit, fit
-from dstrain.plan.calibration.next_run import NextRun, next_run
-from dstrain.plan.calibration.observed import Observed
+from dstrain.plan.calibration import Compared, Fit, Observed, fit
 from dstrain.plan.estimate import assess
 from dstrain.plan.estimate_records import Estimate
+from dstrain.plan.next_run import NextRun, next_run
 from dstrain.plan.search.search_space import global_batch
 from dstrain.records import to_data
 from dstrain.report.calibration import ObservedRun, observed

@@ -15,7 +15,7 @@ from dstrain.job.schema import HealthRule
 from dstrain.monitor.run_record import RunRecord, trained_contents
 from dstrain.monitor.windows import Measurement, measurement
 from dstrain.paths import shown
-from dstrain.plan.calibration.observed import Observed
+from dstrain.plan.calibration import Observed
 from dstrain.plan.configuration import Configuration
 from dstrain.units import counted
 

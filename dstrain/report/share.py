@@ -21,7 +21,7 @@ from dstrain.monitor.comparison import Quantity
 from dstrain.monitor.run_record import RunRecord
 from dstrain.monitor.windows import counted
 from dstrain.paths import shown
-from dstrain.plan.calibration.observed import Observed
+from dstrain.plan.calibration import Observed
 from dstrain.plan.configuration import DEFAULTS, Configuration, flat
 from dstrain.plan.memory.params import adapted_experts, linear_names
 from dstrain.records import from_data, load_json, to_data, type_config

@@ -17,8 +17,7 @@ from dstrain.cli.output.plan import PARTS, considered, part_bytes, plan_document
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
-from dstrain.plan.search.decide import Survey
-from dstrain.plan.search.grid import Axes, Point, axes, points
+from dstrain.plan.search.decide import Axes, Point, Survey, axes, points
 from dstrain.plan.search.infeasible import NO_WAY, Way
 from dstrain.plan.search.search_space import global_batch
 from dstrain.report.html import CHINESE, render

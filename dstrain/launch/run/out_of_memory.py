@@ -18,7 +18,7 @@ from dstrain.launch.prepare.prepare import PreparedRun
 from dstrain.oom import Allocator, NamedTensors, OutOfMemory, Part, PartBytes, Phase, Predicted, ProposedChange
 from dstrain.paths import write_atomic
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.memory.deepspeed.peak_tensors import peak_tensors
+from dstrain.plan.memory.deepspeed.engine import peak_tensors
 from dstrain.plan.memory.layers.activations import has_layer_code
 from dstrain.plan.memory.layers.attention import as_attended
 from dstrain.plan.memory.outside import outside_bytes

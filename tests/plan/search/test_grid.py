@@ -10,8 +10,7 @@ from cases import ask
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster, resized
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.search.decide import choice, survey
-from dstrain.plan.search.grid import axes, points
+from dstrain.plan.search.decide import axes, choice, points, survey
 
 pytestmark = pytest.mark.commands
 

@@ -15,7 +15,7 @@ from dstrain.job.model_changes import Lora
 from dstrain.plan.configuration import DEFAULTS, Configuration, changed
 from dstrain.plan.labels import title
 from dstrain.plan.memory.deepspeed import engine
-from dstrain.plan.memory.deepspeed.peak_tensors import peak_tensors
+from dstrain.plan.memory.deepspeed.engine import peak_tensors
 from dstrain.plan.memory.deepspeed.timeline import Part, Timeline, spans
 from dstrain.plan.memory.zero import bucket_bytes
 from tests.train.engine_cases import DEEP, LLAMA, SPARSE, TIED

@@ -8,10 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from dstrain.choices import Offload
-from dstrain.plan.calibration.fit import Fit
-from dstrain.plan.calibration.least_squares import Vector, inverse
-from dstrain.plan.calibration.observed import TEN_PERCENT_TAILS, Observed
-from dstrain.plan.calibration.times import FORM_ERROR, bounded, planned_s, prior_width, rates_in_use
+from dstrain.plan.calibration import (
+    TEN_PERCENT_TAILS,
+    TIME_ERROR,
+    Fit,
+    Observed,
+    bounded,
+    planned_s,
+    prior_width,
+    rates_in_use,
+)
 from dstrain.plan.configuration import changed
 from dstrain.plan.estimate import assess
 from dstrain.plan.search.rules import broken
@@ -50,25 +56,25 @@ def next_run(runs: Sequence[Observed], found: Fit) -> NextRun | None:
     changes the covariance C of the constants to C - (C g)(C g)ᵀ / (e² + gᵀ C g); the one that makes the mean of gᵀ C g
     over all of them the least is chosen (the I-optimal design). Source: Fedorov, Theory of Optimal Experiments, 1972.
     """
+    import numpy as np  # here: plans need none of it
+
     timed = [run for run in runs if run.step_s is not None]
     if not timed:
         return None
     at, widths = _constants(timed, found)
     considered = [other for run in _by_model(timed) for other in _other_runs(run)]
-    slopes = [_slopes(other, at, widths) for other in considered]
-    covariance = _covariance([_slopes(run, at, widths) for run in timed], [*widths.values()])
-    images = [[_dot(row, one) for row in covariance] for one in slopes]
-    variances = [_dot(one, image) for one, image in zip(slopes, images, strict=True)]
-
-    def left(index: int) -> float:
-        scale = FORM_ERROR**2 + variances[index]
-        shared = (_dot(one, images[index]) ** 2 / scale for one in slopes)
-        return sum(variance - less for variance, less in zip(variances, shared, strict=True))
-
-    for index in sorted(range(len(considered)), key=left):
+    slopes = np.array([_slopes(other, at, widths) for other in considered])
+    known = np.array([_slopes(run, at, widths) for run in timed])
+    prior = np.diag([width**-2 for width in widths.values()])
+    covariance = np.linalg.inv(known.T @ known / TIME_ERROR**2 + prior)
+    shared = slopes @ covariance @ slopes.T
+    variances = shared.diagonal()
+    left = variances.sum() - (shared**2).sum(axis=0) / (TIME_ERROR**2 + variances)
+    for index in np.argsort(left, kind="stable").tolist():
+        # memory takes far longer to estimate than this order: the first that fits ends the search
         if _fits(considered[index]):
-            now, after = (TEN_PERCENT_TAILS * math.sqrt(total / len(slopes)) for total in (sum(variances), left(index)))
-            return NextRun(run=considered[index], now=now, after=after)
+            now, after = TEN_PERCENT_TAILS * np.sqrt([variances.mean(), left[index] / len(considered)])
+            return NextRun(run=considered[index], now=float(now), after=float(after))
     return None
 
 
@@ -114,7 +120,7 @@ def _fits(run: Observed) -> bool:
     return estimate.fits and not estimate.memory.retries_per_step
 
 
-def _slopes(run: Observed, at: Mapping[str, float], widths: Mapping[str, float]) -> Vector:
+def _slopes(run: Observed, at: Mapping[str, float], widths: Mapping[str, float]) -> list[float]:
     """Returns the derivatives of the logarithm of a step time over the logarithms of the constants."""
     slopes = []
     for name, width in widths.items():
@@ -122,16 +128,3 @@ def _slopes(run: Observed, at: Mapping[str, float], widths: Mapping[str, float])
         times = [planned_s(run, {**at, name: end}) for end in ends]
         slopes.append(math.log(times[1] / times[0]) / (2 * _SPAN * width))
     return slopes
-
-
-def _covariance(slopes: Sequence[Vector], widths: Sequence[float]) -> list[Vector]:
-    """Returns the covariance of the constants after runs with these slopes."""
-    size = range(len(widths))
-    matrix = [[sum(one[i] * one[j] for one in slopes) / FORM_ERROR**2 for j in size] for i in size]
-    for i, width in enumerate(widths):
-        matrix[i][i] += width**-2
-    return inverse(matrix)
-
-
-def _dot(one: Sequence[float], other: Sequence[float]) -> float:
-    return sum(a * b for a, b in zip(one, other, strict=True))

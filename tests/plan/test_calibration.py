@@ -14,13 +14,10 @@ from benchmarks.calibrate import Machine, examine, ran
 from dstrain.choices import Attention, Offload
 from dstrain.facts.cluster.calibration import Measured
 from dstrain.facts.cluster.cluster import Origin
-from dstrain.plan.calibration.fit import Fit, fit
-from dstrain.plan.calibration.least_squares import solve
-from dstrain.plan.calibration.next_run import next_run
-from dstrain.plan.calibration.observed import Constant, Observed
-from dstrain.plan.calibration.times import WIDTHS
+from dstrain.plan.calibration import WIDTHS, Constant, Fit, Observed, fit, solve
 from dstrain.plan.configuration import DEFAULTS, changed
 from dstrain.plan.memory.memory import memory
+from dstrain.plan.next_run import next_run
 from dstrain.plan.speed.efficiency import efficiency
 from tests.plan.machines import cluster
 

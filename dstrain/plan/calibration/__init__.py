@@ -1,1 +1,0 @@
-"""Fits the planner's constants to what runs measured."""
