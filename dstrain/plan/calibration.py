@@ -410,18 +410,13 @@ def solve(
     guesses, widths = np.reshape(priors, (-1, 2)).astype(float).T
 
     def misses(values: Any) -> Any:
-        """Returns residuals, then distances from the priors, each over its deviation."""
+        # a prior is one more measurement, of the value itself: both count over their deviations
         return np.concatenate([np.array(residuals(values.tolist())) / errors, (guesses - values) / widths])
-
-    def slopes(values: Any, now: Any) -> Any:
-        """Returns the derivatives of the predictions: (misses, values)."""
-        steps = _DIFFERENCE * np.eye(len(values))
-        return np.array([now - misses(values + step) for step in steps]).reshape(len(values), len(now)).T / _DIFFERENCE
 
     values = guesses if start is None else np.array(start, dtype=float)
     now = misses(values)
     for _ in range(_ITERATIONS):
-        step = np.linalg.lstsq(slopes(values, now), now)[0] if len(values) else values
+        step = np.linalg.lstsq(_slopes(misses, values, now), now)[0] if len(values) else values
         ends = (values + step / 2**halvings for halvings in range(8))
         better = next((end for end in ends if (there := misses(end)) @ there <= now @ now), None)
         if better is None:  # at a kink
@@ -430,8 +425,15 @@ def solve(
         values, now = better, misses(better)
         if change < _TOLERANCE:
             break
-    at = slopes(values, now)
-    measured = now[: len(errors)]
-    scale = max(1.0, measured @ measured / max(1, len(errors)))
+    at = _slopes(misses, values, now)
+    scale = max(1.0, (now[: len(errors)] ** 2).sum() / max(1, len(errors)))
     covariance = scale * np.linalg.inv(at.T @ at)
     return Solution(values=tuple(values.tolist()), covariance=tuple(map(tuple, covariance.tolist())), cost=now @ now)
+
+
+def _slopes(misses: Callable[[Any], Any], values: Any, now: Any) -> Any:
+    """Returns the derivatives of the predictions: (misses, values)."""
+    import numpy as np
+
+    steps = _DIFFERENCE * np.eye(len(values))
+    return np.array([now - misses(values + step) for step in steps]).reshape(len(values), len(now)).T / _DIFFERENCE

@@ -17,7 +17,7 @@ from dstrain.cli.output.plan import PARTS, considered, part_bytes, plan_document
 from dstrain.facts.cluster.cluster import Cluster
 from dstrain.plan.estimate_records import Estimate
 from dstrain.plan.labels import label
-from dstrain.plan.search.decide import Axes, Point, Survey, axes, points
+from dstrain.plan.search.decide import Axes, Point, Survey, grid_axes, grid_points
 from dstrain.plan.search.infeasible import NO_WAY, Way
 from dstrain.plan.search.search_space import global_batch
 from dstrain.report.html import CHINESE, render
@@ -53,11 +53,11 @@ def page(survey: Survey, question: Question, ways: Sequence[Way] = (), *, name: 
     workload, request = question.inputs.workload, question.inputs.request
     keeps_nodes = question.names_hosts or question.typed.get("gpus_per_node")
     per_node = workload.cluster.gpus_per_node if keeps_nodes else None
-    near = axes(workload, request, survey.first, gpus_per_node=per_node)
+    near = grid_axes(workload, request, survey.first, gpus_per_node=per_node)
     # what the engine holds depends on the number of ranks, and is cached; Ctrl-C ends the processes without a traceback
     parts = [replace(near, clusters=(cluster,)) for cluster in near.clusters]
     with ProcessPoolExecutor(min(len(parts), os.cpu_count() or 1), None, signal, (SIGINT, SIG_DFL)) as pool:
-        lists = pool.map(partial(points, workload, request, survey.first), parts)
+        lists = pool.map(partial(grid_points, workload, request, survey.first), parts)
         with talk.status(f"{name}: planning near questions for its sliders"):
             grid = [point for part in lists for point in part]
     return render("plan", _data(survey, question, ways, near, grid))

@@ -1,4 +1,4 @@
-"""Makes the plan: surveys the best configurations, chooses the first, and gives reasons."""
+"""Makes the plan: surveys the best configurations, chooses the first, gives reasons, and plans questions near it."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ class Point:
     """The best plan that fits, else the nearest; or how the options contradict each other."""
 
 
-def axes(workload: Workload, request: Request, asked: Estimate, *, gpus_per_node: int | None) -> Axes:
+def grid_axes(workload: Workload, request: Request, asked: Estimate, *, gpus_per_node: int | None) -> Axes:
     """Returns values around the question whose answer is `asked`: GPUs that fill nodes of `gpus_per_node` (None: of the
     same size, or as `--gpus` alone means them), and no more tokens than the model can read."""
     cluster, longest = workload.cluster, workload.model.max_position_embeddings
@@ -270,7 +270,7 @@ def axes(workload: Workload, request: Request, asked: Estimate, *, gpus_per_node
     )
 
 
-def points(workload: Workload, request: Request, asked: Estimate, values: Axes) -> tuple[Point, ...]:
+def grid_points(workload: Workload, request: Request, asked: Estimate, values: Axes) -> tuple[Point, ...]:
     """Returns every combination of the values with its answer, as to a question of its own, which for `asked` is known.
 
     What does not fit is a quick estimate.

@@ -10,7 +10,7 @@ from cases import ask
 from dstrain.errors import InvalidConfig
 from dstrain.facts.cluster.cluster import Cluster, resized
 from dstrain.plan.estimate_records import Estimate
-from dstrain.plan.search.decide import axes, choice, points, survey
+from dstrain.plan.search.decide import choice, grid_axes, grid_points, survey
 
 pytestmark = pytest.mark.commands
 
@@ -34,7 +34,7 @@ def test_values_are_near_the_question(
 ) -> None:
     inputs = ask(model="qwen3-0.6b", micro_batch=3, seq_len=16384, **options)
     asked = choice(inputs.workload, inputs.request)
-    values = axes(inputs.workload, inputs.request, asked, gpus_per_node=gpus_per_node)
+    values = grid_axes(inputs.workload, inputs.request, asked, gpus_per_node=gpus_per_node)
     assert shapes(values.clusters) == expected
     assert values.seq_len == (8192, 16384, 32768)  # the model reads 40,960
     assert values.micro_batch == (None, 1, 2, 3, 4)
@@ -51,8 +51,8 @@ def test_the_machines_are_those_of_such_a_question() -> None:
 def test_a_point_is_an_answer_or_a_contradiction() -> None:
     inputs = ask(model="qwen3-0.6b", gpus=2, global_batch=6, zero_stage=1, grad_ckpt=False)
     first = survey(inputs.workload, inputs.request).first
-    values = axes(inputs.workload, inputs.request, first, gpus_per_node=None)
-    grid = points(inputs.workload, inputs.request, first, replace(values, seq_len=(4096,), micro_batch=(None, 1)))
+    values = grid_axes(inputs.workload, inputs.request, first, gpus_per_node=None)
+    grid = grid_points(inputs.workload, inputs.request, first, replace(values, seq_len=(4096,), micro_batch=(None, 1)))
     answers = {(point.cluster.num_gpus, point.micro_batch): point.answer for point in grid}
     assert answers[2, None] is first
     one = ask(model="qwen3-0.6b", gpus=1, global_batch=6, zero_stage=1, grad_ckpt=False, micro_batch=1)

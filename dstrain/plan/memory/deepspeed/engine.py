@@ -1,4 +1,4 @@
-"""Live bytes under DeepSpeed: the tape's moments, and between them what the engine allocates and frees."""
+"""Live bytes under DeepSpeed: the tape's moments, what the engine allocates between them, and the peak's tensors."""
 
 from __future__ import annotations
 
