@@ -96,6 +96,7 @@ def visible_devices(visible: str | None) -> tuple[int, ...] | None:
         return None
     words = [word.strip() for word in visible.split(",")]
     quoted = f'CUDA_VISIBLE_DEVICES is "{visible}"'
+    # isdigit alone is true of ², which int does not read, and of digits of other scripts
     if all(word.isascii() and word.isdigit() for word in words):
         ids = tuple(int(word) for word in words)
         if len(set(ids)) < len(ids):

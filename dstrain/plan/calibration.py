@@ -176,6 +176,7 @@ def _outside(runs: Sequence[Observed]) -> list[Constant]:
     if not joined:
         return constants
     totals = [run.outside_bytes or 0 for run in joined]
+    # several ranks measure the sum of both: it bounds the context, and does not tell it
     if not alone and min(totals) < old:
         context = min(totals)
         constants.append(_constant("context_bytes", old, context, totals))

@@ -339,6 +339,7 @@ def changes(configuration: Configuration, name: str, values: Iterable[Any] | Non
             if choice.follows == name or (name == "zero_stage" and value < choice.least_stage):
                 made[detail] = choice.of(DEFAULTS)
         if name == "micro_batch":
+            # only a divisor leaves the samples of a step as they are
             if samples % value:
                 continue
             made["grad_accum"] = samples // value

@@ -270,6 +270,7 @@ def _of_axolotl(entry: Mapping[str, Any], source: Source) -> DataSet:
         losses.append(f"name the keys of each turn `role` and `content`, not {', '.join(map(str, mapping.values()))}")
     losses += [
         f"`{key}: {entry[key]}`: choose these rows or tokens yourself"
+        # axolotl and dstrain learn the turns of the assistant by default
         for key in _AXOLOTL_FIELDS
         if entry.get(key) not in (None, ["assistant"])
     ]

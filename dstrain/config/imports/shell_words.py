@@ -311,6 +311,7 @@ def _output(text: str, place: Place, values: Values) -> str | None:
         words = [word for part in _parts(text) for word in expanded(part, place, values)]
     except (IndexError, ValueError):
         return None
+    # behind a pipe or a redirection another program has the output
     if any(word.computed for word in words) or re.search(r"(?<!\\)[|;&<>\n]", text.strip()):
         return None
     match [word.text for word in words]:

@@ -195,6 +195,7 @@ def _shape_of_hosts(hosts: Hosts, *, gpus: int | None, gpus_per_node: int | None
             hint=f"Leave it out, or write slots={gpus_per_node} there.",
         )
     if gpus is not None and gpus != hosts.num_slots:
+        # other hosts come before other slots, which only the machines can have
         fixes = [f"`--gpus {hosts.num_slots}`"]
         if gpus % per_node == 0:
             needed = gpus // per_node

@@ -80,6 +80,7 @@ def parse(text: str, name: str) -> Hosts:
         problems.append(InvalidConfig(problem, hint='save it as "UTF-8 without BOM"', place=start))
         text = text[1:]
     hosts: dict[str, Host] = {}
+    # DeepSpeed reads in text mode, whose lines end at these three alone; splitlines knows more
     for number, raw in enumerate(re.split(r"\r\n|\r|\n", text), start=1):
         line = raw.strip()
         if not line or line.startswith("#"):

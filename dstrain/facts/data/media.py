@@ -193,6 +193,7 @@ def _file(given: Any, kind: Kind, place: str) -> str:
     if value.startswith("data:"):
         if not _CONTENT.match(value):
             raise InvalidConfig(f"{place} is {shown(value)}, a data URL without base64", hint=urls)
+        # base64 has four characters for three bytes
         size, most = (units.format_bytes(count) for count in (len(value) * 3 // 4, _MOST_BYTES))
         if len(value) * 3 // 4 > _MOST_BYTES:
             raise InvalidConfig(f"{place} has {size}; {one} in a row has {most} at most", hint=files)

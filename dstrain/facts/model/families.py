@@ -326,6 +326,7 @@ def from_config(config: Mapping[str, object], *, name: str, source: str) -> Mode
     text = whole.section("text_config") if family.vision else whole
     text.require(*_SIZES, "max_position_embeddings")
     sizes: dict[str, Any] = {key: text.size(key) for key in _SIZES}
+    # heads, widths and norms are taken from the tensors, so that the two cannot disagree
     tensors = tuple(family.tensors(whole))
     key_value_heads, key_width, value_width = _heads(text, tensors)
     sliding_window, num_windowed_layers = windows(text, family.windows)

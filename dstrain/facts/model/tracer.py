@@ -54,6 +54,7 @@ def from_description(description: Description, *, name: str, source: str) -> Mod
     missing = [key for key in ("hidden_size", "num_hidden_layers") if key not in sizes]
     if missing:
         raise InvalidConfig("\n".join(f'{name}: "{key}" is missing' for key in missing))
+    # names of keys differ between families: sizes that the config lacks come from the parameters
     groups = _groups(description)
     heads = sizes.get("num_attention_heads", 1)
     width, value_width = _head_widths(description, heads)

@@ -332,6 +332,7 @@ class Allocator:
 
         Raises ValueError if an id allocates twice without a free.
         """
+        # looked up once: there may be 100,000 events
         blocks, live = self._blocks, self._live
         for event in events:
             key, nbytes = event[0], event[1]

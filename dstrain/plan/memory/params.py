@@ -228,6 +228,7 @@ def trained(model: ModelFacts, method: Method, lora: Lora) -> Trained:
         groups = [group for group in model.tensors if group.num_trained]
         trainable = sum(group.num_trained for group in groups)
         largest = max((group.numel for group in groups), default=0)
+        # Muon steps the matrices inside the layers alone
         matrices = [group for group in groups if is_inside(group) and len(group.shape) > 1]
         return Trained(
             trainable=trainable,

@@ -68,6 +68,7 @@ def quick_ratio(model: ModelFacts, configuration: Configuration, num_ranks: int,
     item = configuration.model.item
     kind = kind_of(configuration)
     base = float(peak.total)
+    # streams share no free blocks: what theirs hold comes on top
     if kind == "sharded":
         base += _streams(model, configuration, peak)
     elif configuration.zero.overlap_comm:

@@ -246,6 +246,7 @@ def _sequence_parallel(c: Configuration, work: Work) -> list[Collective]:
     Source: DeepSpeed-Ulysses (arXiv 2309.14509), 3.2; deepspeed 0.19.8 sequence/layer.py: _SeqAllToAll.
     """
     tp = c.parallel.tp
+    # outputs are as wide as queries, and values as keys: twice both
     size = c.model.item * c.batch.tokens / c.parallel.sp * 2 * (work.query_width + work.key_width) / tp
     times = 1 + c.checkpointing.share(work.num_layers)
     messages = 4 * work.num_layers

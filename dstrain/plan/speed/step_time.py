@@ -120,6 +120,7 @@ def speed(workload: Workload, configuration: Configuration) -> Speed | None:
     chosen = setting(c, peak, gpu, workload.contents)
     parts, hidden = _parts(cluster, c, done, rates, chosen)
     step_s = sum(parts.values())
+    # ranks that share a sequence or the tensors share its tokens
     tokens = c.batch.tokens * c.step.grad_accum / (c.parallel.sp * c.parallel.tp)
     flops = done.model_flops[0] + done.model_flops[1] * chosen.attended_tokens
     return Speed(

@@ -158,6 +158,7 @@ def _work(
         num_expert_params=model.num_params_of(Kind.EXPERT),
         routed_width=model.moe.num_moe_layers * model.moe.experts_per_token * model.hidden_size if model.moe else 0,
         num_adapters=sum(group.count for group in wrapped),
+        # ZeRO-3 gathers by module: a bias comes with its weight
         num_modules=sum(group.count for group in model.tensors if not group.name.endswith("bias")),
         counts=trained(model, method, trained_model.lora),
         model_flops=_model_flops(model, method),

@@ -255,6 +255,7 @@ class PartitionedReducer(Reducer):
             for weight in mine:
                 self.owners.setdefault(weight, []).append(place)
             size = rounded(sum(self.numel[weight] for weight in mine) * self.item)
+            # what adds up in fp32 is one flat tensor for each group of parameters, not a gradient each
             if self.is_wide:
                 size = sum(rounded(numel * self.accumulated) for numel in self.layout.partitions)
             self.partition_bytes.append(size)

@@ -212,6 +212,7 @@ class _Writer:
             self.mark(direction, layer, module.mark)
         elif module.is_block:
             self.postpone_mark()
+        # PyTorch stops a recomputation by an exception: hooks behind the module do not run
         if module is until:
             return True
         if base is not module:

@@ -138,6 +138,7 @@ def resident(modules: Modules, settings: Settings, ranks: int) -> Resident:
     params = frozen + copied
     if settings.zero.is_offloaded:
         return Resident(params=params, flat=copied, buffers=rounded(item * max(trainable, default=0)))
+    # BF16_Optimizer keeps the sums of all parameters, not of its own partition
     grads = 0
     if settings.is_wide:
         grads = sum(rounded(FP32 * size) for size in flat.whole)
@@ -153,6 +154,7 @@ def _resident_under_zero3(modules: Modules, settings: Settings, ranks: int) -> R
     whole = sum(count * rounded(weight.padded(ranks) * item) for weight, count in counted if weight.numel <= least)
     secondary = sum(count * rounded(weight.padded(ranks) * item // hpz) for weight, count in counted) if hpz > 1 else 0
     on_gpu = offload in (Offload.NONE, Offload.OPTIMIZER)
+    # the partition of a rank alone is the whole parameter already
     is_copied = ranks > 1 or not on_gpu
     groups = [sum(shares) for shares in sub_groups(modules, ranks, settings.zero.sub_group_size)]
     stay = groups if offload is Offload.NONE else []

@@ -174,6 +174,7 @@ def _assembled(run: Context, first: Tensor, second: Tensor) -> Tensor:
     def second_backward(grad: Tensor) -> Tensors:
         rest = tape.new(numel, item)
         piece = tape.new(sizes[1], item)
+        # the slice that was overwritten has a gradient, too: zeros, which are copied in
         zeros = tape.new(sizes[1], item)
         del zeros
         return (rest, piece)

@@ -144,6 +144,7 @@ def _tower(run: Context, narrow: Tensor) -> tuple[Tensor, list[Tensor]]:
     tables = tuple(tape.new(hidden.numel // vision.num_heads, ops.FP32) for _ in range(2))
     levels: list[Tensor] = []
     num_levels = _num_levels(run)
+    # blocks without gradients keep nothing, so that more of them would repeat the same peak
     num_blocks = vision.num_layers if hidden.node is not None else num_levels + 1
 
     def block(x: Tensor) -> Tensor:
