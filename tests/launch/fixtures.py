@@ -74,7 +74,7 @@ def light_job(network: Network, demo: Path, light_checkout: Path, tmp_path: Path
 @pytest.fixture(scope="session")
 def usual(network: Network, demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Job:
     """The job as it is run by hand, on two hosts that share a file system, with a checkpoint at its end."""
-    made = Job(network, demo, tmp_path_factory.mktemp("usual"))
+    made = Job(network, demo, tmp_path_factory.mktemp("usual"), is_light=False)
     done = made.call("run", "--set", "max_steps=32", "--set", "save_total_limit=1")
     assert done.code == 0, done.said
     return made

@@ -24,7 +24,8 @@ DSTRAIN = (sys.executable, "-m", "dstrain.cli")
 PATIENCE_S = 300.0
 """After which a test fails that waits: a machine that has other things to do may take many times as long."""
 LIGHT_RANK = Path(__file__).parent / "light_rank.py"
-LIGHT_LAUNCHER = Path(__file__).parent / "light_launcher.py"
+LIGHT_LAUNCHER = Path(__file__).parent / "light_launcher"
+"""Folder that, in PYTHONPATH, lets DeepSpeed's launcher import only what it uses."""
 
 
 def light_checkout(folder: Path) -> Path:
@@ -34,7 +35,7 @@ def light_checkout(folder: Path) -> Path:
     for name in ("dstrain", "ds_templates", "hostfiles", "launch"):
         shutil.copytree(ROOT / name, folder / name)
     shutil.copy(LIGHT_RANK, folder / "dstrain" / "train" / "__main__.py")
-    shutil.copy(LIGHT_LAUNCHER, folder / "sitecustomize.py")
+    shutil.copy(LIGHT_LAUNCHER / "sitecustomize.py", folder)
     return folder
 
 
@@ -91,9 +92,12 @@ class Ended:
 class Job:
     """The demo's model, two ranks on two hosts, and steps without end."""
 
-    def __init__(self, network: Network, demo: Path, folder: Path, *, checkout: Path = ROOT) -> None:
+    def __init__(
+        self, network: Network, demo: Path, folder: Path, *, checkout: Path = ROOT, is_light: bool = True
+    ) -> None:
+        """Writes the job; with `is_light`, DeepSpeed's launcher imports only what it uses."""
         self.network = network
-        self.checkout = checkout
+        self.python_path = os.pathsep.join(map(str, [checkout, *([LIGHT_LAUNCHER] if is_light else [])]))
         self.limits = ""
         self.folder = folder
         self.place = RunDir(folder / "output")
@@ -113,7 +117,7 @@ class Job:
 
     def _popen(self, words: list[str], head: int) -> subprocess.Popen[str]:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SWANLAB_", "WANDB_"))}
-        environment |= {"PYTHONPATH": str(self.checkout), "HF_HUB_OFFLINE": "1"}
+        environment |= {"PYTHONPATH": self.python_path, "HF_HUB_OFFLINE": "1"}
         if self.limits:
             environment[VARIABLE] = self.limits
         return subprocess.Popen(

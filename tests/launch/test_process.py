@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -33,7 +32,7 @@ from dstrain.launch.nodes.process_tree import look
 from dstrain.launch.run.control import noting_signals
 from dstrain.launch.timeouts import Timeouts
 from dstrain.rundir import RunDir
-from tests.launch import light_launcher
+from tests.launch.hosts import LIGHT_LAUNCHER
 from tests.train.launching import environment, make_run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.parts(2)]
@@ -84,9 +83,7 @@ def launch(
     )
     paths = [python_path(os.environ)]
     if is_light:
-        (folder / "site").mkdir()
-        shutil.copy(light_launcher.__file__, folder / "site" / "sitecustomize.py")
-        paths.append(str(folder / "site"))
+        paths.append(str(LIGHT_LAUNCHER))
     exported = {"DS_ACCELERATOR": "cpu", "PYTHONPATH": os.pathsep.join(paths), **variables}
     env = launcher_environment(os.environ, exported, {})
     thread = threading.Thread(target=interfere, args=(run_dir,)) if interfere else None
