@@ -9,7 +9,7 @@ PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile -c co
 SERVERS := .cache/language_servers
 QLORA := .cache/qlora
 VIDEOS := .cache/videos
-# one worker runs tests of the engine and one those of a cluster, which wait for time-outs; another uses cores meanwhile
+# one more than cores: a worker that runs tests of a cluster waits for time-outs most of the time
 WORKERS := $(shell echo $$(($$(nproc) + 1)))
 # DeepSpeed compiles its ops on first use; they are kept here
 export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/.cache/torch_extensions

@@ -33,6 +33,8 @@ environment.clean()  # before workers and whatever else is started
 
 FIXTURES = {"engine": {"engine"}, "cluster": {"network", "slurm"}, "commands": {"made_demo"}}
 """Marks of tests by the fixtures that they use."""
+GROUPS = ("network", "engine", "slurm")
+"""Fixtures whose tests are for one worker, since hosts, warm ranks and a scheduler are made once; the longest first."""
 GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = Path(__file__).parent / "cli"
 """Tests that type commands."""
@@ -87,8 +89,9 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)  # before -m selects, and before a worker of xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Marks what needs an engine, hosts or commands; all tests of a file, of the engine and of a cluster are for
-    one worker. Of sweeps, this run's part is left."""
+    """Marks what needs an engine, hosts or commands, and names the worker's group. Of sweeps, this run's part is left.
+
+    The longest groups begin first, so that no worker ends long after the others."""
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
         for mark, needs in FIXTURES.items():
@@ -96,8 +99,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(mark)
         if item.path.is_relative_to(COMMANDS):
             item.add_marker("commands")
-        group = next((mark for mark in ("cluster", "engine") if item.get_closest_marker(mark)), str(item.path))
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
     draw, left = draw_of(config), set()
     for item in items:
         place = place_of(item, is_whole=config.option.is_whole)
@@ -107,10 +109,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 left.add(item)
     config.hook.pytest_deselected(items=list(left))
     items[:] = [item for item in items if item not in left]
-    items.sort(key=lambda item: [item.get_closest_marker(mark) is None for mark in MARKS])
+    items.sort(
+        key=lambda item: (
+            [fixture not in getattr(item, "fixturenames", ()) for fixture in GROUPS],
+            [item.get_closest_marker(mark) is None for mark in MARKS],
+        )
+    )
     yield
     if getattr(config.option, "loadgroup", False) and not all("@" in item.nodeid for item in items):
         raise pytest.UsageError("this pytest-xdist does not group tests under this pytest; see setup.cfg")
+
+
+def group_of(item: pytest.Item) -> str:
+    """Returns the group whose tests are for one worker: a fixture that takes long to make, or the test's file."""
+    fixtures = getattr(item, "fixturenames", ())
+    return next((fixture for fixture in GROUPS if fixture in fixtures), str(item.path))
 
 
 def place_of(item: pytest.Item, *, is_whole: bool) -> Place | None:
