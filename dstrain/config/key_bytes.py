@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from dstrain.choices import Method, Offload, Precision
+from dstrain.choices import Offload, Precision
 from dstrain.config.jsonc import lookup
 from dstrain.facts.ds_config import zero_stage
 from dstrain.plan.configuration import Configuration, TrainedModel, Zero
@@ -16,26 +16,11 @@ from dstrain.plan.memory.zero import bucket_bytes, num_buckets, prefetch_bytes, 
 
 if TYPE_CHECKING:
     from dstrain.facts.model.model_facts import ModelFacts
-    from dstrain.job.model_changes import Lora
+    from dstrain.job.schema import Job
+    from dstrain.plan.request import Request
 
 _LARGEST = 2**62
 """Larger numbers are not sizes."""
-
-
-class Trains(Protocol):
-    """The properties of training that a job and a request share."""
-
-    @property
-    def precision(self) -> Precision | None:
-        """Dtype of forward and backward."""
-
-    @property
-    def method(self) -> Method:
-        """Trained parameters."""
-
-    @property
-    def lora(self) -> Lora:
-        """The adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +47,7 @@ class Cost:
 
 
 def scale(
-    config: Mapping[str, Any], job: Trains | None, model: ModelFacts | None, *, num_ranks: int | None = None
+    config: Mapping[str, Any], job: Job | Request | None, model: ModelFacts | None, *, num_ranks: int | None = None
 ) -> Scale:
     """Returns the scale of a configuration; without a job, 16 bits if bf16 or fp16 is on or "auto", otherwise 32."""
     is_short = any(lookup(config, (name, "enabled"), False) in (True, "auto") for name in ("bf16", "fp16"))

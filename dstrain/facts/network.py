@@ -202,13 +202,9 @@ def local_port(named: int | None, environment: Mapping[str, str]) -> tuple[int, 
         with socket.create_server(("", 0)) as free:
             return int(free.getsockname()[1]), None
     if not is_free(number):
-        raise EnvironmentProblem(f"{where}: port {number} is in use on this machine", hint=in_use_hint(number))
+        hint = f"`ss -ltnp | grep :{number}` shows the process; choose another port, or none."
+        raise EnvironmentProblem(f"{where}: port {number} is in use on this machine", hint=hint)
     return number, where
-
-
-def in_use_hint(number: int) -> str:
-    """Returns the hint for a port that is in use."""
-    return f"`ss -ltnp | grep :{number}` shows the process; choose another port, or none."
 
 
 def is_free(number: int) -> bool:

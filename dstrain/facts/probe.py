@@ -140,9 +140,7 @@ def read_text(path: Path) -> str:
         raise InvalidConfig(f"cannot be read: {error.strerror or error}", place=Place(file=str(path))) from None
 
 
-def read_model(
-    name: str, *, hub: Hub = Hub.HF, timeout_s: float | None = None, way: Question | None = None
-) -> ModelFacts:
+def read_model(name: str, *, hub: Hub = Hub.HF, way: Question | None = None) -> ModelFacts:
     """Returns the facts of the model `name`: a local folder or config.json, else an alias, else an id on the hub.
 
     With `way`, an unknown family is traced as trained in that way. Raises InvalidConfig for an unknown name,
@@ -162,7 +160,7 @@ def read_model(
     if not hub_config.is_hub_id(name):
         raise InvalidConfig(f'"{name}" is neither a known model nor a folder', hint=_meant(name))
     try:
-        config = hub_config.fetch_config(name, hub, timeout_s=timeout_s or hub_config.TIMEOUT_S)
+        config = hub_config.fetch_config(name, hub)
     except InvalidConfig as error:
         raise InvalidConfig(error.problem, hint=error.hint or _meant(name)) from None
     return _facts(config, name=name, source=name, way=way)

@@ -67,9 +67,9 @@ def trains_on_cpu(environment: Mapping[str, str], job_env: Mapping[str, str] | N
     return {**environment, **(job_env or {})}.get(ACCELERATOR) == "cpu"
 
 
-def busy_share(seconds: float = 0.5) -> float:
-    """Returns the share of this machine's cores, 0…1, that all processes use while it waits."""
-    return psutil.cpu_percent(interval=seconds) / 100
+def busy_share() -> float:
+    """Returns the share of this machine's cores, 0…1, that all processes use while it waits for half a second."""
+    return psutil.cpu_percent(interval=0.5) / 100
 
 
 def is_this_machine(host: str, names: Collection[str]) -> bool:

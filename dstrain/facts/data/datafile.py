@@ -348,12 +348,8 @@ def _located(found: Conversation, folder: Path | None) -> Conversation:
     return replace(
         found,
         images=media.located(found.images, folder, "image"),
-        videos=tuple(media.located(files, folder, _noun(files)) for files in found.videos),
+        videos=tuple(media.located(files, folder, "frame" if len(files) > 1 else "video") for files in found.videos),
     )
-
-
-def _noun(video: media.Files) -> str:
-    return "frame" if len(video) > 1 else "video"
 
 
 def reading_of(name: str, columns: list[str], reading: Reading) -> Reading:

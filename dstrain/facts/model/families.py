@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from dstrain.errors import InvalidConfig, did_you_mean
 from dstrain.facts.model import aliases, config_fields
@@ -44,19 +44,12 @@ _DTYPES = ("bfloat16", "float16", "float32")
 _SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 
 
-class Inventory(Protocol):
-    """The signature of a family's function: its config in, every parameter tensor out."""
-
-    def __call__(self, config: Fields) -> Groups:
-        """Returns every parameter tensor; tied ones once."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One `model_type` of Transformers."""
 
-    tensors: Inventory
-    """Returns every parameter tensor."""
+    tensors: Callable[[Fields], Groups]
+    """Returns every parameter tensor; tied ones once."""
     defaults: Mapping[str, object]
     """Values of Transformers 5.23's config class for keys that config.json lacks; false and None are left out."""
     moe_block: str | None = None
@@ -303,11 +296,8 @@ def fused_parts(model_type: str, *, liger: bool, otherwise: FusedParts) -> Fused
 
 def known() -> list[str]:
     """Returns the aliases of shipped models whose families have a row here; layers of the others are traced."""
-    return [alias for alias in aliases.known() if (found := aliases.resolve(alias)) and _is_known(found[1].config)]
-
-
-def _is_known(config: Mapping[str, object]) -> bool:
-    return config.get("model_type") in FAMILIES
+    found = {alias: aliases.resolve(alias) for alias in aliases.known()}
+    return [alias for alias, row in found.items() if row and row[1].config.get("model_type") in FAMILIES]
 
 
 def from_config(config: Mapping[str, object], *, name: str, source: str) -> ModelFacts:

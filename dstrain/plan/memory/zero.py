@@ -167,11 +167,11 @@ def sub_group_bytes(configuration: Configuration, partition: float | None) -> in
     return round((flat + copied) * (elements if partition is None else min(elements, partition)))
 
 
-def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: int, *, head_numel: int = 0) -> int:
+def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: int) -> int:
     """Returns the bytes of parameters that ZeRO-3 holds whole while the largest unit of `unit_numel` elements works.
 
     The unit itself, twice the prefetch bucket (gathered buffer, then its copies) and, around the turn from forward to
-    backward, the last (max_reuse_distance - `head_numel`) / 2 elements, which are used again that soon; never more than
+    backward, the last max_reuse_distance / 2 elements, which are used again that soon; never more than
     the model. hpZ adds its second copy, 1/hpZ of what was given back, from the second micro-batch on of all.
     Source: deepspeed 0.19.8 runtime/zero/partitioned_param_coordinator.py: __params_to_release, fetch_sub_module.
     """
@@ -179,7 +179,7 @@ def gathered_bytes(counts: Trained, configuration: Configuration, unit_numel: in
         return 0
     zero, item = configuration.zero, configuration.model.item
     total = counts.trainable + counts.frozen + counts.quantized
-    whole = min(total, unit_numel + max(0, zero.max_reuse_distance - head_numel) // 2)
+    whole = min(total, unit_numel + zero.max_reuse_distance // 2)
     copied = total if configuration.step.grad_accum > 1 else total - whole
     copy = item * copied // zero.hpz if zero.hpz > 1 else 0
     return copy + min(item * total, item * whole + prefetch_bytes(configuration))

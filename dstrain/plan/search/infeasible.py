@@ -17,11 +17,9 @@ from dstrain.plan.labels import label
 from dstrain.plan.request import SPEED, Request
 from dstrain.plan.search.alternatives import gain_ratio
 from dstrain.plan.search.search import EQUAL_RATIO, least_plan
-from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN, option
+from dstrain.plan.search.search_space import DEFAULT_SEQ_LEN, SHORTEST, option
 from dstrain.units import GIB, format_bytes
 
-SHORTEST = 256
-"""Tokens of the shortest sequence that is proposed."""
 NO_WAY = "No similar configuration was found that fits either."
 
 

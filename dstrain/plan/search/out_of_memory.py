@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from dstrain.choices import Offload
 from dstrain.facts.workload import Workload
@@ -16,14 +16,12 @@ from dstrain.plan.memory.outside import outside_bytes
 from dstrain.plan.search.evaluator import Evaluator, Key
 from dstrain.plan.search.rules import broken
 from dstrain.plan.search.search import EQUAL_RATIO, by_time
-from dstrain.plan.search.search_space import Candidate, with_batch
+from dstrain.plan.search.search_space import SHORTEST, Candidate, with_batch
 from dstrain.plan.speed.step_time import speed
 from dstrain.units import MIB
 
 NUM_FIXES = 3
 """Changes that are proposed."""
-SHORTEST = 256
-"""Tokens of the shortest sequence that is proposed."""
 
 _ONLY_STATES = (Phase.LOAD, Phase.SAVE)
 """Phases in which there is no micro-batch."""
@@ -78,13 +76,6 @@ class _Variation(Candidate):
         return with_batch(self.way, self.micro_batch, self.grad_accum)
 
 
-class _Change(NamedTuple):
-    """A candidate, and what it changes."""
-
-    candidate: Candidate
-    levers: frozenset[str]
-
-
 def shortage(workload: Workload, estimate: Estimate, phase: Phase, measured: Allocator) -> Shortage:
     """Returns the shortage; the measured need is a lower bound."""
     memory, parts = estimate.memory, estimate.memory.breakdown_bytes
@@ -125,26 +116,26 @@ def fixes(
     current = estimate.configuration
     less = smaller(workload, current, short)
     evaluator = Evaluator(less, USABLE_GPU_RATIO)
-    candidates = _space(less, current, short.phase, stages)
-    space = [_Change(candidate, levers(current, candidate)) for candidate in candidates]
+    space = {candidate: levers(current, candidate) for candidate in _space(less, current, short.phase, stages)}
     knows_speed = speed(workload, current) is not None
     first = _fastest(evaluator, space) if knows_speed else None
-    found = [] if first is None else [first]
+    found = {} if first is None else {first: space[first]}
     # with few levers first: a person who changes one line understands what it costs
-    for count in range(1, max((len(change.levers) for change in space), default=0) + 1):
-        few = [change for change in space if len(change.levers - _FOLLOWING) == count]
+    for count in range(1, max(map(len, space.values()), default=0) + 1):
+        few = {candidate: used for candidate, used in space.items() if len(used - _FOLLOWING) == count}
         while len(found) < NUM_FIXES:
-            few = [change for change in few if not any(other.levers <= change.levers for other in found)]
+            few = {key: used for key, used in few.items() if not any(other <= used for other in found.values())}
             further = _fastest(evaluator, few)
             if further is None:
                 break
-            found.append(further)
+            found[further] = space[further]
     # states do not shrink with the sequence
     if len(found) < NUM_FIXES and short.phase not in _ONLY_STATES:
-        found += _shorter(evaluator, current)
+        found |= {candidate: levers(current, candidate) for candidate in _shorter(evaluator, current)}
+    ordered = list(found)
     if knows_speed:
-        found.sort(key=lambda one: ("seq_len" in one.levers, evaluator.time(one.candidate)))
-    return tuple(_fix(workload, current, evaluator.verify(one.candidate), one.levers) for one in found)
+        ordered.sort(key=lambda candidate: ("seq_len" in found[candidate], evaluator.time(candidate)))
+    return tuple(_fix(workload, current, evaluator.verify(candidate), found[candidate]) for candidate in ordered)
 
 
 def levers(current: Configuration, candidate: Candidate) -> frozenset[str]:
@@ -213,18 +204,17 @@ def _recomputations(current: Configuration, *, in_ram: bool) -> Iterator[Configu
                 yield changed(whole, activation_offload=offload, tiled_mlp=tiled)
 
 
-def _fastest(evaluator: Evaluator, changes: Sequence[_Change]) -> _Change | None:
-    """Returns the fastest change that fits, of equally fast ones that with the fewest levers; None if none fits."""
+def _fastest(evaluator: Evaluator, space: Mapping[Candidate, frozenset[str]]) -> Candidate | None:
+    """Returns the fastest candidate that fits, of equally fast ones that with the fewest levers; None if none fits."""
     best, best_key = None, None
-    by_candidate = {change.candidate: change for change in changes}
-    for candidate in by_time(evaluator, by_candidate):
-        change, key = by_candidate[candidate], evaluator.time(candidate)
+    for candidate in by_time(evaluator, space):
+        key = evaluator.time(candidate)
         if best_key is not None and not _is_equal(key, best_key):
             break
-        if best is not None and len(change.levers) >= len(best.levers):
+        if best is not None and len(space[candidate]) >= len(space[best]):
             continue
         if evaluator.seems_to_fit(candidate) and _fits(evaluator, candidate):
-            best, best_key = change, best_key or key
+            best, best_key = candidate, best_key or key
     return best
 
 
@@ -243,14 +233,14 @@ def _is_equal(key: Key, other: Key) -> bool:
     return key == other if len(key) > 1 else key[0] <= (1 + EQUAL_RATIO) * other[0]
 
 
-def _shorter(evaluator: Evaluator, current: Configuration) -> Iterator[_Change]:
+def _shorter(evaluator: Evaluator, current: Configuration) -> Iterator[Candidate]:
     """Yields the configuration with the longest sequence of half the length, a quarter … that fits."""
     seq_len = current.batch.seq_len // 2
     while seq_len >= SHORTEST:
         way = replace(current, batch=replace(current.batch, seq_len=seq_len))
         candidate = _Variation(way, current.batch.micro_batch, current.step.grad_accum, None, way.zero.pin_memory)
         if _fits(evaluator, candidate):
-            yield _Change(candidate, levers(current, candidate))
+            yield candidate
             return
         seq_len //= 2
 

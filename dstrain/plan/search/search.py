@@ -192,7 +192,8 @@ class _Tied(NamedTuple):
 
 def _tied(candidate: Candidate, key: Key) -> _Tied:
     rows = 1 if candidate.way.batch.packing else candidate.micro_batch
-    return _Tied(_complexity(candidate), candidate.rung == TIGHT, rows, key, strategy_key(candidate.way), candidate)
+    complexity = mechanisms(candidate.way) + (candidate.way.zero.is_offloaded and not candidate.pin_memory)
+    return _Tied(complexity, candidate.rung == TIGHT, rows, key, strategy_key(candidate.way), candidate)
 
 
 def _may_tie(key: Key, first: Key) -> bool:
@@ -213,10 +214,6 @@ def _is_tie(evaluator: Evaluator, first: _Tied, other: _Tied) -> bool:
 
 def _simplicity(tied: _Tied) -> tuple[object, ...]:
     return tied[:4]
-
-
-def _complexity(candidate: Candidate) -> int:
-    return mechanisms(candidate.way) + (candidate.way.zero.is_offloaded and not candidate.pin_memory)
 
 
 _Entry = tuple[Shortage, int, Candidate]

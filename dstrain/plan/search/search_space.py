@@ -208,6 +208,8 @@ def least_offloaded(estimate: Estimate, *, assess: Callable[[Configuration], Est
 
 T = TypeVar("T")
 
+SHORTEST = 256
+"""Tokens of the shortest sequence that is proposed."""
 DEFAULT_SEQ_LEN = DEFAULTS.batch.seq_len
 """Default sequence length, if the model supports it."""
 DEFAULT_GLOBAL_BATCH = 64
