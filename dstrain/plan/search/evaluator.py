@@ -38,7 +38,7 @@ Source: tensors saved by Transformers 5.23's layers, counted (16 and 8 under ful
 ops/rms_norm.py and swiglu.py."""
 
 SUB_GROUP_SIZES = (2**26, 2**28)
-"""Elements of ZeRO-3's sub-groups on the rungs that a search tries (`buffer_sizes.sizes`)."""
+"""Elements of ZeRO-3's sub-groups on the rungs that a search tries (`search_space.sizes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

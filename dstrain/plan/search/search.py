@@ -41,7 +41,7 @@ class Ranking:
     plans: tuple[Estimate, ...]
     """The best strategies, each with its best batch, best first; if nothing fits, the nearest ones."""
     rungs: tuple[int | None, ...]
-    """The buffer rung of each plan (`buffer_sizes.sizes`)."""
+    """The buffer rung of each plan (`search_space.sizes`)."""
     fits: bool
     """Whether the plans fit."""
     fastest: Estimate

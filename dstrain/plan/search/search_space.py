@@ -215,7 +215,7 @@ DEFAULT_SEQ_LEN = DEFAULTS.batch.seq_len
 DEFAULT_GLOBAL_BATCH = 64
 """Default samples per step, with packing rows: the usual size of supervised fine-tuning on a few nodes."""
 RATIOS = (1.0, 0.75, 0.5, 0.25)
-"""Shares of an optimizer that are offloaded; the one that is chosen is refined (`buffer_sizes.least_offloaded`)."""
+"""Shares of an optimizer that are offloaded; the one that is chosen is refined (`least_offloaded`)."""
 LEAST_TILES = 4
 """Tiles of a row's MLP from which tiling is considered: it saves the more, the more there are."""
 PERIODS = (1, 2, 4)
@@ -233,7 +233,7 @@ class Candidate:
     grad_accum: int
     """Micro-batches of one optimizer step."""
     rung: int | None
-    """Size of the engine's buffers (`buffer_sizes.sizes`); None: as Transformers fills them in."""
+    """Size of the engine's buffers (`sizes`); None: as Transformers fills them in."""
     pin_memory: bool
     """Whether offloaded states are in page-locked memory."""
 

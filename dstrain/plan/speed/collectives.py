@@ -115,7 +115,7 @@ class Collective:
         return self.ranks * self.stride > cluster.gpus_per_node
 
     def seconds(self, cluster: Cluster, rates: Efficiency) -> float:
-        """Returns how long they take, by NCCL's own model (`nccl.collective_s`).
+        """Returns how long they take, by NCCL's own model (`collective_s`).
 
         A ring that spans nodes crosses between two of them on as many adapters as it has ranks in each, so its bus
         bandwidth is their sum, or that inside the node if it is lower. Source: nccl-tests doc/PERFORMANCE.md.
