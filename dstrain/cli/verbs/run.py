@@ -297,7 +297,7 @@ def allocated(options: Options) -> Hosts | None:
         return None
     probes: dict[str, Any] = {"read": probe.read_text, "details": probe.slurm_job}
     try:
-        return SOURCES["slurm"](HostQuery(environment=os.environ, file=None, slots=None, match=None, **probes))
+        return SOURCES["slurm"](HostQuery(environment=os.environ, **probes))
     except InvalidConfig:
         if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
             raise

@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 
@@ -26,12 +27,12 @@ class HostQuery:
 
     environment: Environment
     read: Read
-    file: Path | None
+    file: Path | None = None
     """A file to read in place of the source's own."""
-    slots: int | None
+    slots: int | None = None
     """GPUs of every host; None: as counted by the source."""
-    match: str | None
-    """Pattern of host names (`gpu*`)."""
+    match: str | None = None
+    """Pattern of host names (`gpu*`); None: all."""
     details: Callable[[str], str] = lambda job: ""
     """Returns SLURM's description of a job, node by node; empty if it does not answer."""
 
@@ -190,13 +191,7 @@ def ssh_config(query: HostQuery) -> Hosts:
         match = re.match(r"\s*Host(?:\s+|\s*=\s*)(.*)", line, re.IGNORECASE)
         words = match[1].split("#")[0].split() if match else []
         names += [word for word in words if not re.search(r"[*?!]", word)]
-    return _hosts([(name, None) for name in names if _is_wanted(name, query)], query, str(path))
-
-
-def _is_wanted(name: str, query: HostQuery) -> bool:
-    from fnmatch import fnmatchcase
-
-    return query.match is None or fnmatchcase(name, query.match)
+    return _hosts([(name, None) for name in names if fnmatchcase(name, query.match or "*")], query, str(path))
 
 
 def _lines(query: HostQuery) -> Hosts:

@@ -18,8 +18,7 @@ def hosts(source: str, *, text: str | None = None, environment: dict[str, str] |
             raise InvalidConfig(f"{path}: no such file")
         return text
 
-    given = {"file": None, "slots": None, "match": None} | asked
-    return SOURCES[source](HostQuery(environment=environment or {}, read=read, **given))
+    return SOURCES[source](HostQuery(environment=environment or {}, read=read, **asked))
 
 
 def pairs(found: Hosts) -> list[tuple[str, int]]:
