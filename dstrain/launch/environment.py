@@ -226,7 +226,9 @@ def _user_lines(text: str) -> Iterator[tuple[int, str, str]]:
         if not equals or not _NAME.fullmatch(name.strip()):
             given = f'"{name.strip()}"' if equals else "it"
             raise InvalidConfig(f"{where}{given} is not NAME=value", hint="Correct or remove the line.")
-        if command := _COMMAND.search(value) if _has_dollars(name.strip(), value.strip()) else None:
+        # in single quotes, and in a secret, which is passed on as it is, `$` has no meaning
+        is_literal = _is_quoted(value.strip(), "'") or is_secret(name.strip(), value.strip())
+        if command := None if is_literal else _COMMAND.search(value):
             raise InvalidConfig(
                 f"{where}{name.strip()} holds {command[1]}, which only a shell could expand",
                 hint="Write the value itself. $NAME is the node's own variable; \\$ and \\` stand for themselves.",
@@ -243,11 +245,6 @@ def _user_value(raw: str) -> str:
         made += between_quotes(text[at : part.start()]) + part[0]
         at = part.end()
     return made + between_quotes(text[at:])
-
-
-def _has_dollars(name: str, raw: str) -> bool:
-    """Returns whether `$` means something in a value of the user's file."""
-    return not (_is_quoted(raw, "'") or is_secret(name, raw))
 
 
 def _is_quoted(raw: str, quote: str) -> bool:

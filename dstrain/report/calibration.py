@@ -63,7 +63,9 @@ def observed(record: RunRecord, calibration: Calibration) -> ObservedRun:
     name = shown(str(record.run_dir.path))
     if not found.ranks:
         raise InvalidConfig(f"{name}: no step was measured", hint="Train for some tens of steps first.")
-    planned_tokens = _tokens_per_step(configuration, workload.cluster.num_gpus)
+    batch, parallel = configuration.batch, configuration.parallel
+    shares = workload.cluster.num_gpus / (parallel.sp * parallel.tp)
+    planned_tokens = batch.tokens * configuration.step.grad_accum * shares
     slowed = list(_slowed(record, found))
     short = found.tokens_per_step / planned_tokens
     left_out = [f"its step time: {reason}" for reason in slowed]
@@ -117,11 +119,6 @@ def _planned(record: RunRecord, calibration: Calibration) -> tuple[Workload, Con
         raise InvalidConfig(f"{name}: {cluster.gpu.name} is not in the table of GPUs", hint="Leave it out.")
     rates = measured_links.with_rates(calibration, cluster)
     return Workload(model=model, cluster=cluster, calibration=rates), record.estimate.configuration
-
-
-def _tokens_per_step(c: Configuration, num_gpus: int) -> float:
-    """Returns the planned tokens of a step on all GPUs."""
-    return c.batch.tokens * c.step.grad_accum * num_gpus / (c.parallel.sp * c.parallel.tp)
 
 
 def _slowed(record: RunRecord, found: Measurement) -> Iterator[str]:

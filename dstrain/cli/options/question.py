@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -225,7 +225,9 @@ def _cluster(options: dict[str, Any], hosts: Hosts | None, last: Cluster | None)
     if count is None and hosts is None:
         count = previous.num_gpus if previous else len(local) or None
         per_node = previous.gpus_per_node if previous and per_node is None else per_node
-    memory, memory_origin = _host_memory(options, gpu, previous, is_here=_is_here(hosts, count, local, origin))
+    # whether the cluster is this machine alone
+    is_here = hosts is None and (count or 0) <= max(len(local), 1) and origin is Origin.MEASURED
+    memory, memory_origin = _host_memory(options, gpu, previous, is_here=is_here)
     return clusters.describe(
         gpu=gpu,
         gpu_origin=origin,
@@ -249,11 +251,6 @@ def _limited(gpu: gpus.Gpu, limit_bytes: int) -> gpus.Gpu:
             f"--gpu-memory-limit is {format_bytes(limit_bytes)}; {gpu.name} has {has}", hint=f"Write {has} or less."
         )
     return replace(gpu, memory_mib=limit_bytes // MIB)
-
-
-def _is_here(hosts: Hosts | None, count: int | None, local: Sequence[Any], origin: Origin) -> bool:
-    """Returns whether the cluster is this machine alone."""
-    return hosts is None and (count or 0) <= max(len(local), 1) and origin is Origin.MEASURED
 
 
 def _host_memory(

@@ -106,8 +106,12 @@ def _answers(
     limit_s = LIMIT_S + 0.2
     if hosts is not None and not is_local:
         ask, limit_s = partial(hosts_.ask, first, hosts, names), hosts_.TIMEOUT_S + 1
+
+    def all_needs() -> tuple[Needs, list[Finding]]:
+        return (first, []) if file is None else requirements.all_needs(file, first.hosts)
+
     # the estimate may ask a hub, which may not answer; the machines answer within time limits of their own
-    seen = all_at_once({"job": partial(_all_needs, file, first), "facts": ask}, limit_s, awaited=["facts"])
+    seen = all_at_once({"job": all_needs, "facts": ask}, limit_s, awaited=["facts"])
     facts = seen["facts"].value
     if facts is None:
         raise EnvironmentProblem(f"the machines cannot be checked: {seen['facts'].problem}")
@@ -126,10 +130,6 @@ def _answers(
 def _on_first(needs: Needs) -> Needs:
     """Returns the needs on the first host, if hosts are known."""
     return needs if needs.hosts is None else requirements.on_host(needs, needs.hosts.hosts[0])
-
-
-def _all_needs(file: JobFile | None, first: Needs) -> tuple[Needs, list[Finding]]:
-    return (first, []) if file is None else requirements.all_needs(file, first.hosts)
 
 
 def _conclude(by_host: dict[str, list[Finding]], job: Path | None) -> None:

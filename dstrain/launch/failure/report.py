@@ -18,7 +18,6 @@ from dstrain.facts.cluster.hostfile import Hosts
 from dstrain.launch.failure.logs import agents_words, last_metrics, metrics_words, tail_of
 from dstrain.launch.failure.outcome import (
     FULL_DISK,
-    Death,
     Lost,
     Outcome,
     advice,
@@ -310,14 +309,11 @@ def _code_of(rank: int, outcome: Outcome) -> int | None:
     """Returns a rank's exit code: as it was seen, or what the launcher reported, which is the first failure's."""
     seen = next((death.code for death in outcome.deaths if death.rank == rank), None)
     is_consequence = seen is not None and signal_of(seen) is not None and outcome.reported is not None
-    if seen is None or (is_consequence and _is_traceback_first(rank, outcome.deaths)):
+    # another rank died before this one, which failed first by its traceback
+    is_traceback_first = bool(outcome.deaths) and outcome.deaths[0].rank != rank
+    if seen is None or (is_consequence and is_traceback_first):
         return outcome.reported[1] if outcome.reported is not None else seen
     return seen
-
-
-def _is_traceback_first(rank: int, deaths: tuple[Death, ...]) -> bool:
-    """Returns whether another rank died before this one, which failed first by its traceback."""
-    return bool(deaths) and deaths[0].rank != rank
 
 
 def _evidence(text: str) -> list[str]:

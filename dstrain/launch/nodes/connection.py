@@ -55,6 +55,8 @@ class Node:
 
 def per_node(hosts: Hosts, commands: Sequence[Sequence[str]], here: Sequence[bool]) -> tuple[Node, ...]:
     """Returns the nodes of a run; `commands` and `here` are in the order of the hosts."""
+    # the launcher numbers ranks by host, in the order of the hostfile
+    first_ranks = accumulate((host.slots for host in hosts.hosts[:-1]), initial=0)
     return tuple(
         Node(
             number=number,
@@ -64,13 +66,8 @@ def per_node(hosts: Hosts, commands: Sequence[Sequence[str]], here: Sequence[boo
             first_rank=first,
             num_ranks=host.slots,
         )
-        for number, (host, command, first) in enumerate(zip(hosts.hosts, commands, first_ranks(hosts), strict=True))
+        for number, (host, command, first) in enumerate(zip(hosts.hosts, commands, first_ranks, strict=True))
     )
-
-
-def first_ranks(hosts: Hosts) -> list[int]:
-    """Returns the number of each host's first rank: the launcher numbers ranks by host, in the hostfile's order."""
-    return list(accumulate((host.slots for host in hosts.hosts[:-1]), initial=0))
 
 
 def check_hosts(hosts: Hosts) -> None:

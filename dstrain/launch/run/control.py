@@ -57,10 +57,12 @@ def noting_signals(screen_log: Path, *, saves_on_term: bool = False) -> Iterator
     def save(number: int, frame: FrameType | None) -> None:
         stop_requests.save = True
 
-    def leave_terminal(number: int, frame: FrameType | None) -> None:
-        _write_to(screen_log)
-
-    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, SAVE_SIGNAL: save, signal.SIGHUP: leave_terminal}
+    handlers = {
+        signal.SIGINT: stop,
+        signal.SIGTERM: stop,
+        SAVE_SIGNAL: save,
+        signal.SIGHUP: lambda number, frame: _write_to(screen_log),
+    }
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
     try:

@@ -76,7 +76,10 @@ def manifest(asked: ScriptContext, pods: Pods) -> str:
         "words": [_literal(word) for word in asked.words],
         "variables": _variables(asked),
         "secrets": asked.secrets,
-        "volumes": _volumes(pods.claims),
+        "volumes": [
+            {"name": f"volume-{number}", "claim": claim.name, "path": claim.path}
+            for number, claim in enumerate(pods.claims)
+        ],
         "grace_s": GRACE_S,
     }
     return render_yaml("k8s.trainjob.yaml.j2", values | _checked_pods(pods))
@@ -118,23 +121,17 @@ def _variables(asked: ScriptContext) -> list[tuple[str, str]]:
     return [(name, _literal(value)) for name, value in {**ours, **dict(sorted(asked.job_env.items()))}.items()]
 
 
-def _volumes(claims: tuple[Claim, ...]) -> list[dict[str, str]]:
-    return [
-        {"name": f"volume-{number}", "claim": claim.name, "path": claim.path} for number, claim in enumerate(claims)
-    ]
-
-
 def outside(asked: ScriptContext, job: Job, claims: tuple[Claim, ...]) -> list[str]:
     """Returns the paths on none of the volumes, which the pods would not find, or would lose with themselves."""
     sources = {"data": job.train_sources, "eval_data": job.eval_sources}
     named = [("model", job.model), *((key, data.path) for key, all_data in sources.items() for data in all_data)]
     local = [(key, name) for key, name in named if looks_local(name)]
     paths = [("the job", str(asked.job)), ("output_dir", job.output_dir), *local, ("ds_config", job.ds_config)]
-    return [f"{what} {path}" for what, path in paths if not _is_below(path, claims)]
-
-
-def _is_below(path: str, claims: tuple[Claim, ...]) -> bool:
-    return any(PurePosixPath(path).is_relative_to(claim.path) for claim in claims)
+    return [
+        f"{what} {path}"
+        for what, path in paths
+        if not any(PurePosixPath(path).is_relative_to(claim.path) for claim in claims)
+    ]
 
 
 def _literal(value: str) -> str:

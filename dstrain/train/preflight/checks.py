@@ -288,7 +288,9 @@ def try_saving(trainer: Training, *, planned_bytes: int | None, left_s: float, s
     count = _num_saves(trainer)
     figures = {"written_bytes": float(written), "checkpoint_bytes": float(size), "save_s": save_s, "bytes_per_s": rate}
     text += _share(count, save_s, trainer.state.max_steps * (step_s or 0.0))
-    most = _most_at_once(trainer.job, count)
+    limit = trainer.job.save_total_limit
+    # the oldest checkpoint goes when the next one is complete
+    most = count if limit is None else min(count, limit + 1 + trainer.job.keeps_best)
     lack = _lack(trainer, size, most, disks)
     if lack is not None:
         text += f"; but {_says(lack, f'{most} checkpoints that exist at once take')}: lower save_total_limit"
@@ -305,11 +307,6 @@ def _share(count: int, save_s: float, run_s: float) -> str:
     """
     share = count * save_s / (run_s + count * save_s) if run_s else 0.0
     return f"; all {count} take {share:.0%} of the run".replace("%", " %") if share > 0.01 else ""
-
-
-def _most_at_once(job: Job, count: int) -> int:
-    """Returns how many checkpoints of `count` exist together: the oldest one goes when the next one is complete."""
-    return count if job.save_total_limit is None else min(count, job.save_total_limit + 1 + job.keeps_best)
 
 
 def _lack(trainer: Training, size: int, count: int, disks: list[_Disk]) -> _Lack | None:
