@@ -236,7 +236,7 @@ def stretch(config: Any, scaling: RopeScaling | None) -> None:
     if scaling is None:
         return
     text = config.get_text_config()
-    parameters = _parameters(text)
+    parameters = _rope_parameters(text)
     kind = parameters.get("rope_type")
     if kind != "default":
         problem = "has no rotary positions" if kind is None else f"already has rope_type {kind} in its config.json"
@@ -251,7 +251,7 @@ def stretch(config: Any, scaling: RopeScaling | None) -> None:
     _require_readable(config, parameters, scaling)
 
 
-def _parameters(text: Any) -> dict[str, Any]:
+def _rope_parameters(text: Any) -> dict[str, Any]:
     """Returns the rotary parameters inside a configuration of a language model; empty if it has none."""
     parameters: dict[str, Any] = getattr(text, "rope_parameters", None) or {}
     full: dict[str, Any] = parameters.get("full_attention", parameters)
@@ -261,7 +261,7 @@ def _parameters(text: Any) -> dict[str, Any]:
 def _require_readable(config: Any, parameters: dict[str, Any], scaling: RopeScaling) -> None:
     """Raises InvalidConfig if the class of a configuration refuses or changes a scaling as it reads it."""
     try:
-        read = _parameters(type(config).from_dict(config.to_dict()).get_text_config())
+        read = _rope_parameters(type(config).from_dict(config.to_dict()).get_text_config())
         problem = "" if read == parameters else "reads it back otherwise"
     except Exception as error:  # the code of a model may raise anything
         problem = str(error).partition("\n")[0]
