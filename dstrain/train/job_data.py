@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from dstrain.choices import Task
 from dstrain.errors import DstrainError, InvalidConfig
@@ -33,9 +33,6 @@ from dstrain.train.data.token_cache import Report, cache_folder, fingerprint
 from dstrain.train.data.tokenize import SEQUENCES, Encoded, Encoder, with_media
 from dstrain.train.tokenizer import load_tokenizer, source_of
 from dstrain.units import counted
-
-if TYPE_CHECKING:
-    from dstrain.train.data.media import MediaReader
 
 _FIRST_SAMPLES = 64
 """Samples on which a model is tried before its first step."""
