@@ -223,42 +223,35 @@ class Cure(Enum):
     """The machine must be rebooted; if the error returns, the hardware must be replaced."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class XidKind:
-    """The meaning of a number."""
-
-    what: str
-    cure: Cure
-
-
-_ROWS = (
-    (13, "a kernel faulted, often by an index out of range", Cure.PROGRAM),
-    (31, "a kernel accessed invalid memory", Cure.PROGRAM),
-    (32, "a corrupted stream of commands", Cure.PROGRAM),
-    (43, "a program stopped by its own fault", Cure.PROGRAM),
-    (45, "a program's work was removed after an error or at its end", Cure.PROGRAM),
-    (46, "the GPU stopped", Cure.RESET),
-    (48, "uncorrectable memory error", Cure.RESET),
-    (62, "its microcontroller halted", Cure.RESET),
-    (63, "a bad row of memory will be replaced at the next reset", Cure.PROGRAM),
-    (64, "a bad row of memory could not be replaced", Cure.RESET),
-    (74, "NVLink error", Cure.RESET),
-    (79, "it has fallen off the bus", Cure.REBOOT),
-    (92, "many single-bit memory errors", Cure.PROGRAM),
-    (94, "uncorrectable memory error, which ended one program", Cure.PROGRAM),
-    (95, "uncorrectable memory error, which may have reached every program", Cure.RESET),
-    (109, "a program could not be switched out", Cure.RESET),
-    (110, "security fault", Cure.RESET),
-    (119, "its system processor (GSP) did not answer", Cure.RESET),
-    (120, "its system processor (GSP) failed", Cure.RESET),
-    (136, "NVLink could not be trained", Cure.RESET),
-    (140, "uncorrectable memory error", Cure.RESET),
-    (143, "it could not be started", Cure.RESET),
-    (155, "NVLink went down", Cure.RESET),
-    (158, "it stopped responding", Cure.RESET),
+XIDS: Mapping[int, tuple[str, Cure]] = MappingProxyType(
+    {
+        13: ("a kernel faulted, often by an index out of range", Cure.PROGRAM),
+        31: ("a kernel accessed invalid memory", Cure.PROGRAM),
+        32: ("a corrupted stream of commands", Cure.PROGRAM),
+        43: ("a program stopped by its own fault", Cure.PROGRAM),
+        45: ("a program's work was removed after an error or at its end", Cure.PROGRAM),
+        46: ("the GPU stopped", Cure.RESET),
+        48: ("uncorrectable memory error", Cure.RESET),
+        62: ("its microcontroller halted", Cure.RESET),
+        63: ("a bad row of memory will be replaced at the next reset", Cure.PROGRAM),
+        64: ("a bad row of memory could not be replaced", Cure.RESET),
+        74: ("NVLink error", Cure.RESET),
+        79: ("it has fallen off the bus", Cure.REBOOT),
+        92: ("many single-bit memory errors", Cure.PROGRAM),
+        94: ("uncorrectable memory error, which ended one program", Cure.PROGRAM),
+        95: ("uncorrectable memory error, which may have reached every program", Cure.RESET),
+        109: ("a program could not be switched out", Cure.RESET),
+        110: ("security fault", Cure.RESET),
+        119: ("its system processor (GSP) did not answer", Cure.RESET),
+        120: ("its system processor (GSP) failed", Cure.RESET),
+        136: ("NVLink could not be trained", Cure.RESET),
+        140: ("uncorrectable memory error", Cure.RESET),
+        143: ("it could not be started", Cure.RESET),
+        155: ("NVLink went down", Cure.RESET),
+        158: ("it stopped responding", Cure.RESET),
+    }
 )
-XIDS: Mapping[int, XidKind] = MappingProxyType({code: XidKind(what=what, cure=cure) for code, what, cure in _ROWS})
-"""NVIDIA's number → what it means. Source: https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"""
+"""NVIDIA's number → its meaning and its cure. Source: https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html"""
 
 RECENT_S = 24 * 3600.0
 """Age up to which an error that asks for a reset is an error; the GPU may have been reset since an older one."""
@@ -287,16 +280,16 @@ def _take_down(code: int, xids: Sequence[Xid], gpus: Gpus, needs: Needs, notes: 
     Before a launch, faults of programs are ignored, and a GPU that responds again is only a warning: it may have been
     reset since.
     """
-    kind = XIDS.get(code, XidKind(what="see NVIDIA's list of Xid errors", cure=Cure.PROGRAM))
+    meaning, cure = XIDS.get(code, ("see NVIDIA's list of Xid errors", Cure.PROGRAM))
     numbers = {order for order, gpu in enumerate(gpus.gpus) for xid in xids if xid.bus == gpu.bus}
     known = {gpu.bus for gpu in gpus.gpus}
     lost = [xid for xid in xids if xid.bus not in known]
-    what = f"{_who(numbers, lost)}: Xid {code} ({kind.what}){_when(xids)}"
-    if kind.cure is Cure.PROGRAM:
+    what = f"{_who(numbers, lost)}: Xid {code} ({meaning}){_when(xids)}"
+    if cure is Cure.PROGRAM:
         if not needs.is_quick:
             notes.warn(what, _READ)
         return
-    fix = Cure.REBOOT.value if lost else kind.cure.value.format(gpus=",".join(map(str, sorted(numbers))))
+    fix = Cure.REBOOT.value if lost else cure.value.format(gpus=",".join(map(str, sorted(numbers))))
     ages = [xid.age_s for xid in xids if xid.age_s is not None]
     is_old = bool(ages) and min(ages) > RECENT_S
     if is_old or (needs.is_quick and not lost):

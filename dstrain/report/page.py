@@ -175,32 +175,13 @@ _ROW_REM = 0.75
 _LEAST_REM, _MOST_REM = 3.0, 30.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeatMap:
-    """Cells of one color, axes, and the same in words."""
+def heat_map(loads: LoadMap) -> dict[str, Any]:
+    """Returns the picture of a map, a row for each layer with experts, its axes, and the same in words.
 
-    width: int
-    """Cells of a row."""
-    height: int
-    """Rows."""
-    height_rem: float
-    """Height on the page."""
-    paths: tuple[tuple[int, str], ...]
-    """Color, as an index of `LEGEND`, and the path of an SVG that fills all of its cells."""
-    x_ticks: tuple[Tick, ...]
-    """Numbers of experts."""
-    y_ticks: tuple[Tick, ...]
-    """Numbers of layers."""
-    text: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-
-def heat_map(loads: LoadMap) -> HeatMap:
-    """Returns the picture of a map, a row for each layer with experts.
+    A path has a color, as an index of `LEGEND`, and the path of an SVG that fills all of its cells.
 
     >>> found = heat_map(LoadMap(step=8, layers=(1, 2), loads=((1.0, 1.1), (2.5, 0.0))))
-    >>> found.paths
+    >>> found["paths"]
     ((0, 'M1 1h1v1h-1z'), (4, 'M0 0h2v1h-2z'), (6, 'M0 1h1v1h-1z'))
     """
     paths: dict[int, list[str]] = {}
@@ -212,17 +193,17 @@ def heat_map(loads: LoadMap) -> HeatMap:
             paths.setdefault(color, []).append(f"M{start} {row}h{count}v1h-{count}z")
             start += count
     width, height = max(map(len, loads.loads)), len(loads.loads)
-    return HeatMap(
-        width=width,
-        height=height,
-        height_rem=min(max(_ROW_REM * height, _LEAST_REM), _MOST_REM),
-        paths=tuple((color, "".join(parts)) for color, parts in sorted(paths.items())),
-        x_ticks=_ticks(range(width)),
-        y_ticks=_ticks(loads.layers),
-        text=loads.text,
-        columns=COLUMNS,
-        rows=loads.rows,
-    )
+    return {
+        "width": width,
+        "height": height,
+        "height_rem": min(max(_ROW_REM * height, _LEAST_REM), _MOST_REM),
+        "paths": tuple((color, "".join(parts)) for color, parts in sorted(paths.items())),
+        "x_ticks": _ticks(range(width)),
+        "y_ticks": _ticks(loads.layers),
+        "text": loads.text,
+        "columns": COLUMNS,
+        "rows": loads.rows,
+    }
 
 
 def _ticks(numbers: Sequence[int]) -> tuple[Tick, ...]:
@@ -306,7 +287,7 @@ def _run(report: Report) -> dict[str, Any]:
         "step": {"bars": [*_step_bars(report)], "parts": [str(one.part) for one in report.parts], "warm_up": warm_up},
         "traffic": text.traffic_text(report) if report.traffic else "",
         "plots": [asdict(each) | names for each, names in _plots(report)],
-        "experts": asdict(heat_map(recorded.experts)) if recorded.experts is not None else None,
+        "experts": heat_map(recorded.experts) if recorded.experts is not None else None,
         "bars": bars,
         "legend": [part for index, part in enumerate(_PARTS) if any(bar["shares"][index] for bar in bars)],
         "left_out_ranks": max(0, len(recorded.states) - MOST_RANKS),

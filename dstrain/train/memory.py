@@ -29,17 +29,9 @@ from dstrain.train.rank import of_all_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateBytes:
-    """Bytes of model states on one rank, right before an optimizer step."""
+class StateBytes(ModelStates):
+    """Bytes of model states on one rank, right before an optimizer step, with the size of the model."""
 
-    params: int
-    """Parameters on the device: full ones, and the partitions of ZeRO-3."""
-    grads: int
-    """Gradients for the step, on the device."""
-    optimizer: int
-    """Fp32 master weights and Adam's moments, on the device."""
-    host: int
-    """All of these that are offloaded to RAM."""
     trainable: int
     """Number of trainable parameters, over all ranks."""
     frozen: int
