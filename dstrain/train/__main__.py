@@ -177,7 +177,7 @@ def _train(
 
     started = time.monotonic()
     setup = TrainingSetup.prepare(inputs, rank, heartbeat)
-    if resume is not None and resume.data not in (None, setup.train_data.digest):
+    if resume is not None and resume.data not in (None, setup.data.train.digest):
         where = "at the beginning" if inputs.job.streaming else f"at step {resume.step}"
         rank.say(
             f"warning: {resume.checkpoint.name} was trained on different samples or in a different order (data, chat "

@@ -42,12 +42,10 @@ from dstrain.train.checkpoints.checkpoints import shared
 from dstrain.train.checkpoints.saved_model import DTYPES, base_config
 from dstrain.train.checkpoints.tensor_files import load_only_tensors
 from dstrain.train.data.collate import Collator, joins_rows, taken_by, without_adapter
-from dstrain.train.data.media import MediaCollator, MediaReader
+from dstrain.train.data.media import MediaCollator
 from dstrain.train.data.pairs import PairCollator
-from dstrain.train.data.prepare import PreparedData
 from dstrain.train.data.stream import StreamCollator
 from dstrain.train.generate import SamplesCallback
-from dstrain.train.job_data import StreamedData
 from dstrain.train.memory import MeasureCallback
 from dstrain.train.model import load_model
 from dstrain.train.parts.dpo import DpoObjective, PairLoss
@@ -154,11 +152,7 @@ class TrainingSetup:
     """A gloo group of all ranks, for small gathers that touch no GPU; None with one rank."""
     collectives: Collectives
     """Observes the collectives of training."""
-    tokenizer: Any
-    media_reader: MediaReader | None
-    """Reads images and videos; None: the model has no tower."""
-    train_data: PreparedData | StreamedData
-    eval_data: PreparedData | None
+    data: job_data.JobData
     model: Any
     """The model; ZeRO-3 has partitioned it already."""
     base: Mapping[str, Any]
@@ -197,10 +191,7 @@ class TrainingSetup:
             arguments=arguments,
             group=group,
             collectives=collectives,
-            tokenizer=data.tokenizer,
-            media_reader=data.media_reader,
-            train_data=data.train,
-            eval_data=data.eval,
+            data=data,
             model=_loaded(job, source, ds_config, data.tokenizer, heartbeat),
             base=base_config(source, trust_remote_code=job.trust_remote_code),
             against=_against(job, inputs.model, inputs.cluster) if on_gpu else None,
@@ -211,7 +202,7 @@ class TrainingSetup:
 
         None without evaluation data, or without a token to predict.
         """
-        if self.eval_data is None:
+        if self.data.eval is None:
             return None
         step = trainer.state.global_step
         if not any("eval_loss" in logged and logged["step"] == step for logged in trainer.state.log_history):
@@ -234,16 +225,16 @@ class TrainingSetup:
             base=self.base,
             group=self.group,
             checks=self._checks(first_steps) if self.job.preflight else None,
-            data_digest=self.train_data.digest,
+            data_digest=self.data.train.digest,
             objective=self._objective(),
             parallel=self._parallel(),
             model=self.model,
             args=self.arguments,
-            train_dataset=self.train_data.dataset,
-            eval_dataset=self.eval_data.dataset if self.eval_data else None,
+            train_dataset=self.data.train.dataset,
+            eval_dataset=self.data.eval.dataset if self.data.eval else None,
             data_collator=self._whole_collator(),
-            processing_class=self.tokenizer,
-            extra_files=self.media_reader.files if self.media_reader else (),
+            processing_class=self.data.tokenizer,
+            extra_files=self.data.media_reader.files if self.data.media_reader else (),
         )
         measure = MeasureCallback(
             lambda: trainer.model_wrapped, self.run_dir, group=self.group, is_first=self.rank.is_first
@@ -276,7 +267,7 @@ class TrainingSetup:
             run_dir=self.run_dir,
             rank=self.rank,
             group=self.group,
-            tokenizer=self.tokenizer,
+            tokenizer=self.data.tokenizer,
             facts=self._facts(),
             step_s=first_steps.planned_step_s if first_steps is not None else None,
             checkpoint_bytes=estimate.saved_bytes(only_model=self.job.save_only_model) if estimate else None,
@@ -297,8 +288,8 @@ class TrainingSetup:
         """Returns the loss of the job's task."""
         if self.job.task is not Task.DPO:
             return TokenLoss()
-        held_out = None if self.eval_data is None else self.eval_data.digest
-        return PairLoss(DpoObjective(job=self.job), train_digest=self.train_data.digest, eval_digest=held_out)
+        held_out = None if self.data.eval is None else self.data.eval.digest
+        return PairLoss(DpoObjective(job=self.job), train_digest=self.data.train.digest, eval_digest=held_out)
 
     def _parallel(self) -> Alone:
         """Returns how ranks share the work of a micro-batch."""
@@ -313,7 +304,7 @@ class TrainingSetup:
     @property
     def _media(self) -> frozenset[str]:
         """The columns of images and videos that a sample of the data has."""
-        return self.train_data.media | (self.eval_data.media if self.eval_data is not None else frozenset())
+        return self.data.train.media | (self.data.eval.media if self.data.eval is not None else frozenset())
 
     def _whole_collator(self) -> CountingCollator | StreamCollator:
         counting = CountingCollator(self._collator())
@@ -321,16 +312,16 @@ class TrainingSetup:
 
     def _collator(self) -> Collator | PairCollator | MediaCollator:
         plain = Collator(
-            pad_token_id=int(self.tokenizer.pad_token_id),
+            pad_token_id=int(self.data.tokenizer.pad_token_id),
             packing=self.job.packing,
             takes=taken_by(self.model),
             joins_rows=joins_rows(self.model),
             slices=self.job.sp,
         )
         collator: Collator | MediaCollator = plain
-        reader = self.media_reader
+        reader = self.data.media_reader
         if reader is not None and (media := self._media):
-            blanks = {column: reader.blank_tokens(self.tokenizer, column) for column in sorted(media)}
+            blanks = {column: reader.blank_tokens(self.data.tokenizer, column) for column in sorted(media)}
             dtype = DTYPES[self.job.precision]
             collator = MediaCollator.of(self.model, dtype, collator=plain, media_reader=reader, blanks=blanks)
         return PairCollator(collator=collator) if self.job.task is Task.DPO else collator
