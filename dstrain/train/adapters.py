@@ -243,6 +243,7 @@ def stretch(config: Any, scaling: RopeScaling | None) -> None:
         raise InvalidConfig(f"rope_scaling: the model ({config.model_type}) {problem}", hint="Remove rope_scaling.")
     original = scaling.original_max_position_embeddings or text.max_position_embeddings
     values = {"rope_type": str(scaling.rope_type), "factor": scaling.factor}
+    # of these types only YaRN reads the original length from the parameters
     if scaling.rope_type is RopeType.YARN:
         values["original_max_position_embeddings"] = original
     parameters.update(values)

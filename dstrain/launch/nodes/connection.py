@@ -323,6 +323,7 @@ def require_compatible(
     `files` is what ranks read, with the bytes here; `may_be_apart` where the run directory was copied to other nodes,
     but not if the run `keeps_best`, the checkpoint of its best evaluation, which stays on one disk.
     """
+    # each kind of problem has a hint of its own, so one kind is raised at a time
     problems = _unfit(hellos, port, on_cpu=on_cpu)
     if problems:
         hint = (

@@ -48,6 +48,7 @@ def check_model(file: JobFile, context: JobContext) -> None:
     if not folder.is_dir():
         return
     has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    # a folder with config.json alone is a model for the planner, so a missing part may be meant
     alone = "Training needs weights; a config.json alone is enough for gen-config only."
     for is_there, part, hint in (
         (
