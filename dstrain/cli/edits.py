@@ -67,7 +67,7 @@ def _lines(folder: Path, result: Effects) -> list[str]:
     lines: list[str] = []
     for name in dict.fromkeys(measured.edit.file for measured, _ in rows):
         lines.append(str(folder / name))
-        lines += [f"  {text}{_edit_text(measured, result)}" for measured, text in rows if measured.edit.file == name]
+        lines += [f"  {text}{_edit_text(measured)}" for measured, text in rows if measured.edit.file == name]
     if result.together is not None:
         others = [dotted(measured.edit.pointer) for measured in result.edits if measured.effect is None]
         without = f", without {', '.join(others)}" if others else ""
@@ -75,7 +75,7 @@ def _lines(folder: Path, result: Effects) -> list[str]:
     return lines
 
 
-def _edit_text(measured: Measured, result: Effects) -> str:
+def _edit_text(measured: Measured) -> str:
     if measured.effect is not None:
         return f": {effect_text(measured.effect)}{f' ({measured.note})' if measured.note else ''}"
     return "" if measured.note is None else f": {measured.note}"

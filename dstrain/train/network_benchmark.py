@@ -50,14 +50,14 @@ class Bench:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return float(tensor.item())
 
-    def ladder(self, sizes: Sequence[int], budget_s: float) -> list[Timing]:
-        """Returns timings from the smallest size on, for about `budget_s` seconds."""
+    def ladder(self) -> list[Timing]:
+        """Returns timings from the smallest size on, for about `BUDGET_S` seconds."""
         began, timings = time.perf_counter(), []
-        for num_bytes in sizes:
-            seconds = self.seconds(num_bytes, budget_s - self.slowest(time.perf_counter() - began))
+        for num_bytes in SIZES:
+            seconds = self.seconds(num_bytes, BUDGET_S - self.slowest(time.perf_counter() - began))
             rate = bus_bytes_per_s(num_bytes, seconds, dist.get_world_size())
             timings.append(Timing(num_bytes=num_bytes, seconds=seconds, bus_bytes_per_s=rate))
-            left_s = budget_s - self.slowest(time.perf_counter() - began)
+            left_s = BUDGET_S - self.slowest(time.perf_counter() - began)
             if left_s < 3 * _STEP * seconds:
                 break
         return timings
@@ -93,7 +93,7 @@ def measure(hosts: dict[str, int], device: torch.device) -> Network:
     began = time.perf_counter()
     bench = Bench(device)
     latency_s = bench.seconds(_WIDTH, 1.0)
-    timings = bench.ladder(SIZES, BUDGET_S)
+    timings = bench.ladder()
     gpu = next(iter(probe.local_gpus()), None) if device.type == "cuda" else None
     return Network(
         backend=str(dist.get_backend()),

@@ -182,7 +182,7 @@ class TrainingSetup:
         data = job_data.load(job, source, lambda _, done, total: heartbeat.count(Phase.TOKENIZING, done, total))
         for note in data.notes:
             rank.say(note)
-        _announce(job, rank, data.tokenizer)
+        _announce(job, rank)
         heartbeat.send(0, Phase.WEIGHTS)
         return cls(
             job=job,
@@ -348,7 +348,7 @@ class TrainingSetup:
         }
 
 
-def _announce(job: Job, rank: Rank, tokenizer: Any) -> None:
+def _announce(job: Job, rank: Rank) -> None:
     """Announces the model and adapter, and an adapter that names another model than the job."""
     rank.say(f"loading {job.model}{f' and {job.adapter}' if job.adapter else ''}")
     if job.torch_compile:

@@ -53,7 +53,7 @@ def counted_patches(options: Mapping[str, Any]) -> tuple[int, str | None]:
             else Job(model="", output_dir="", data=data)
         )
         sees = eye_of(_source(options), options["hub"], max_pixels=job.max_pixels, min_pixels=job.min_pixels)
-        return (job.image_patches, None) if sees is None or job.image_patches else _most(job, options, sees)
+        return (job.image_patches, None) if sees is None or job.image_patches else _most(job, sees)
     except (DstrainError, OSError):
         return 0, None  # the reader of the data reports the error
 
@@ -65,7 +65,7 @@ def _source(options: Mapping[str, Any]) -> str:
     return known[1].hub_id if known is not None and known[1].hub_id else name
 
 
-def _most(job: Job, options: Mapping[str, Any], sees: Eye) -> tuple[int, str | None]:
+def _most(job: Job, sees: Eye) -> tuple[int, str | None]:
     found: list[int] = []
     sources = [source for source in job.train_sources if is_file_name(source.path)]
     files = [(source, file) for source in sources for file in files_of(source.path) if file.exists()]

@@ -202,7 +202,7 @@ def run_trial(
         if watch.ending is None and (isinstance(error, Interrupted | SavedAndLeft) or requests.stop):
             assert error is not None
             raise error
-    trial = _trial(run_dir, watch, limits, error)
+    trial = _trial(run_dir, watch, error)
     trial = replace(trial, key=key, seconds=time.monotonic() - watch.began)
     write_atomic(run_dir.trial, to_json(trial))
     if len(requests.stop) > 1:
@@ -210,7 +210,7 @@ def run_trial(
     return trial
 
 
-def _trial(run_dir: RunDir, watch: _Watch, limits: Limits, error: DstrainError | None) -> Trial:
+def _trial(run_dir: RunDir, watch: _Watch, error: DstrainError | None) -> Trial:
     lines = logged(run_dir)
     ending, problem = watch.ending, None
     if ending is None and error is not None:

@@ -49,7 +49,7 @@ def _trace(question: Question, *, by_sample: bool) -> Trace:
     )
     witness = _Witness(tracker, anatomy, parameters)
     try:
-        inputs_bytes = _run(model, question, tracker, anatomy, by_sample=by_sample)
+        inputs_bytes = _run(model, question, tracker, by_sample=by_sample)
     except (NoPositions, InvalidConfig):
         raise
     except Exception as error:  # code of other people, which may raise anything
@@ -65,7 +65,7 @@ def _trace(question: Question, *, by_sample: bool) -> Trace:
     )
 
 
-def _run(model: Any, question: Question, tracker: StorageTracker, anatomy: Anatomy, *, by_sample: bool) -> int:
+def _run(model: Any, question: Question, tracker: StorageTracker, *, by_sample: bool) -> int:
     """Runs the pass, and returns the bytes of its inputs.
 
     Pixels are freed before the backward pass, as in the Trainer; remaining tokens and masks are small.
