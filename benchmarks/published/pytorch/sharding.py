@@ -53,7 +53,9 @@ class Broadcast:
     """Ranks that share the optimizer states and broadcast what each has updated, one after the other."""
 
     def __call__(self, c: Configuration, part: Part, work: Work) -> list[Collective]:
-        """Returns the collectives of one part."""
+        """Returns the collectives of one part. Full sharding has no parameters to broadcast: it gathers them."""
+        if c.zero.stage == 3:
+            return of_deepspeed(c, part, work)
         reduced, *gathered = of_deepspeed(c, part, work)
         return [reduced, *(replace(each, messages=self.ranks, ranks=self.ranks) for each in gathered)]
 
