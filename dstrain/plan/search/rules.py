@@ -182,10 +182,6 @@ ZERO_RULES: tuple[Rule, ...] = (
 # fmt: on
 
 
-def _drops_masks(configuration: Configuration) -> bool:
-    return configuration.parallel.sp > 1 and not configuration.kernels.attn.is_flash
-
-
 def _scales_by_length(model: ModelFacts, configuration: Configuration) -> bool:
     scaling = configuration.batch.rope_scaling
     return (scaling.rope_type if scaling is not None else model.rope_type) in ("dynamic", "longrope")
@@ -231,7 +227,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: forward, key.shape == value.shape"),
     Rule(name="SP and windows", options=("sp", "seq_len", "attn"),
          says="sequence parallelism limits attention to a window with FlashAttention only",
-         breaks=lambda m, k, c: _drops_masks(c) and m.num_windowed_layers > 0
+         breaks=lambda m, k, c: c.parallel.sp > 1 and not c.kernels.attn.is_flash and m.num_windowed_layers > 0
          and m.sliding_window is not None and m.sliding_window < c.batch.seq_len,
          source=_DS + "runtime/sequence_parallel/ulysses_sp.py: uattn_wrapper drops masks"),
     Rule(name="SP and linear attention", options=("sp",),
