@@ -154,7 +154,7 @@ class Policy:
     """Hosts that replace lost ones."""
     timeouts: Timeouts = TIMEOUTS
     command: tuple[str, ...] = RUN
-    """The words that start the run again (`again.words_of`)."""
+    """The words that start the run again (`rundir.words_of`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

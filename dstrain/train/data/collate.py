@@ -35,7 +35,7 @@ class Collator:
     joins_rows: bool = False
     """Whether packed rows become one, as the kernels of linear attention want it."""
     slices: int = 1
-    """Equal slices into which rows are cut afterwards, see `slices.Slice`."""
+    """Equal slices into which rows are cut afterwards, see `Slice`."""
     pad_to_multiple_of: int = 8
     """Tensor cores need row lengths that are multiples of 8."""
 

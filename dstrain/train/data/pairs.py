@@ -41,7 +41,7 @@ class PairTokens:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Counts of the pair, as `counts.COUNTED` names them."""
+        """Counts of the pair, as `tokenize.COUNTED` names them."""
         if self.pair.is_equal:
             return dict(_OF_EQUAL)
         cut = sum(side.counts.cut_answers for side in self.sides)
