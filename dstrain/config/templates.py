@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ _REASON = re.compile(r'\{#(?P<why>(?:(?!#\}).)*)#\}\s*"(?P<key>\w+)":', re.DOTAL
 """A comment directly above a key."""
 
 
-def _environment(folders: list[Path], escape: Callable[[Any], str] | None) -> Environment:
+@cache  # it keeps the templates that it has compiled, and compiles a file again that has changed
+def _environment(folders: tuple[Path, ...], escape: Callable[[Any], str] | None) -> Environment:
     return ImmutableSandboxedEnvironment(
         loader=FileSystemLoader(folders),
         undefined=StrictUndefined,
@@ -54,7 +55,7 @@ def _environment(folders: list[Path], escape: Callable[[Any], str] | None) -> En
 def _render(name: str, folders: list[Path], values: Mapping[str, Any], escape: Callable[[Any], str] | None) -> str:
     """Returns the text of a template; without `escape` every value is escaped as HTML."""
     try:
-        return _environment(folders, escape).get_template(name).render(values)
+        return _environment(tuple(folders), escape).get_template(name).render(values)
     except TemplateNotFound as error:
         legal = [path.name for folder in folders for path in sorted(folder.glob("*.j2"))]
         raise InvalidConfig(f'unknown template "{error.name}"', hint=did_you_mean(str(error.name), legal)) from None
@@ -100,8 +101,7 @@ def render_json(name: str, values: Mapping[str, Any], *, override: Path | None =
 
     Raises InvalidConfig if a name is undefined, the result is not JSON, or a key is repeated.
     """
-    text = _render(name, config_folders(override), values, _json)
-    value = jsonc.parse(text, name).value
+    value = jsonc.parse(_render(name, config_folders(override), values, _json), name).value
     if not isinstance(value, dict):
         raise InvalidConfig(f"{name}: the template makes a {type(value).__name__}, not an object")
     return value
