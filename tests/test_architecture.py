@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import nodes_of, tree_of
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "dstrain"
 HEAVY = ("torch", "transformers", "deepspeed", "swanlab", "accelerate", "peft", "datasets", "numpy")
@@ -77,17 +79,6 @@ def test_help_imports_no_verb_and_no_third_party_module_but_click(tmp_path: Path
 def test_a_verb_imports_what_it_needs(arguments: tuple[str, ...], foreign: tuple[str, ...], tmp_path: Path) -> None:
     strange = [name for name in imported(arguments, tmp_path) if f"{name}.".startswith(tuple(f"{n}." for n in foreign))]
     assert strange == []
-
-
-@cache
-def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
-
-
-@cache
-def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    """Returns all nodes of a module: several tests look through all modules."""
-    return tuple(ast.walk(tree_of(path)))
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shutil
@@ -28,6 +27,7 @@ from dstrain.monitor.sinks.sink import End, Table
 from dstrain.plan.configuration import DEFAULTS
 from dstrain.plan.memory.layers import activations, dense
 from dstrain.plan.memory.layers import families as layer_families
+from tests.sources import nodes_of, text_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "docs" / "extending"
@@ -38,25 +38,26 @@ ELSEWHERE = {"Qwen3VLProcessor"}
 
 
 @cache
-def texts() -> tuple[str, ...]:
-    paths = [path for folder in ("dstrain", "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
-    return tuple(path.read_text(encoding="utf-8") for path in paths)
+def modules() -> tuple[Path, ...]:
+    return tuple(
+        path for folder in ("dstrain", "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))
+    )
 
 
 @cache
-def symbols(text: str) -> set[str]:
+def symbols(path: Path) -> set[str]:
     """Returns every name and every string of a module."""
-    nodes = ast.walk(ast.parse(text))
-    found = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "name", "arg", "value")}
+    fields = ("id", "attr", "name", "arg", "value")
+    found = {getattr(node, field, None) for node in nodes_of(path) for field in fields}
     return {each for each in found if isinstance(each, str)}
 
 
 def unknown(names: set[str]) -> set[str]:
     """Returns those that are no name and no string of the code; only files that hold one of them are parsed."""
     left = set(names)
-    for text in texts():
-        if left and re.search(rf"\b(?:{'|'.join(left)})\b", text):
-            left -= symbols(text)
+    for path in modules():
+        if left and re.search(rf"\b(?:{'|'.join(left)})\b", text_of(path)):
+            left -= symbols(path)
     return left
 
 

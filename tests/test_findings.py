@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import nodes_of, text_of
+
 ROOT = Path(__file__).parents[1] / "dstrain"
 _MAY_TELL = re.compile("free|larger|RAM|written|held by|placeholder|supported range|installed|but only")
 ROOMS = ("config/lint", "doctor", "facts", "launch", "train", "monitor", "cli")
@@ -45,7 +47,7 @@ def _text(part: ast.expr) -> str:
 @cache
 def sentences(path: Path) -> tuple[str, ...]:
     """Returns the texts of a module without its docstrings; values are in braces."""
-    nodes = list(ast.walk(ast.parse(path.read_text())))
+    nodes = nodes_of(path)
     said = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     inner = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
     found: list[str] = []
@@ -65,7 +67,7 @@ def worded(pattern: str) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in sorted(ROOT.rglob("*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if ("/" not in name or name.startswith(ROOMS)) and _MAY_TELL.search(path.read_text()):
+        if ("/" not in name or name.startswith(ROOMS)) and _MAY_TELL.search(text_of(path)):
             texts = [text for text in sentences(path) if re.search(pattern, text)]
             found |= {name: texts} if texts else {}
     return found

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sources import nodes_of
+
 ROOT = Path(__file__).parent.parent
 CLEAN = (
     "dstrain/_data",
@@ -70,7 +72,7 @@ FORBIDDEN = {
 
 def docstrings(path: Path) -> Iterator[tuple[int, str]]:
     """Yields the line and text of each docstring: of the module, its classes, functions, fields and constants."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():
             value = statement.value if isinstance(statement, ast.Expr) else None
