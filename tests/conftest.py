@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -167,6 +169,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         remove_buffers()
 
 
+def pytest_unconfigure() -> None:
+    """Collects garbage once: pytest does so twice, to hear of files that were never closed."""
+    gc.collect()
+    gc.freeze()
+
+
 def asked_for(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
     """Returns the values of a parameter that are left in the fixture's module, for which alone it has to work."""
     return [value for (value,) in asked_together(request, parameter)]
@@ -187,6 +195,18 @@ def draw_of(config: pytest.Config) -> Draw:
 @pytest.fixture(scope="session")
 def draw(request: pytest.FixtureRequest) -> Draw:
     return draw_of(request.config)
+
+
+_NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the test's own; pytest's fixture reads the names of all folders of the run to find a new one."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    folder = tmp_path_factory.getbasetemp() / f"{name}_{next(_NUMBERS)}"
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 @pytest.fixture(scope="session")
