@@ -184,8 +184,8 @@ def test_a_rank_that_stands_still_is_a_hang_and_the_others_say_where_they_wait(l
 @pytest.mark.parametrize(
     ("where", "limits", "says"),
     [
-        ("step-2", (10, 30), r"no step for 3\d s.*: the run hangs"),
-        ("step-3", (10, 30), r"no step for 3\d s.*: the run hangs"),
+        ("step-2", (10, 20), r"no step for 2\d s.*: the run hangs"),
+        ("step-3", (10, 20), r"no step for 2\d s.*: the run hangs"),
         ("saving", (2, 20), r"no progress while saving for 2\d s: the run hangs"),
     ],
 )

@@ -133,7 +133,7 @@ def is_told(found: Imported, key: str, without: Imported | None) -> bool:
 KNOWN = {**TOOLS, **{script.tool.title: script.tool for script in SCRIPTS}}
 
 
-@pytest.mark.parts(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(("tool", "is_variable"), [(tool, kind) for tool in KNOWN for kind in (False, True)])
 def test_no_key_that_asks_for_something_is_dropped_silently(tool: str, is_variable: bool) -> None:
     known = KNOWN[tool]

@@ -146,7 +146,7 @@ def kind_of(name: str) -> Kind:
     return next(kind for pattern, kind in rules if re.search(pattern, name))
 
 
-@pytest.mark.parts(6)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", _ALL)
 def test_every_tensor_is_the_one_that_transformers_builds(name: str) -> None:
     built: Counts = Counter()

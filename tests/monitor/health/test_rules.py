@@ -96,7 +96,7 @@ def found(change: Change, *, seed: int = 0, until: HealthRule | None = None) -> 
     return first
 
 
-@pytest.mark.parts(2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(10))
 def test_a_healthy_run_has_at_most_one_warning_in_a_thousand_steps(seed: int) -> None:
     assert len(found(lambda step, values: values, seed=seed)) <= 1
@@ -335,7 +335,7 @@ def test_a_loss_that_has_not_fallen_since_the_start_is_a_plateau(scatter: float)
     assert plateaus(lambda at: 2.0, scatter=scatter) >= 8
 
 
-@pytest.mark.parts(2)
+@pytest.mark.sweep
 def test_a_loss_that_falls_or_has_fallen_to_its_floor_is_none_whatever_the_rate_does() -> None:
     def floor(at: int) -> float:
         return 1.7 + 0.3 * math.exp(-at / 20)

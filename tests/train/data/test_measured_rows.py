@@ -70,7 +70,7 @@ def planned_and_trained(
     return planned, list(encoder.encode((where, one) for where, one in samples if isinstance(one, Conversation)))
 
 
-@pytest.mark.parts(3)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("name", "tools", "thoughts", "options"),
     [

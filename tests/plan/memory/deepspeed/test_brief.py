@@ -47,7 +47,7 @@ def drawn(random: Random, stage: int) -> tuple[str, int, Configuration]:
     return name, ranks, replace(way, checkpointing=replace(way.checkpointing, every_n_layers=max(1, every)))
 
 
-@pytest.mark.parts(4)
+@pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(24))
 def test_a_few_layers_say_what_all_say(seed: int) -> None:
     name, ranks, way = drawn(Random(seed), 3)

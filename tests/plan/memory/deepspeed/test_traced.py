@@ -77,7 +77,7 @@ def flat(count: int) -> Plane:
     return Plane(base=count, per_layer=0, per_sample=0, per_both=0)
 
 
-@pytest.mark.parts(16)
+@pytest.mark.sweep
 @pytest.mark.parametrize("buckets", BUCKETS)
 @pytest.mark.parametrize("way", WAYS, ids=shown)
 @pytest.mark.parametrize(("name", "ranks"), [("qwen3-0.6b", 4), ("qwen3-8b", 8)])
