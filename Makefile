@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 # only what is imported is compiled, which is a small part of torch and transformers
 PIP := $(BIN)/pip --quiet --disable-pip-version-check install --no-compile -c constraints.txt
+# packages beside those of a user; all at once, as each call of pip looks at all that is installed
+EXTRAS ?= test
 SERVERS := .cache/language_servers
 QLORA := .cache/qlora
 VIDEOS := .cache/videos
@@ -134,7 +136,7 @@ wheelhouse: $(VENV)/.installed
 $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[$(EXTRAS)]'
 	touch $@
 
 clean:
