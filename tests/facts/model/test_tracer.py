@@ -82,12 +82,14 @@ def drawn(family: str) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def answers(request: pytest.FixtureRequest) -> dict[tuple[str, int, bool], Answer]:
-    """Descriptions of known families, and of irregular ones a profile (0 samples) and what it is compared with."""
+    """Descriptions of known families and of `DESCRIBED`, and of irregular ones a profile (0 samples) and its trace."""
     families, wanted = asked_for(request, "family"), asked_together(request, "name", "samples", "grad_ckpt")
     asked = {
         (family, 0, False): Question(subject=Subject(config=drawn(family)), wanted=Wanted.DESCRIPTION)
         for family in families
     }
+    for name, config in DESCRIBED.items():
+        asked[f"{name} described", 0, False] = Question(subject=Subject(config=config), wanted=Wanted.DESCRIPTION)
     for name, samples, grad_ckpt in wanted:
         way = Question(subject=Subject(config=IRREGULAR[name]), seq_len=128, has_padding=True)
         asked[f"{name} profile", 0, False] = replace(way, wanted=Wanted.PROFILE)
@@ -145,14 +147,17 @@ def test_answers_depend_on_all_code_of_the_tracer() -> None:
     assert {"__main__.py", "model.py", "passes.py", "kernels.py", "traces.py"} <= names
 
 
-def test_a_damaged_answer_is_asked_again(tmp_path: Path) -> None:
+def test_a_damaged_answer_is_asked_again_and_those_on_code_of_strangers_are_not_remembered(tmp_path: Path) -> None:
     question = Question(subject=Subject(config=GPT2), wanted=Wanted.DESCRIPTION)
     file = tracer._file(question, tmp_path)
     assert file is not None
     file.write_text("{")
-    (answer,) = ask([question], folder=tmp_path)
+    strange = Question(subject=Subject(config={"model_type": "nobody"}, trust_remote_code=True))
+    answer, failure = ask([question, strange], folder=tmp_path)
     assert isinstance(answer, Description)
     assert ask([question], folder=tmp_path, timeout_s=0.01) == (answer,)
+    assert "has no code for model_type" in getattr(failure, "problem", "")
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_failures_are_not_remembered_and_are_the_models_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,13 +167,6 @@ def test_failures_are_not_remembered_and_are_the_models_fault(tmp_path: Path, mo
     with pytest.raises(InvalidConfig, match="small: Transformers' MambaForCausalLM does not support flash_attention_2"):
         trace_model(subject, way, name="small", source="some/small")
     assert len(list((tmp_path / "dstrain" / "traces").glob("*.json"))) == 1
-
-
-def test_code_of_strangers_is_not_run_and_its_answers_are_not_remembered(tmp_path: Path) -> None:
-    question = Question(subject=Subject(config={"model_type": "nobody"}, trust_remote_code=True))
-    (failure,) = ask([question], folder=tmp_path)
-    assert "has no code for model_type" in getattr(failure, "problem", "")
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_model_that_brings_its_own_code_is_traced_where_it_may_run(
@@ -226,10 +224,9 @@ DESCRIBED: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def descriptions() -> dict[str, Description]:
-    """Those of some models, from one tracer."""
-    asked = [Question(subject=Subject(config=config), wanted=Wanted.DESCRIPTION) for config in DESCRIBED.values()]
-    found = dict(zip(DESCRIBED, ask(asked), strict=True))
+def descriptions(answers: dict[tuple[str, int, bool], Answer]) -> dict[str, Description]:
+    """The descriptions of `DESCRIBED` that the tracer has."""
+    found = {name: answers[f"{name} described", 0, False] for name in DESCRIBED}
     return {name: answer for name, answer in found.items() if isinstance(answer, Description)}
 
 
