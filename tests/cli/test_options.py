@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,14 +178,17 @@ def type_(*words: str) -> tuple[int, str, str]:
 
 @pytest.fixture(autouse=True)
 def _alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of the tests' own, a machine without GPUs, no terminal, and no trust that outlives a command."""
+    """A folder of the tests' own, a machine without GPUs, no terminal, and no file or trust that outlives a command."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("sys.stdin", io.StringIO())
     # a context that is only parsed, or that ends in a usage error, is never closed
     token = TRUSTED.set(False)
+    before = set(folder.iterdir())
     yield
+    for made in set(folder.iterdir()) - before:
+        shutil.rmtree(made) if made.is_dir() else made.unlink()
     TRUSTED.reset(token)
 
 

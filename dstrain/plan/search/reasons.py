@@ -46,7 +46,7 @@ def reasons(
         *_speed(chosen),
         *_simpler(cluster, chosen, ranking),
         *_as_asked(cluster, request, chosen, free),
-        *_eight_bit(cluster, chosen, eight_bit),
+        *_eight_bit(cluster, request, chosen, eight_bit),
         *_over(cluster, chosen, others),
         *_with_more(cluster, chosen, others),
         *_memory(workload, chosen),
@@ -115,16 +115,18 @@ def _as_asked(cluster: Cluster, request: Request, chosen: Estimate, other: Estim
     return (Reason(topic=Topic.AS_ASKED, text=text),)
 
 
-def _eight_bit(cluster: Cluster, chosen: Estimate, other: Estimate | None) -> tuple[Reason, ...]:
+def _eight_bit(cluster: Cluster, request: Request, chosen: Estimate, other: Estimate | None) -> tuple[Reason, ...]:
     """Names the gain of 8-bit AdamW on the GPU over an offloaded optimizer."""
     gain = gain_ratio(cluster, other, chosen) if other is not None else None
     if other is None or other.speed is None or gain is None:
         return ()
     words, rate = OPTIMIZER_WORDS[other.configuration.step.optimizer], other.speed.tokens_per_s_per_gpu
+    # an offload that was asked for goes with AdamW alone
+    typed = "--offload none " if request.offload is not None else ""
     text = (
         f"{words} without offload would be {faster(gain)} and fits ({label(other.configuration)}:"
         f" {rate:,.0f} tokens a second on each GPU, {format_bytes(other.memory.device_bytes_per_gpu)}); it rounds the"
-        f" moments: --optimizer {other.configuration.step.optimizer}"
+        f" moments: {typed}--optimizer {other.configuration.step.optimizer}"
     )
     return (Reason(topic=Topic.OFFLOAD, text=text),)
 
