@@ -34,11 +34,12 @@ suite: $(VENV)/.installed ops $(FIRST)
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --part $(PART)
 
 # what needs no engine, no cluster, no sweep, no editor and no whole command, on all cores: one process has all that imports
-# torch, which takes as long as many tests, and no process imports what types commands
+# torch, which takes as long as many tests, and with tests/launch half of the work; no process imports what types commands
 FAST := -m "not (engine or cluster or sweep or editors or commands)"
 TORCH := $(wildcard dstrain/train tests/train dstrain/monitor tests/monitor tests/facts/cluster/test_hostfile.py \
   tests/facts/data tests/facts/model tests/plan/memory/layers tests/plan/memory/test_muon.py \
-  tests/plan/test_named_parts.py tests/job/test_file.py tests/test_health_exam.py tests/test_overhead.py tests/test_peers.py)
+  tests/plan/test_named_parts.py tests/job/test_file.py tests/test_health_exam.py tests/test_overhead.py tests/test_peers.py \
+  tests/launch)
 fast: $(VENV)/.installed
 	$(MAKE) --no-print-directory -j2 -Otarget fast-torch fast-plain
 
