@@ -55,6 +55,7 @@ def parse_yaml(text: str, name: str, *, texts: frozenset[str] = frozenset()) -> 
     """
     if len(text) > _MOST_CHARACTERS:
         raise InvalidConfig(f"{name}: has {len(text):,} characters; the limit is {_MOST_CHARACTERS:,}")
+    # the other readers are faster, and keep no places
     reader = YAML(typ="rt", pure=True)
     reader.Constructor = type("_Constructor", (_Constructor,), {"texts": texts})
     try:

@@ -137,6 +137,7 @@ def run_time(workload: Workload, estimate: Estimate, lengths: Lengths, job: Job,
     c = estimate.configuration
     items = _rows(lengths, c.batch.seq_len, is_packed=c.batch.packing)
     cut = [min(length, c.batch.seq_len) for length in lengths.tokens]
+    # the lengths are of some of the rows
     scale = lengths.num_samples / len(lengths.tokens)
     rows, batch = round(len(items) * scale), global_batch(workload.cluster, c)
     steps, per_epoch = _steps(job, rows / batch)

@@ -83,6 +83,7 @@ def observed(record: RunRecord, calibration: Calibration) -> ObservedRun:
     is_timed = not (slowed or is_short or is_compiled) and found.tokens_per_s is not None
     if is_timed:
         left_out.insert(0, f"steps that warm up, from its step time: {found.warm_up_steps}")
+    # the allocator of a full GPU holds what the GPU has, which says nothing of the need
     is_full = bool(found.alloc_retries)
     what_counts = Observed(
         name=name,

@@ -177,6 +177,7 @@ def _train(
 
     started = time.monotonic()
     setup = TrainingSetup.prepare(inputs, rank, heartbeat)
+    # said, not refused: whoever has added samples wants to go on
     if resume is not None and resume.data not in (None, setup.data.train.digest):
         where = "at the beginning" if inputs.job.streaming else f"at step {resume.step}"
         rank.say(

@@ -131,9 +131,11 @@ def connect(rank: Rank, job: Job, ds_config: Mapping[str, Any], heartbeat: Sende
         if not dist.is_initialized():
             deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, init_method=f"{_SCHEME}://")
     except (dist.DistNetworkError, PortTaken) as error:
+        # `run` takes another port and starts again
         if isinstance(error, PortTaken) or (rank.is_first and ranks.is_port_taken(os.environ)):
             heartbeat.send(0, Phase.PORT_TAKEN)
         raise
+    # beside NCCL: gathers of small objects wait for no kernel
     group = None if rank.world_size == 1 else dist.new_group(backend="gloo")
     heartbeat.send(0, Phase.LOADING)
     return group

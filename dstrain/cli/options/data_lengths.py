@@ -165,6 +165,7 @@ def _read(job: Job, model: ModelFacts, hub: Hub) -> TrainingData:
     tokenizer = tokenizer_file(model.source, hub)
     if tokenizer is None:
         return _without_tokenizer(job, model)
+    # many data sets take as long as one: they share the sample
     rows = max(_FEWEST_ROWS, SAMPLED_ROWS // len(sources))
     image_tokens = model.vision.num_tokens(job.image_patches) if job.image_patches and model.vision else None
     sees = eye_of(model.source, hub, max_pixels=job.max_pixels, min_pixels=job.min_pixels)

@@ -128,6 +128,7 @@ def _tune(options: Options) -> None:
     steps = partial(planned_steps, file.job, workload, estimate)
     rows, error = _measured(options, candidates, partial(in_turn, workload, make, steps))
     answer_json(document(rows)) if options.as_json else answer("\n".join(table(rows)))
+    # before an error is raised: runs that ended tell as much
     _calibrate(candidates, rows)
     if error is not None:
         say("what was measured is kept; to go on, type the same command again")

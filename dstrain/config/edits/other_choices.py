@@ -99,6 +99,7 @@ def with_choices(files: JobFiles, estimate: Estimate, workload: Workload) -> Oth
     these choices change. Raises InvalidConfig if a file cannot be changed in place.
     """
     c, lock = estimate.configuration, files.lock
+    # without a lock nothing counts as edited: each file is its own base
     base = {name: lock.base[name] if lock is not None else files.texts[name] for name in files.texts}
     zero = render_json(template_of(c), config_values(_plan(estimate, workload), workload))["zero_optimization"]
     job, config = (edit.read(base[name], name) for name in (JOB, CONFIG))

@@ -273,9 +273,11 @@ class _Reader:
             else:
                 is_start = False
                 tokens.append(token)
+        # `env` runs what follows it; export and its kind assign and run nothing
         if tokens and tokens[0].raw in _DECLARES:
             tokens = tokens[1:] if tokens[0].raw == "env" else []
         if not tokens:
+            # without a command assignments stay; before one they are its environment alone
             self._assign(assigned, live)
             self.status = True
         elif tokens[0].raw in ("[", "test"):

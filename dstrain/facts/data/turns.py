@@ -243,6 +243,7 @@ def _turn(turn: Any, place: str) -> tuple[Message, bool]:
     """Returns the message of a turn, and whether the turn holds calls as JSON text."""
     if not isinstance(turn, Mapping):
         raise InvalidConfig(f"{place} is {shown(turn)}; a turn must be an object with role and content")
+    # ShareGPT has names of its own
     role_key, text_key = ("from", "value") if turn.get("role") is None and "from" in turn else ("role", "content")
     name = string(turn, role_key, place)
     if name not in ROLES:

@@ -68,6 +68,7 @@ def fetch_config(model_id: str, hub: Hub, *, timeout_s: float = TIMEOUT_S) -> di
             f"{url}: connection failed: {reason}",
             hint=f"Give a local folder, set {variable} to a mirror, or use `--hub {_OTHER[hub]}`.",
         ) from None
+    # proxies and login pages answer any address, with a page of their own and status 200
     try:
         return parse_config(body.decode("utf-8"), url)
     except (InvalidConfig, UnicodeDecodeError):

@@ -384,6 +384,7 @@ class Coordinator:
 
     def _outcome(self, earlier: frozenset[Path]) -> Outcome:
         states, stop = self._members.states, self._requests.stop
+        # a node that did not begin explains whatever became of the others
         problems = [(state.node.host, state.problem) for state in states if state.problem is not None]
         if problems:
             hints = dict.fromkeys(problem.hint for _, problem in problems if problem.hint)

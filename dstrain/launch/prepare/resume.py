@@ -274,6 +274,7 @@ def decide(saved: SavedCheckpoint | None, config: Mapping[str, Any], *, num_rank
         if (now := size or 1) != (was := getattr(saved, key)):
             problem = f"{name} was written with {key} {was}, and the job has {key} {now}"
             raise InvalidConfig(problem, hint=f"Write {key}: {was}, or {weights_of(name)}.")
+    # the shards fit, or there are none
     if saved.world_size == num_ranks or not saved.zero_stage:
         return None
     broken = [

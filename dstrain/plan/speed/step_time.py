@@ -178,6 +178,7 @@ def _parts(
     copies = stepping(cluster, c, done, rates)
     again = c.step.grad_accum
     shown = _shown_copies(copies, forward.total, backward.total)
+    # copies of what is offloaded run beside the pass that needs them: only what outlasts it shows
     copied = copies.pcie_forward + copies.pcie_backward
     hidden = {INTRA: 0.0, INTER: 0.0, PCIE: again * (copied - shown)}
     parts = {

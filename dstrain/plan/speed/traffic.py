@@ -239,6 +239,7 @@ def _passes(
     if not is_trained:
         _add_adapters(tally, adapted(model, trained_model.lora), trained_model, code)
     if code.has_fp32_residual:
+        # each linear has its input cast, and its output cast back
         linears = [group for group in model.tensors if group.is_linear and group.kind in (Kind.ATTENTION, Kind.MLP)]
         width = sum(sum(group.shape) * group.count for group in linears)
         tally.add(CAST, width, 2 * sum(group.count for group in linears), is_sharded=True, scale=1.0)

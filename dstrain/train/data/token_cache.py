@@ -287,6 +287,7 @@ class _Cache:
         said.unused.update(rows.unused)
         said.tally.update(rows.tally)
         del said.skipped[_SHOWN_PROBLEMS:]
+        # a part is there whole or not at all, whatever ends this process
         with made_beside(path) as beside:
             _write_table(beside, self.form.features, columns, said)
 
