@@ -48,7 +48,7 @@ class Recipe:
     model: str
     """An alias, and after a slash the layers to keep."""
     words: str
-    """What is written after `gen-config`, and names the recipe."""
+    """The arguments of `gen-config`, which also name the recipe."""
     data: str = "text"
     """Kind of rows."""
     rows: int = 2

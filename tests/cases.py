@@ -42,7 +42,7 @@ def ask(**options: Any) -> PlanInputs:
 
 @cache
 def _decided(options: tuple[tuple[str, Any], ...]) -> tuple[PlanInputs, Plan]:
-    """Returns what these options ask, and the plan."""
+    """Returns the question that these options ask, and its plan."""
     asked = ask(**dict(options))
     return asked, decide(asked.workload, asked.request)
 

@@ -41,7 +41,7 @@ GOLDEN = Path(__file__).parent / "golden"
 COMMANDS = Path(__file__).parent / "cli"
 """Tests that type commands."""
 MARKS = ("cluster", "engine", "sweep", "editors", "commands")
-"""What a test needs that takes long (setup.cfg says more), the longest first; a test of none of these is fast."""
+"""Marks of slow tests (described in setup.cfg), the slowest first; a test without any of them is fast."""
 
 pytest_plugins = ["tests.launch.fixtures"]
 EXAMPLES = 25

@@ -44,7 +44,7 @@ KEPT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """What the runs under a ZeRO stage begin with: a model that was trained before, and what its training measured."""
+    """The common start of all runs under a ZeRO stage: a trained model, and the measurements of its training."""
 
     folder: Path
     """The demo, with that model."""

@@ -36,7 +36,7 @@ class Cause:
     follows: frozenset[str] = frozenset()
     """Rules that are also broken by it."""
     injected: str = "none"
-    """What is put into the ranks: a key of `causes.CAUSES`; `none`: the job makes it."""
+    """The fault that is injected into the ranks, a key of `causes.CAUSES`; `none`: the job itself causes it."""
     grows_over: int = 0
     """Steps in which it grows to its full size; 0: it begins at once."""
 

@@ -106,7 +106,7 @@ def test_on_a_terminal_the_view_is_drawn_again_until_the_run_ends(training: Trai
 
 
 def _read_until(terminal: int, text: str) -> str:
-    """Returns what a terminal shows up to a text, which must come within half a minute."""
+    """Returns the output of a terminal up to a text, which must appear within 30 seconds."""
     seen, deadline = "", time.monotonic() + 30
     while text not in seen:
         assert time.monotonic() < deadline, seen

@@ -30,7 +30,7 @@ LATE = (
     "tensor_parallel.partition_config.",
     "weight_quantization.",
 )
-"""What is handed on as it is when the configuration is read."""
+"""Prefixes of keys whose values DeepSpeed passes on unread."""
 LATE_KEYS = {
     "data_efficiency.data_sampling.dynamic_batching.metrics_path",
     "data_parallel_size",

@@ -83,7 +83,7 @@ def yaml_editor(folder: Path, need: Callable[[object, str], None]) -> Iterator[E
 
 
 def underlined(text: str, found: list[dict[str, object]]) -> dict[str, str]:
-    """Returns what is underlined in a text, with what is said about it."""
+    """Returns the underlined parts of a text, each with its message."""
     lines, marked = text.splitlines(), {}
     for each in found:
         start, end = each["range"]["start"], each["range"]["end"]  # type: ignore[index]

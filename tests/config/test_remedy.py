@@ -1,4 +1,4 @@
-"""What is to be typed makes exactly the configuration that was planned."""
+"""The proposed commands make exactly the planned configuration."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ NUM_LINTED = 2
 
 
 def configuration(folder: Path, text: str, workload: Workload, *overrides: str) -> Configuration:
-    """Returns what DeepSpeed and the Trainer make of a job and the text of its configuration."""
+    """Returns the effective configuration of a job and the text of its ds_config.json."""
     job = read_job(folder / "job.yaml", overrides).job
     return effective(workload.model, request_of(job), read(text, NAME).value)
 

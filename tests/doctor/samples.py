@@ -128,7 +128,7 @@ def online(**changes: Any) -> Online:
 
 
 def facts(**changes: Any) -> Facts:
-    """Returns what a DGX says; `changes` replace whole subjects."""
+    """Returns the facts of a DGX; `changes` replace whole subjects."""
     found = Facts(
         host="node0",
         time_s=1e9,

@@ -341,15 +341,14 @@ OF_CONFIGURATION = (*COMBINATIONS, _absent(find=check_engine_packages))
 """The checks of a job whose model, machines and configuration are known."""
 BEFORE_HUBS = (Check(find=_runs_on_cpu), *INPUTS)
 """The checks of a run that need no fact from a hub, which may take minutes to answer."""
-OF_NAMES = (
-    Check(
-        rule=HOSTFILE,
-        find=_one_machine,
-        effect="two sets of ranks share its GPUs: the run stops, or each set has half of the memory",
-    ),
+ONE_NAME_EACH = Check(
+    rule=HOSTFILE,
+    find=_one_machine,
+    effect="two sets of ranks share its GPUs: the run stops, or each set has half of the memory",
 )
-"""The names of a run's hosts."""
-OF_MACHINES = (*OF_NAMES, Check(find=_has_gpus), Check(key="attn", find=_runs_on_gpu))
+"""No two hosts of a run are one machine."""
+ATTENTION_RUNS = Check(key="attn", find=_runs_on_gpu)
+OF_MACHINES = (ONE_NAME_EACH, Check(find=_has_gpus), ATTENTION_RUNS)
 """The checks of a run whose machines are known."""
 # fmt: off
 OF_HOSTFILE = (
@@ -359,9 +358,9 @@ OF_HOSTFILE = (
     _of_hosts(_unplanned_slots, SLOTS, "the global batch changes with the number of ranks"),
     _of_hosts(lambda hosts, _: machines.shortage(hosts), SLOTS,
               f"{_REFUSED}; DeepSpeed would start ranks without a GPU"),
-    *OF_NAMES,
+    ONE_NAME_EACH,
 )
 """The lines of a hostfile, and its hosts."""
 # fmt: on
-OF_LINT = (*INPUTS, *OF_MACHINES[2:], *OF_CONFIGURATION)
+OF_LINT = (*INPUTS, ATTENTION_RUNS, *OF_CONFIGURATION)
 """The checks of a job that may run on another machine; a rule of its own reports the limits of a CPU."""

@@ -160,8 +160,8 @@ def _without(config: dict[str, Any], pointers: set[Pointer]) -> dict[str, Any]:
 
 @pytest.mark.commands
 def test_a_fix_changes_no_setting_of_the_engine_but_the_key_that_it_mends() -> None:
-    """What the real parser makes of each case before and after --fix; where it refuses the case, the case without the
-    keys that were mended stands for it."""
+    """Compares the real parser's results for each case before and after --fix. A case that it refuses is compared
+    without the mended keys."""
     pairs, mended_keys = [], []
     for case in (*TEXT_CASES, *ENGINE_CASES):
         document, _ = read(case.source, "x.json")
